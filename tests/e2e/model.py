@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random-weight models of real architectures."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB_SIZE = 1024
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make_llama(folder: Path, seed: int = 0) -> Path:
+    """Write a Llama whose greedy outputs depend on the whole prompt.
+
+    Weights are large enough for attention to be sharp: with the usual small
+    initialisation every prompt gives the same few tokens, and a test of the KV
+    cache cannot fail.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    g = torch.Generator().manual_seed(seed)
+    hidden, inner = LLAMA["hidden_size"], LLAMA["intermediate_size"]
+    kv = LLAMA["num_key_value_heads"] * LLAMA["head_dim"]
+
+    def normal(*shape: int, std: float) -> torch.Tensor:
+        return torch.randn(*shape, generator=g) * std
+
+    weights = {
+        "model.embed_tokens.weight": normal(VOCAB_SIZE, hidden, std=1.0),
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": normal(VOCAB_SIZE, hidden, std=0.5),
+    }
+    for i in range(LLAMA["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        weights |= {
+            layer + "self_attn.q_proj.weight": normal(hidden, hidden, std=0.2),
+            layer + "self_attn.k_proj.weight": normal(kv, hidden, std=0.2),
+            layer + "self_attn.v_proj.weight": normal(kv, hidden, std=0.2),
+            layer + "self_attn.o_proj.weight": normal(hidden, hidden, std=0.2),
+            layer + "mlp.gate_proj.weight": normal(inner, hidden, std=0.1),
+            layer + "mlp.up_proj.weight": normal(inner, hidden, std=0.1),
+            layer + "mlp.down_proj.weight": normal(hidden, inner, std=0.1),
+            layer + "input_layernorm.weight": torch.ones(hidden),
+            layer + "post_attention_layernorm.weight": torch.ones(hidden),
+        }
+    save_file(weights, folder / "model.safetensors")
+    return folder

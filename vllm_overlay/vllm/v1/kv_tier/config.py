@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the host tier, checked before anything is allocated."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from vllm.v1.kv_tier.host_memory import available_host_bytes, total_host_bytes
+from vllm.v1.kv_tier.policy import make_policy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+BACKEND = "core"
+GiB = 1 << 30
+
+StorePolicy = Literal["write_back", "write_through"]
+
+
+@dataclass(frozen=True)
+class KVTierConfig:
+    """`--kv-offloading-backend core`: size and behaviour of the host tier.
+
+    `size_bytes` comes from `--kv-offloading-size` (GiB, all ranks of one engine
+    together, as upstream defines it). Every other field is a key of
+    `--kv-offloading-config`.
+    """
+
+    size_bytes: int
+    """Host memory of all ranks of one engine together, in bytes."""
+
+    store_policy: StorePolicy = "write_back"
+    """`write_back` stores a block before the device evicts it; `write_through`
+    stores every block in the step after it was filled."""
+
+    eviction_policy: str = "lru"
+    """Which host slot makes room: `lru`, `arc`, or the import path
+    (`package.module.Class`) of an `EvictionPolicy`."""
+
+    load_budget_gib: float | None = None
+    """GiB, all ranks together, that one step may load. A request that would
+    exceed it waits for the next step, unless it is the first of its step.
+    None: no limit."""
+
+    check_memory: bool = True
+    """Refuse a size that exceeds the memory available at start. Turn it off on
+    machines whose memory grows on demand (ballooning)."""
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVTierConfig | None":
+        """The tier's settings, or None when the tier is off.
+
+        Raises:
+            ValueError: A setting is wrong. The message names the flag, the
+                value and the mend.
+
+        """
+        cache = vllm_config.cache_config
+        options: dict[str, Any] = cache.kv_offloading_config
+        if cache.kv_offloading_backend != BACKEND:
+            if options:
+                raise ValueError(
+                    f"--kv-offloading-config {options} is for "
+                    f"--kv-offloading-backend {BACKEND}, but the backend is "
+                    f"{cache.kv_offloading_backend!r}. Remove it, or set "
+                    f"--kv-offloading-backend {BACKEND}."
+                )
+            return None
+        size = cache.kv_offloading_size
+        if size is None or not size > 0:
+            raise ValueError(
+                f"--kv-offloading-backend {BACKEND} needs a --kv-offloading-size "
+                f"above 0 (GiB of host memory, all ranks together), got {size}. "
+                "Give a size, or remove the backend to run without a host tier."
+            )
+        config = cls(size_bytes=int(size * GiB), **_known(options))
+        config._check_values()
+        config._check_engine(vllm_config)
+        return config
+
+    @property
+    def load_budget_bytes(self) -> int | None:
+        return None if self.load_budget_gib is None else int(self.load_budget_gib * GiB)
+
+    def _check_values(self) -> None:
+        flag = "--kv-offloading-config"
+        if self.store_policy not in get_args(StorePolicy):
+            raise ValueError(
+                f"{flag}: unknown store_policy {self.store_policy!r}. "
+                f"Use one of {', '.join(get_args(StorePolicy))}."
+            )
+        make_policy(self.eviction_policy, num_slots=1)
+        budget = self.load_budget_gib
+        if budget is not None and not (_is_number(budget) and budget > 0):
+            raise ValueError(
+                f"{flag}: load_budget_gib must be a number above 0 or null "
+                f"(no limit), got {budget!r}."
+            )
+        if not isinstance(self.check_memory, bool):
+            raise ValueError(
+                f"{flag}: check_memory must be true or false, got "
+                f"{self.check_memory!r}."
+            )
+
+    def _check_engine(self, vllm_config: "VllmConfig") -> None:
+        backend = f"--kv-offloading-backend {BACKEND}"
+        if not vllm_config.cache_config.enable_prefix_caching:
+            raise ValueError(
+                f"{backend} extends the prefix cache, which is off "
+                "(--no-enable-prefix-caching, or a model that cannot use it). "
+                "Turn prefix caching on, or remove the backend."
+            )
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and (claim := _offloading_claim(transfer)):
+            raise ValueError(
+                f"{backend} and --kv-transfer-config kv_connector={claim!r} both "
+                "offload KV blocks to host memory. Remove one of them; connectors "
+                "for prefill/decode disaggregation can stay."
+            )
+        events = vllm_config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            raise ValueError(
+                f"{backend} does not publish KV cache events yet, and a subscriber "
+                "would see a wrong cache. Remove enable_kv_cache_events from "
+                "--kv-events-config, or remove the backend."
+            )
+        if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+            raise ValueError(
+                f"{backend} and HiSparse both keep KV blocks in host memory. "
+                "Remove the HiSparse configuration, or remove the backend."
+            )
+        executor = vllm_config.parallel_config.distributed_executor_backend
+        if executor not in (None, "mp", "uni"):
+            raise ValueError(
+                f"{backend} is not supported with --distributed-executor-backend "
+                f"{executor}: a failed copy on one rank would not be seen by the "
+                "scheduler. Use mp (or uni on one device)."
+            )
+        self._check_platform()
+        if self.check_memory and self.size_bytes > total_host_bytes():
+            raise ValueError(
+                f"--kv-offloading-size {self.size_bytes / GiB:g} is larger than the "
+                f"memory of this machine ({total_host_bytes() / GiB:.1f} GiB). "
+                "Lower it, or set "
+                '--kv-offloading-config \'{"check_memory": false}\' where memory '
+                "grows on demand."
+            )
+
+    @staticmethod
+    def _check_platform() -> None:
+        from vllm.platforms import current_platform
+
+        if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
+            raise ValueError(
+                f"--kv-offloading-backend {BACKEND} runs on CUDA, ROCm and CPU, not "
+                f"on {current_platform.device_name or current_platform.device_type}. "
+                "Remove the backend."
+            )
+
+    def check_available_memory(self, reserved_bytes: int = 0) -> None:
+        """Refuse a size that the machine cannot give now.
+
+        Args:
+            reserved_bytes: Memory that others will still take before the tier
+                is allocated.
+
+        Raises:
+            ValueError: Less is available than `--kv-offloading-size` asks for.
+
+        """
+        available = available_host_bytes() - reserved_bytes
+        if self.check_memory and self.size_bytes > available:
+            raise ValueError(
+                f"--kv-offloading-size {self.size_bytes / GiB:g} does not fit: "
+                f"{max(available, 0) / GiB:.1f} GiB of host memory are available "
+                f"(of {total_host_bytes() / GiB:.1f} GiB). Lower it, free memory, or "
+                'set --kv-offloading-config \'{"check_memory": false}\' where memory '
+                "grows on demand."
+            )
+
+
+@dataclass(frozen=True)
+class KVTierLayout:
+    """The tier as it was allocated: what the scheduler must know of it."""
+
+    config: KVTierConfig
+    num_slots: int
+    slot_bytes: int
+    """Bytes of one slot on all ranks together."""
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    keys = [f.name for f in dataclasses.fields(KVTierConfig) if f.name != "size_bytes"]
+    for key in options:
+        if key not in keys:
+            raise ValueError(
+                f"--kv-offloading-config: unknown key {key!r} (value "
+                f"{options[key]!r}). Known keys: {', '.join(keys)}."
+            )
+    return options
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _offloading_claim(transfer: Any) -> str | None:
+    """Name of a configured connector that offloads to host memory, if any."""
+    names = [transfer.kv_connector]
+    extra = transfer.kv_connector_extra_config or {}
+    names += [c.get("kv_connector") for c in extra.get("connectors", [])]
+    for name in names:
+        if name and ("Offload" in name or "LMCache" in name):
+            return name
+    return None

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which KV block lies in which host slot."""
+
+from dataclasses import dataclass
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.kv_tier.policy import EvictionPolicy
+
+
+@dataclass(slots=True, eq=False)
+class HostSlot(KVCacheBlock):
+    """A filled host slot, and the placeholder for it in a prefix scan.
+
+    As a placeholder it is never referenced (`ref_cnt` stays 0), so upstream
+    counts it as one block to allocate, as it does an evictable device block.
+    """
+
+    index: int = -1
+    """Number of the slot in host memory."""
+    keys: tuple[BlockHashWithGroupId, ...] = ()
+    """All prefix-cache keys of the block; the first is its primary one."""
+    store_seq: int = 0
+    """Plan whose store fills the slot."""
+    load_seq: int = 0
+    """Last plan that loads from the slot."""
+
+
+class HostTable:
+    """Keys of the host tier, and the order in which they make room.
+
+    Args:
+        num_slots: Slots in host memory.
+        policy: Order of eviction; holds the primary key of every filled slot.
+
+    """
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+        self.num_slots = num_slots
+        self.evictions = 0
+        self._policy = policy
+        self._slots: dict[BlockHashWithGroupId, HostSlot] = {}
+        self._by_index: dict[int, HostSlot] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        # When each slot was last read; outlives its content, because a store
+        # into a reused slot must wait for that load.
+        self._load_seq = [0] * num_slots
+        self._pinned: set[BlockHashWithGroupId] = set()
+        # Removed while pinned: the plan still copies from or to them.
+        self._free_after_plan: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._by_index)
+
+    def get(self, key: BlockHashWithGroupId) -> HostSlot | None:
+        return self._slots.get(key)
+
+    def at(self, index: int) -> HostSlot | None:
+        """The content of slot `index`, if it is filled."""
+        return self._by_index.get(index)
+
+    def filled(self) -> list[HostSlot]:
+        return list(self._by_index.values())
+
+    def touch(self, slot: HostSlot) -> None:
+        """The block of `slot` was used."""
+        self._policy.hit(slot.keys[0])
+
+    def pin(self, slot: HostSlot) -> None:
+        """Keep `slot` until `unpin_all`: the plan in the making uses it."""
+        self._pinned.add(slot.keys[0])
+
+    def unpin_all(self) -> None:
+        self._pinned.clear()
+        self._free.extend(self._free_after_plan)
+        self._free_after_plan.clear()
+
+    def is_pinned(self, slot: HostSlot) -> bool:
+        return slot.keys[0] in self._pinned
+
+    def mark_loaded(self, slot: HostSlot, seq: int) -> None:
+        slot.load_seq = self._load_seq[slot.index] = seq
+
+    def last_load(self, slot: HostSlot) -> int:
+        """Last plan that read the memory of `slot`, for whatever content."""
+        return self._load_seq[slot.index]
+
+    def insert(
+        self,
+        keys: tuple[BlockHashWithGroupId, ...],
+        num_tokens: int | None,
+        seq: int,
+    ) -> HostSlot | None:
+        """Fill a slot, evicting another one when none is free.
+
+        Args:
+            keys: Keys of the block; none of them may be in the table.
+            num_tokens: Prefix tokens that the primary key covers.
+            seq: Plan that stores the block.
+
+        Returns:
+            The slot, or None when every slot is in use by the plan.
+
+        """
+        if not self._free:
+            victim = self._policy.evict(self._pinned.__contains__)
+            if victim is None:
+                return None
+            self.evictions += 1
+            self._forget(self._slots[victim])  # type: ignore[index]
+        slot = HostSlot(block_id=-1, index=self._free.pop(), keys=keys, store_seq=seq)
+        slot.set_block_hash(keys[0], num_tokens)
+        self._by_index[slot.index] = slot
+        for key in keys:
+            assert key not in self._slots
+            self._slots[key] = slot
+        self._policy.insert(keys[0])
+        return slot
+
+    def remove(self, slot: HostSlot) -> None:
+        """The content of `slot` must not be served any more."""
+        self._policy.remove(slot.keys[0])
+        self._forget(slot)
+
+    def _forget(self, slot: HostSlot) -> None:
+        for key in slot.keys:
+            del self._slots[key]
+        del self._by_index[slot.index]
+        if slot.keys[0] in self._pinned:
+            self._pinned.remove(slot.keys[0])
+            self._free_after_plan.append(slot.index)
+        else:
+            self._free.append(slot.index)

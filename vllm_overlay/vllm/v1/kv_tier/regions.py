@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV memory of a rank as rows of bytes, one row per block.
+
+Layouts differ by backend and tag: blocks may be the first or the second
+dimension, layers may lie beside or inside one another, groups of a hybrid model
+may alias the same bytes. All of them are strided: block `b` of a tensor lies
+`b * stride` bytes after block 0. So every tensor is a set of tiles (offset of
+block 0, stride), and tiles of one stride that overlap belong to one region.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Region:
+    """KV memory in which each block is one run of bytes."""
+
+    blocks: torch.Tensor
+    """`[num_blocks, bytes]`, uint8, rows strided; a view of the KV cache."""
+
+    @property
+    def block_bytes(self) -> int:
+        return self.blocks.shape[1]
+
+
+def build_regions(kv_caches: Any, num_blocks: int) -> list[Region]:
+    """The regions of a model runner's KV caches.
+
+    Args:
+        kv_caches: Tensors, or nested lists of them, whose first or second
+            dimension is `num_blocks` or a multiple of it (kernel blocks).
+        num_blocks: Number of blocks the scheduler counts.
+
+    Returns:
+        Regions without overlap. Copying row `b` of each copies block `b`.
+
+    Raises:
+        RuntimeError: The layout is none that can be copied block by block.
+
+    """
+    tiles: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    storages: dict[int, torch.UntypedStorage] = {}
+    device = torch.device("cpu")
+    for tensor in _flatten(kv_caches):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+        device = tensor.device
+        for offset, stride, width in _tiles(tensor, num_blocks):
+            tiles[storage.data_ptr(), stride].append((offset, width))
+
+    regions = []
+    for pointer, storage in storages.items():
+        rows = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        extents: list[tuple[int, int]] = []
+        for (base, stride), found in tiles.items():
+            if base != pointer:
+                continue
+            for start, end in _merge(sorted(set(found)), stride):
+                # The whole stride: what lies between the views (padding,
+                # quantization scales) belongs to the block too.
+                last = start + (num_blocks - 1) * stride
+                width = min(stride, storage.nbytes() - last)
+                if end - start > width:
+                    raise RuntimeError("KV cache blocks overlap one another.")
+                extents.append((start, last + width))
+                regions.append(
+                    Region(rows.as_strided((num_blocks, width), (stride, 1), start))
+                )
+        extents.sort()
+        if any(a[1] > b[0] for a, b in itertools.pairwise(extents)):
+            raise RuntimeError("KV caches of different block strides share memory.")
+    return regions
+
+
+def _flatten(kv_caches: Any) -> Iterator[torch.Tensor]:
+    if isinstance(kv_caches, torch.Tensor):
+        if kv_caches.numel():
+            yield kv_caches
+        return
+    for item in kv_caches:
+        yield from _flatten(item)
+
+
+def _tiles(tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int, int]]:
+    """(offset, stride, width) in bytes, for each run of a block in `tensor`."""
+    dim = next((d for d in (0, 1) if tensor.shape[d] % num_blocks == 0), None)
+    if dim is None:
+        raise RuntimeError(
+            f"No dimension of a KV cache of shape {tuple(tensor.shape)} counts "
+            f"{num_blocks} blocks."
+        )
+    size = tensor.element_size()
+    kernel_blocks = tensor.shape[dim] // num_blocks
+    kernel_stride = tensor.stride(dim) * size
+    stride = kernel_stride * kernel_blocks
+    base = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+    others = [
+        (n, tensor.stride(d) * size)
+        for d, n in enumerate(tensor.shape)
+        if d != dim and n > 1
+    ]
+    inner = [(n, s) for n, s in others if s < stride]
+    outer = [(n, s) for n, s in others if s >= stride]
+    width = size + sum((n - 1) * s for n, s in inner)
+    width += (kernel_blocks - 1) * kernel_stride
+    for indices in itertools.product(*(range(n) for n, _ in outer)):
+        yield base + sum(i * s for i, (_, s) in zip(indices, outer)), stride, width
+
+
+def _merge(
+    tiles: Iterable[tuple[int, int]], stride: int
+) -> Iterator[tuple[int, int]]:
+    """Join sorted (offset, width) that lie in one stride to (start, end)."""
+    start, end = -1, -1
+    for offset, width in tiles:
+        if start >= 0 and offset < start + stride:
+            end = max(end, offset + width)
+            continue
+        if start >= 0:
+            yield start, end
+        start, end = offset, offset + width
+    if start >= 0:
+        yield start, end

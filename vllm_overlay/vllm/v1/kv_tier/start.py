@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings the host tier up on all ranks, after their KV caches exist."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.aggregate import StepReportAggregator
+from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.copy_engine import slot_bytes
+from vllm.v1.kv_tier.regions import build_regions
+from vllm.v1.kv_tier.worker import HostTier
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+
+def start_kv_tier(
+    vllm_config: "VllmConfig", executor: Any, kv_cache_config: Any
+) -> None:
+    """Allocate the host tier and tell the scheduler's `KVCacheConfig` of it.
+
+    Does nothing when the tier is off.
+
+    Args:
+        vllm_config: Settings of the engine.
+        executor: Reaches all ranks of the engine.
+        kv_cache_config: The scheduler's; its `kv_tier` is set.
+
+    Raises:
+        ValueError: The size does not fit the machine, or not one block fits it.
+
+    """
+    config = KVTierConfig.from_vllm_config(vllm_config)
+    if config is None:
+        return
+    num_blocks = kv_cache_config.num_blocks
+    per_rank = executor.collective_rpc(_block_bytes, args=(num_blocks,))
+    block_bytes = sum(per_rank)
+    if block_bytes == 0:
+        raise ValueError(
+            "--kv-offloading-backend core: this model has no KV cache to offload. "
+            "Remove the backend."
+        )
+    num_slots = config.size_bytes // block_bytes
+    if num_slots == 0:
+        raise ValueError(
+            f"--kv-offloading-size {config.size_bytes / GiB:g} is not enough for one "
+            f"KV block: a block takes {block_bytes} bytes on all ranks together. "
+            f"Set it to {block_bytes / GiB:.3g} GiB at least; it is useful from "
+            "the size of the device cache on "
+            f"({block_bytes * num_blocks / GiB:.3g} GiB)."
+        )
+    if vllm_config.parallel_config.nnodes == 1:
+        config.check_available_memory()
+    executor.collective_rpc(_start_rank, args=(num_blocks, num_slots))
+    if len(per_rank) > 1:
+        executor.kv_tier_aggregator = StepReportAggregator()
+    kv_cache_config.kv_tier = KVTierLayout(config, num_slots, block_bytes)
+    logger.info(
+        "KV tier: %d host slots (%.2f GiB on %d ranks) behind %d device blocks; "
+        "%s, %s.",
+        num_slots,
+        num_slots * block_bytes / GiB,
+        len(per_rank),
+        num_blocks,
+        config.store_policy,
+        config.eviction_policy,
+    )
+
+
+# These two run on the ranks. `wrapper` is a WorkerWrapperBase.
+
+
+def _block_bytes(wrapper: Any, num_blocks: int) -> int:
+    return slot_bytes(build_regions(wrapper.worker.model_runner.kv_caches, num_blocks))
+
+
+def _start_rank(wrapper: Any, num_blocks: int, num_slots: int) -> None:
+    runner = wrapper.worker.model_runner
+    regions = build_regions(runner.kv_caches, num_blocks)
+    wrapper.kv_tier = HostTier(regions, num_slots, runner.device)
