@@ -30,6 +30,36 @@ LLAMA = {
 }
 
 
+LORA_RANK = 4
+
+
+def make_lora(folder: Path, seed: int) -> Path:
+    """Write a LoRA adapter for `make_llama` that changes every answer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden = LLAMA["hidden_size"]
+    kv = LLAMA["num_key_value_heads"] * LLAMA["head_dim"]
+    outputs = {"q_proj": hidden, "v_proj": kv}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": LORA_RANK,
+        "lora_alpha": 2 * LORA_RANK,
+        "target_modules": list(outputs),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    g = torch.Generator().manual_seed(seed)
+    weights = {}
+    for i in range(LLAMA["num_hidden_layers"]):
+        for module, size in outputs.items():
+            name = f"base_model.model.model.layers.{i}.self_attn.{module}"
+            a = torch.randn(LORA_RANK, hidden, generator=g) * 0.2
+            b = torch.randn(size, LORA_RANK, generator=g) * 0.2
+            weights |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
 def make_llama(folder: Path, seed: int = 0) -> Path:
     """Write a Llama whose greedy outputs depend on the whole prompt.
 

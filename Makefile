@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+TAG ?= v0.32.0
+DEVICE ?= cuda
+PYTHON ?= python3
+
+export PYTHONPATH := $(CURDIR)/scripts
+# Imports of vLLM take twice as long without it.
+unexport PYTHONDONTWRITEBYTECODE
+TOOL := @$(PYTHON) -m patchtool
+TESTS := @$(PYTHON) ci/run_tests.py
+
+.PHONY: help
+help: ## this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | \
+	  awk -F ':.*## ' '{ printf "%-15s %s\n", $$1, $$2 }'
+	@echo 'TAG is one of $(notdir $(wildcard patches/v*)), $(TAG) if not given.'
+
+.PHONY: apply-patches quilt refresh new-tag check-patches
+apply-patches: ## build/TAG/src: sdist + series + overlay; FORCE=1 loses edits [TAG= FORCE=]
+	$(TOOL) apply $(TAG) $(if $(FORCE),--force)
+
+check-patches: ## every tag: zero fuzz, refresh gives no diff, headers, every prefix imports
+	$(TOOL) check
+
+refresh: ## rewrite the patches of a tag as `quilt refresh` does [TAG=]
+	$(TOOL) refresh $(TAG)
+
+new-tag: ## carry a series to another release, see docs/rebase.md [FROM= TAG= CONTINUE=]
+	$(TOOL) new-tag $(TAG) --from $(FROM) $(if $(CONTINUE),--continue)
+
+quilt: ## quilt in build/TAG/src with the project's settings [TAG= ARGS=refresh]
+	$(TOOL) quilt $(TAG) $(ARGS)
+
+.PHONY: wheel env sync
+wheel: ## build/wheels: release wheel + series + overlay [TAG= DEVICE=cuda|cpu ARCH=]
+	$(TOOL) wheel $(TAG) --device $(DEVICE) $(if $(ARCH),--arch $(ARCH))
+
+env: ## build/env/TAG: venv with the patched CPU build and the test tools [TAG=]
+	$(TOOL) env $(TAG)
+
+sync: ## copy changed patches and overlay into build/env/TAG [TAG=]
+	$(TOOL) sync $(TAG)
+
+.PHONY: test lint test-tooling test-unit test-sim test-e2e test-upstream format
+test: ## all checks, for all tags or for TAGS=v0.32.0,...
+	$(TESTS) --tags '$(TAGS)'
+
+lint: ## ruff and mypy [TAG=]
+	$(TESTS) --tags $(TAG) env lint
+
+test-tooling: ## tests of the patch tooling [TAG=]
+	$(TESTS) --tags $(TAG) env tooling
+
+test-unit: ## tests without scheduler and engine [TAG=]
+	$(TESTS) --tags $(TAG) env unit
+
+test-sim: ## upstream's scheduler with the tier against a simulated worker [TAG=]
+	$(TESTS) --tags $(TAG) env sim
+
+test-e2e: ## the real engine on a CPU [TAG=]
+	$(TESTS) --tags $(TAG) env e2e
+
+test-upstream: ## upstream's own tests, tier off and swapped in [TAG=]
+	$(TESTS) --tags $(TAG) env upstream
+
+format: env ## ruff: format, and mend what it can [TAG=]
+	@build/env/$(TAG)/bin/ruff format --quiet .
+	@build/env/$(TAG)/bin/ruff check --quiet --fix .
+
+.PHONY: clean clean-cache
+clean: ## remove build/; downloads stay
+	@rm -rf build
+
+clean-cache: ## remove the downloads too
+	@rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}/vllm-kv-tier"

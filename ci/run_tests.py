@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the stages of `make test`, and adds them up in one last line.
+
+    PYTHONPATH=scripts python3 ci/run_tests.py [--tags v0.32.0,v0.33.0] [STAGE ...]
+
+A stage goes on after a failure, so that one run shows all of them. Results are in
+build/test-results/. Ends with 0 only if nothing failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from patchtool.config import Layout, ToolError, load_pins
+from patchtool.fetch import fetch
+
+START = time.monotonic()
+LIMIT_S = 20 * 60
+"""No command of a stage takes that long unless it hangs."""
+
+
+def say(text: str) -> None:
+    seconds = time.monotonic() - START
+    print(f"[{time.strftime('%H:%M:%S')} {seconds:5.0f} s] {text}", flush=True)
+
+
+@dataclass
+class Counts:
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.passed + other.passed,
+            self.failed + other.failed,
+            self.skipped + other.skipped,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+
+
+@dataclass
+class Run:
+    """One tag's part of a run."""
+
+    layout: Layout
+    tag: str
+    first: bool
+    """Whether what does not depend on the tag is due."""
+
+    @property
+    def results(self) -> Path:
+        return self.layout.build / "test-results"
+
+    @property
+    def python(self) -> str:
+        return str(self.layout.env(self.tag) / "bin" / "python")
+
+    def command(self, command: Sequence[str | Path]) -> int:
+        """Exit status of a command; its own process group is gone afterwards."""
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=self.layout.root,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            say(f"stopped after {LIMIT_S} s: {command[0]} …")
+            return -1
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                process.wait()
+
+    def environment(self) -> dict[str, str]:
+        env = dict(os.environ, KV_TIER_TAG=self.tag)
+        env["PATH"] = f"{self.layout.env(self.tag) / 'bin'}{os.pathsep}{env['PATH']}"
+        # An engine start takes twice as long without it.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        return env
+
+    def simple(self, *command: str | Path) -> Counts:
+        """One check that holds or does not."""
+        return Counts(failed=1) if self.command(command) else Counts(passed=1)
+
+    def patchtool(self, *command: str) -> Counts:
+        return self.simple(sys.executable, "-m", "patchtool", *command)
+
+
+def junit_counts(path: Path) -> Counts:
+    total = Counts()
+    for suite in ElementTree.parse(path).getroot().iter("testsuite"):
+        tests, failures, errors, skipped = (
+            int(suite.get(name, 0))
+            for name in ("tests", "failures", "errors", "skipped")
+        )
+        failed = failures + errors
+        total += Counts(tests - failed - skipped, failed, skipped)
+    return total
+
+
+def pytest(run: Run, name: str, folder: str) -> Counts:
+    """Run a folder of tests. A folder that yields no test is a failure.
+
+    A folder that is not there is none: not every checkout has every kind.
+    """
+    if not (run.layout.root / folder).is_dir():
+        say(f"{folder} does not exist")
+        return Counts()
+    xml = run.results / f"{name}-{run.tag}.xml"
+    xml.unlink(missing_ok=True)
+    flags = ["-q", "--tb=short", "--durations=5", f"--junitxml={xml}"]
+    code = run.command([run.python, "-m", "pytest", *flags, folder])
+    counts = junit_counts(xml) if xml.is_file() else Counts()
+    if code == 5:
+        say(f"{folder} has no tests")
+    if code and not counts.failed:
+        counts += Counts(failed=1)
+    return counts
+
+
+def lint(run: Run) -> Counts:
+    bin_ = run.layout.env(run.tag) / "bin"
+    cache = run.layout.build / ".mypy_cache" / run.tag
+    what = ["vllm_overlay"]
+    counts = Counts()
+    if run.first:
+        counts += run.simple(bin_ / "ruff", "check", "--quiet", ".")
+        counts += run.simple(bin_ / "ruff", "format", "--quiet", "--check", ".")
+        what += ["scripts", "ci", "tests"]
+    return counts + run.simple(bin_ / "mypy", f"--cache-dir={cache}", *what)
+
+
+def env(run: Run) -> Counts:
+    return run.patchtool("env", run.tag)
+
+
+def patches(run: Run) -> Counts:
+    return run.patchtool("check", run.tag)
+
+
+def tooling(run: Run) -> Counts:
+    return pytest(run, "tooling", "tests/tooling") if run.first else Counts()
+
+
+def unit(run: Run) -> Counts:
+    return pytest(run, "unit", "tests/unit")
+
+
+def sim(run: Run) -> Counts:
+    return pytest(run, "sim", "tests/sim")
+
+
+def e2e(run: Run) -> Counts:
+    return pytest(run, "e2e", "tests/e2e")
+
+
+def upstream(run: Run) -> Counts:
+    """Upstream's own tests: the same results as unpatched, tier off and swapped in."""
+    folder = Path("tests") / "upstream"
+    if not (run.layout.root / folder / "run.py").is_file():
+        say(f"{folder} does not exist")
+        return Counts()
+    sdist = fetch(run.layout, load_pins(run.layout, run.tag).sdist)
+    out = run.layout.build / "upstream-tests"
+    base = folder / "baseline" / f"{run.tag}-core.txt"
+    counts = Counts()
+    for mode in ("off", "swapped"):
+        say(f"upstream's tests, {mode}")
+        command = [sys.executable, "-m", "tests.upstream.run", "--tag", run.tag]
+        command += ["--python", run.python, "--sdist", str(sdist), "--out", str(out)]
+        command += ["--suite", "core", "--mode", mode]
+        result = out / f"{run.tag}-core-{mode}.json"
+        result.unlink(missing_ok=True)
+        if run.command(command) or not result.is_file():
+            counts += Counts(failed=1)
+            continue
+        compare = [
+            sys.executable,
+            "-m",
+            "tests.upstream.compare",
+            str(base),
+            str(result),
+        ]
+        differs = folder / "differs" / f"{run.tag}-{mode}.txt"
+        if (run.layout.root / differs).is_file():
+            compare += ["--differs", str(differs)]
+        counts += run.simple(*compare)
+        outcomes = list(json.loads(result.read_text()).values())
+        passed = outcomes.count("passed")
+        # Those that fail unpatched as well are upstream's business.
+        counts += Counts(passed=passed, skipped=len(outcomes) - passed)
+    return counts
+
+
+def has_engine(layout: Layout, tag: str) -> bool:
+    """Whether there is a CPU build of the tag itself."""
+    cpu = load_pins(layout, tag).cpu
+    return cpu is not None and not cpu.extensions_only
+
+
+STAGES: dict[str, Callable[[Run], Counts]] = {
+    "env": env,
+    "lint": lint,
+    "patches": patches,
+    "tooling": tooling,
+    "unit": unit,
+    "sim": sim,
+    "e2e": e2e,
+    "upstream": upstream,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tags", default="", help="separated by commas; all if empty")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
+    options = parser.parse_args()
+    if unknown := set(options.stages) - STAGES.keys():
+        parser.error(f"unknown stages {sorted(unknown)}; there are {list(STAGES)}")
+    layout = Layout.default()
+    tags = re.split(r"[, ]+", options.tags) if options.tags else layout.tags()
+    names = options.stages or list(STAGES)
+    shutil.rmtree(layout.build / "test-results", ignore_errors=True)
+    (layout.build / "test-results").mkdir(parents=True)
+
+    lines, total = [], Counts()
+    for name in names:
+        for tag in tags:
+            # Engines of a release are tested where that release has a CPU build.
+            cpu = load_pins(layout, tag).cpu
+            if (
+                name == "e2e"
+                and not options.stages
+                and (not cpu or cpu.extensions_only)
+            ):
+                continue
+            say(f"== {name} {tag}")
+            start = time.monotonic()
+            try:
+                counts = STAGES[name](Run(layout, tag, tag == tags[0]))
+            except ToolError as error:
+                say(f"error: {error}")
+                counts = Counts(failed=1)
+            line = f"{name:<10}{tag:<10}{time.monotonic() - start:6.0f} s  {counts}"
+            lines.append(line)
+            say(line)
+            total += counts
+    print("", *lines, total, sep="\n", flush=True)
+    return 1 if total.failed or not total.passed else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ToolError as failure:
+        print(f"error: {failure}")
+        sys.exit(1)

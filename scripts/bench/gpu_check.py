@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is the tier right on this machine's GPU?
+
+    python scripts/bench/gpu_check.py --out DIR
+
+Makes a random-weight Llama, then runs the same greedy conversations, which
+outgrow the device cache, in one process for each configuration. The reference is
+`large`: no tier, but a device cache that holds everything. Its prompts are
+computed in the same pieces as the tier's, so that outputs must be equal token by
+token; against `none` rounding alone flips near-ties in bf16.
+
+`slow` delays every copy by a tenth of a second and must change nothing. `race` does
+the same with the fences of the plans removed, and the comparison must notice.
+Times to first token of an evicted prefix on the idle engine are printed too.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TIER = {"kv_offloading_backend": "core"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "large": {"device_scale": 8},
+    "none": {},
+    "write_back": {"llm": TIER},
+    "write_through": {
+        "llm": TIER | {"kv_offloading_config": {"store_policy": "write_through"}},
+    },
+    "slow": {"llm": TIER, "delay": True},
+    "race": {"llm": TIER, "delay": True, "no_fences": True},
+    "v1": {"llm": TIER, "env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
+    "OffloadingConnector": {"llm": {"kv_offloading_backend": "native"}},
+    "SimpleCPUOffload": {
+        "llm": {"kv_offloading_backend": "native"},
+        "env": {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"},
+    },
+}
+MAY_DIFFER = ("none", "race")
+"""Computed in other pieces than the reference, or wrong on purpose."""
+
+
+def make_model(folder: Path, size: str, device: str) -> None:
+    """A Llama whose greedy outputs depend on the whole prompt."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, inner, layers, heads, kv_heads, vocab = {
+        "tiny": (128, 256, 4, 4, 2, 1024),
+        "1b": (2048, 8192, 16, 16, 8, 32000),
+        "8b": (4096, 14336, 32, 32, 8, 32000),
+    }[size]
+    dim = 128 if size != "tiny" else 32
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": 65536,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    g = torch.Generator(device).manual_seed(0)
+
+    def normal(rows: int, columns: int, gain: float) -> torch.Tensor:
+        w = torch.randn(rows, columns, generator=g, device=device, dtype=dtype)
+        return (w * (gain / columns**0.5)).cpu()
+
+    names: dict[str, str] = {}
+    for i in range(layers):
+        p, kv = f"model.layers.{i}.", kv_heads * dim
+        weights = {
+            p + "self_attn.q_proj.weight": normal(heads * dim, hidden, 2.0),
+            p + "self_attn.k_proj.weight": normal(kv, hidden, 2.0),
+            p + "self_attn.v_proj.weight": normal(kv, hidden, 1.0),
+            p + "self_attn.o_proj.weight": normal(hidden, heads * dim, 2.0),
+            p + "mlp.gate_proj.weight": normal(inner, hidden, 1.0),
+            p + "mlp.up_proj.weight": normal(inner, hidden, 1.0),
+            p + "mlp.down_proj.weight": normal(hidden, inner, 1.0),
+            p + "input_layernorm.weight": torch.ones(hidden, dtype=dtype),
+            p + "post_attention_layernorm.weight": torch.ones(hidden, dtype=dtype),
+        }
+        save_file(weights, folder / f"layer-{i}.safetensors")
+        names |= dict.fromkeys(weights, f"layer-{i}.safetensors")
+    weights = {
+        "model.embed_tokens.weight": normal(vocab, hidden, hidden**0.5),
+        "model.norm.weight": torch.ones(hidden, dtype=dtype),
+        "lm_head.weight": normal(vocab, hidden, 4.0),
+    }
+    save_file(weights, folder / "rest.safetensors")
+    names |= dict.fromkeys(weights, "rest.safetensors")
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run all workloads in this process. Returns outputs and times."""
+    from vllm import LLM, SamplingParams
+
+    config = CONFIGS[name]
+    if config.get("no_fences"):
+        _remove_fences()
+    if config.get("delay"):
+        _delay_copies()
+    llm_kwargs: dict[str, Any] = dict(config.get("llm", {}))
+    if llm_kwargs:
+        llm_kwargs["kv_offloading_size"] = args.host_gib
+    block = args.block_size
+    started = time.perf_counter()
+    llm = LLM(
+        str(args.model),
+        skip_tokenizer_init=True,
+        block_size=block,
+        max_model_len=args.max_len,
+        kv_cache_memory_bytes=int(
+            args.device_gib * config.get("device_scale", 1) * 2**30
+        ),
+        max_num_seqs=32,
+        **llm_kwargs,
+    )
+    result: dict[str, Any] = {"start_s": time.perf_counter() - started}
+    core = llm.llm_engine.engine_core.engine_core
+    vocab = core.vllm_config.model_config.get_vocab_size()
+    greedy = SamplingParams(
+        temperature=0, max_tokens=32, detokenize=False, ignore_eos=True
+    )
+    one = SamplingParams(
+        temperature=0, max_tokens=1, detokenize=False, ignore_eos=True
+    )
+
+    def tokens(seed: int, n: int) -> list[int]:
+        rng = random.Random(seed)
+        return [rng.randrange(3, vocab) for _ in range(n)]
+
+    # Conversations, some of them at a time inside the engine.
+    prompts = [tokens(i, args.prompt_len) for i in range(args.sessions)]
+    outputs = []
+    cached = []
+    started = time.perf_counter()
+    for turn in range(args.turns):
+        answers: list[Any] = []
+        for k in range(0, args.sessions, args.together):
+            group = prompts[k : k + args.together]
+            part = [{"prompt_token_ids": p} for p in group]
+            answers += llm.generate(part, greedy, use_tqdm=False)
+        for i in range(args.sessions):
+            outputs.append(list(answers[i].outputs[0].token_ids))
+            cached.append(answers[i].num_cached_tokens or 0)
+            # The next prompt must not depend on this run's answer, or one flip
+            # would change everything after it.
+            prompts[i] = prompts[i] + tokens(1000 * turn + i, 64)
+    result["makespan_s"] = time.perf_counter() - started
+    result["outputs"] = outputs
+    result["cached_tokens"] = sum(cached)
+
+    # Idle engine: a prefix that others have evicted, plus a new tail of 64.
+    result["ttft_ms"] = {}
+    device_tokens = core.scheduler.kv_cache_config.num_blocks * block
+    for length in args.lengths:
+        times = []
+        for repeat in range(args.repeats):
+            prefix = tokens(10_000 + length + repeat, length)
+            llm.generate([{"prompt_token_ids": prefix}], one, use_tqdm=False)
+            filler = 0
+            while filler < 1.3 * device_tokens:
+                n = min(args.max_len - 100, 8192)
+                part = tokens(20_000 + length + repeat + filler, n)
+                llm.generate([{"prompt_token_ids": part}], one, use_tqdm=False)
+                filler += n
+            time.sleep(0.2)
+            prompt = prefix + tokens(30_000 + repeat, 64)
+            begun = time.perf_counter()
+            llm.generate([{"prompt_token_ids": prompt}], one, use_tqdm=False)
+            times.append((time.perf_counter() - begun) * 1e3)
+        result["ttft_ms"][length] = times
+    return result
+
+
+def _remove_fences() -> None:
+    from vllm.v1.kv_tier.streams import CudaStreams
+
+    def run(self: Any, plan: Any, store: Any, load: Any) -> None:
+        import torch
+
+        with torch.cuda.stream(self._store_stream):
+            store()
+        with torch.cuda.stream(self._load_stream):
+            load()
+
+    CudaStreams.run = run  # type: ignore[method-assign]
+
+
+def _delay_copies() -> None:
+    """Keep every copy waiting on the device, for longer than its launch takes."""
+    import torch
+
+    from vllm.v1.kv_tier.copy_engine import TorchCopyEngine
+
+    def delayed(copy: Any) -> Any:
+        def run(*args: Any) -> None:
+            torch.cuda._sleep(200_000_000)  # cycles: about 100 ms
+            copy(*args)
+
+        return run
+
+    TorchCopyEngine.store = delayed(TorchCopyEngine.store)  # type: ignore[method-assign]
+    TorchCopyEngine.load = delayed(TorchCopyEngine.load)  # type: ignore[method-assign]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--size", default="1b", choices=["tiny", "1b", "8b"])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--configs", default=",".join(CONFIGS))
+    parser.add_argument("--device-gib", type=float, default=2.0)
+    parser.add_argument("--host-gib", type=float, default=16.0)
+    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=4,
+        help="conversations at a time; the copies of one step must fit the "
+        "launch queue of the device (about 1,000), or the race cannot show",
+    )
+    parser.add_argument("--sessions", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--prompt-len", type=int, default=2048)
+    parser.add_argument("--max-len", type=int, default=20480)
+    parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 16384])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.model = args.out / f"model-{args.size}"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if args.one:
+        result = run_config(args.one, args)
+        (args.out / f"{args.one}.json").write_text(json.dumps(result))
+        return 0
+
+    if not (args.model / "model.safetensors.index.json").exists():
+        make_model(args.model, args.size, args.device)
+    failed = False
+    results = {}
+    for name in args.configs.split(","):
+        log = (args.out / f"{name}.log").open("w")
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        env = os.environ | CONFIGS[name].get("env", {})
+        code = subprocess.run(
+            [*command, "--one", name], stdout=log, stderr=log, env=env
+        ).returncode
+        if code:
+            failed = True
+            text = Path(log.name).read_text().strip().splitlines()
+            print(f"{name}: exit {code}\n  " + "\n  ".join(text[-25:]), flush=True)
+            continue
+        result = results[name] = json.loads((args.out / f"{name}.json").read_text())
+        outputs = result["outputs"]
+        pairs = list(zip(results["large"]["outputs"], outputs, strict=True))
+        wrong = sum(a != b for a, b in pairs)
+        ttft = "  ".join(
+            f"{n}: {statistics.median(t):.1f}" for n, t in result["ttft_ms"].items()
+        )
+        print(
+            f"{name:20} start {result['start_s']:5.1f} s  conversations "
+            f"{result['makespan_s']:6.2f} s  cached {result['cached_tokens']:7d}  "
+            f"different {wrong:3d} of {len(pairs)}  distinct tokens "
+            f"{len({t for out in outputs for t in out})}  TTFT ms {ttft}",
+            flush=True,
+        )
+        if name not in MAY_DIFFER:
+            failed |= wrong > 0
+        elif name == "race" and not wrong:
+            failed = True
+            print("race: the planted race was not noticed")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

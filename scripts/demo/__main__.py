@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make demo`: the same conversations with the host tier off and on.
+
+    PYTHONPATH=scripts build/env/v0.32.0/bin/python -m demo --out build/demo
+
+Makes a model, serves it twice with `vllm serve`, talks to it over HTTP, and writes
+to the folder: `report.json`, `report.png`, `server-off.log`, `server-on.log` and
+the model. Ends with 0 if the tier did its work, else with 1 and the reasons.
+"""
+
+import argparse
+import json
+import platform
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAIError
+
+from .client import ChatClient
+from .model import ModelShape, write_model, write_tokenizer
+from .picture import draw
+from .prose import chapters, conversation
+from .report import Comparison
+from .serve import ServerError, serving, vllm_serve
+from .talk import Exchange, ask_with_hits, talk
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is said, and how much room there is for its KV.
+
+    All conversations together take about five times what the device has room for,
+    and less than half of what the host has room for.
+    """
+
+    conversations: int = 6
+    turns: int = 5
+    first_chars: int = 2000
+    later_chars: int = 1000
+    answer_tokens: int = 24
+    block_size: int = 32
+    device_blocks: int = 72
+    host_gib: float = 0.25
+    max_model_len: int = 2048
+
+    def sayings(self) -> list[list[str]]:
+        """What the users say: conversation by conversation, each of a chapter."""
+        return [
+            conversation(chapter, self.turns, self.first_chars, self.later_chars)
+            for chapter in chapters()[: self.conversations]
+        ]
+
+    def warm_up(self) -> str:
+        """What is said first, so that nobody measures a server's first request."""
+        return conversation(chapters()[-1], 1, self.first_chars, 0)[0]
+
+    def flags(self, shape: ModelShape, tier: bool) -> list[str]:
+        """The flags of `vllm serve`."""
+        block_bytes = self.block_size * shape.kv_bytes_per_token
+        flags = {
+            "--served-model-name": "demo",
+            # A prefix that is loaded changes the shapes of the sums after it, and so
+            # their rounding: in bfloat16 enough to turn a close choice.
+            "--dtype": "float32",
+            "--max-model-len": self.max_model_len,
+            "--max-num-batched-tokens": self.max_model_len,
+            "--max-num-seqs": 8,
+            "--block-size": self.block_size,
+            "--kv-cache-memory-bytes": self.device_blocks * block_bytes,
+        }
+        if tier:
+            flags |= {
+                "--kv-offloading-size": self.host_gib,
+                "--kv-offloading-backend": "core",
+            }
+        # No compilation: it would take longer than the conversations.
+        switches = ["--enforce-eager", "--enable-prompt-tokens-details"]
+        return [f"{flag}={value}" for flag, value in flags.items()] + switches
+
+
+class Demo:
+    """The steps of the demo, with a line of progress for each."""
+
+    def __init__(self, out: Path) -> None:
+        self.sizes = Sizes()
+        self.shape = ModelShape()
+        self.out = out
+        self.start = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """Prints a line of progress."""
+        print(f"[{time.monotonic() - self.start:6.1f} s] {text}", flush=True)
+
+    def make_model(self) -> dict[str, Any]:
+        """Writes the model folder; returns what the report says of it."""
+        folder = self.out / "model"
+        tokenizer = write_tokenizer(folder)
+        said = set(tokenizer(" ".join(chapters())).input_ids)
+        said -= set(tokenizer.all_special_ids)
+        parameters = write_model(folder, self.shape, said)
+        self.note(
+            f"made a Qwen3 of random weights: {parameters / 1e6:.0f} M parameters, "
+            f"{self.shape.kv_bytes_per_token} bytes of KV a token"
+        )
+        return {
+            "architecture": "Qwen3ForCausalLM",
+            "parameters": parameters,
+            "layers": self.shape.num_hidden_layers,
+            "hidden_size": self.shape.hidden_size,
+            "dtype": "float32",
+            "kv_bytes_per_token": self.shape.kv_bytes_per_token,
+        }
+
+    def run(self, tier: bool) -> tuple[list[Exchange], int, int]:
+        """Serves the model and talks to it.
+
+        Returns:
+            The exchanges, and for how many tokens the device and the host have room.
+
+        """
+        name = "on" if tier else "off"
+        log = self.out / f"server-{name}.log"
+        flags = self.sizes.flags(self.shape, tier)
+        self.note(f"tier {name}: vllm serve {' '.join(flags)}")
+        command = vllm_serve(self.out / "model", flags)
+        with serving(command, log, self.note) as url:
+            self.note("ready; the first request takes longer and does not count")
+            with ChatClient(url) as client:
+                warm_up = [{"role": "user", "content": self.sizes.warm_up()}]
+                ask_with_hits(client, warm_up, self.sizes.answer_tokens, tier)
+                sayings = self.sizes.sayings()
+                exchanges = talk(
+                    client, sayings, self.sizes.answer_tokens, tier, self.note
+                )
+                metrics = client.metrics()
+        blocks = int(metrics.label("vllm:cache_config_info", "num_gpu_blocks"))
+        slots = metrics.value("vllm:kv_tier_slots_total") if tier else 0
+        return exchanges, blocks * self.sizes.block_size, slots * self.sizes.block_size
+
+    def compare(self) -> list[str]:
+        """Both runs and their report.
+
+        Returns:
+            What fell short; nothing if all is well.
+
+        """
+        # Not at the top: `--off-only` is for a vLLM that has no tier.
+        from vllm.v1.kv_tier import about
+
+        build = about()
+        names = [patch["name"] for patch in build["patches"]]
+        path = self.out / "report.json"
+        for stale in (path, path.with_suffix(".png")):
+            stale.unlink(missing_ok=True)
+        self.note(f"vLLM {build['version']}, {len(names)} patches on {build['tag']}")
+        model = self.make_model()
+        off, device_tokens, _ = self.run(tier=False)
+        on, _, host_tokens = self.run(tier=True)
+        comparison = Comparison(off, on, device_tokens, host_tokens)
+        failures = comparison.failures()
+        report = {
+            "tag": build["tag"],
+            "version": build["version"],
+            "patches": names,
+            "model": model,
+            "machine": f"{platform.machine()}, {platform.platform()}",
+            "seconds": round(time.monotonic() - self.start),
+            **comparison.as_json(),
+            "failures": failures,
+        }
+        path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        draw(
+            comparison,
+            f"{comparison.kv_tokens:,} tokens in {self.sizes.conversations} "
+            f"conversations, room for {device_tokens:,} on the device and "
+            f"{host_tokens:,} in host memory (vLLM {build['version']}, CPU)",
+            path.with_suffix(".png"),
+        )
+        print(f"\n{comparison.table()}\n")
+        self.note(f"wrote {path} and {path.with_suffix('.png')}")
+        return failures
+
+    def run_off_only(self) -> None:
+        """The run without the tier, which an unpatched vLLM can do."""
+        self.make_model()
+        off, device_tokens, _ = self.run(tier=False)
+        comparison = Comparison(off, off, device_tokens, 0)
+        print(f"\n{comparison.table()}\n")
+        said = [token for exchange in off for token in exchange.answer.token_ids]
+        self.note(
+            f"{comparison.kv_tokens / device_tokens:.1f} times the device cache, "
+            f"{len(set(said))} different tokens of {len(said)}, smallest margin "
+            f"{comparison.as_json()['smallest_margin']:.2g} nats; one answer: "
+            f"{off[0].answer.text!r}"
+        )
+
+
+def main() -> int:
+    """Runs the demo; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="demo", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("build/demo"))
+    parser.add_argument("--off-only", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    # Unwinds the `with` blocks, so that no server stays behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    demo = Demo(arguments.out)
+    try:
+        if arguments.off_only:
+            demo.run_off_only()
+            return 0
+        failures = demo.compare()
+    except ImportError as error:
+        failures = [f"{error}: not the patched vLLM, run this with `make demo`"]
+    except (ServerError, OpenAIError, LookupError, RuntimeError) as error:
+        failures = [str(error)]
+    for failure in failures:
+        demo.note(f"FAILED: {failure}")
+    if not failures:
+        demo.note("SUCCESS: same answers, sooner")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

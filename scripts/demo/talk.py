@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations that take turns, so that each finds its KV evicted."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .client import Answer, ChatClient, Message
+
+DEVICE_HITS = "vllm:kv_tier_device_hit_tokens_total"
+HOST_HITS = "vllm:kv_tier_host_hit_tokens_total"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One turn of one conversation: both counted from 1."""
+
+    conversation: int
+    turn: int
+    answer: Answer
+    device_hit_tokens: int
+    host_hit_tokens: int
+
+
+def ask_with_hits(
+    client: ChatClient, messages: Sequence[Message], max_tokens: int, tier: bool
+) -> tuple[Answer, int, int]:
+    """An answer, and how many prompt tokens the device and the host had.
+
+    Nobody else may use the server meanwhile: the counters are the server's. A
+    server without the tier has one cache only, and `usage` tells all.
+
+    Raises:
+        LookupError: `tier` is true and the server does not count hits.
+
+    """
+    if not tier:
+        answer = client.ask(messages, max_tokens)
+        return answer, answer.cached_tokens, 0
+    before = client.metrics()
+    answer = client.ask(messages, max_tokens)
+    after = client.metrics()
+    device, host = (
+        after.value(name) - before.value(name) for name in (DEVICE_HITS, HOST_HITS)
+    )
+    return answer, device, host
+
+
+def talk(
+    client: ChatClient,
+    conversations: Sequence[Sequence[str]],
+    max_tokens: int,
+    tier: bool,
+    note: Callable[[str], None],
+) -> list[Exchange]:
+    """First turn of every conversation, second turn of every conversation, …"""
+    histories: list[list[Message]] = [[] for _ in conversations]
+    exchanges = []
+    for turn, sayings in enumerate(zip(*conversations, strict=True), start=1):
+        for number, (history, saying) in enumerate(zip(histories, sayings), start=1):
+            history.append({"role": "user", "content": saying})
+            answer, device, host = ask_with_hits(client, history, max_tokens, tier)
+            history.append({"role": "assistant", "content": answer.text})
+            exchanges.append(Exchange(number, turn, answer, device, host))
+            note(
+                f"turn {turn}, conversation {number}: {answer.prompt_tokens} prompt "
+                f"tokens, {device} on device, {host} in host memory, "
+                f"first token after {answer.ttft_ms:.0f} ms"
+            )
+    return exchanges

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python3 -m patchtool COMMAND`: what the Makefile's targets call."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from .check import check_patches
+from .config import Layout, ToolError, host_arch, say
+from .env import make_env, sync
+from .fetch import sha256_file
+from .newtag import new_tag
+from .quilt import ensure_quilt, environment
+from .series import refresh
+from .tree import apply_patches
+from .wheel import build_wheel
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="patchtool", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text)
+        command.add_argument("tag")
+        return command
+
+    command = add("apply", "bring build/TAG/src up to date")
+    command.add_argument("--force", action="store_true", help="lose edits made there")
+    command = add("quilt", "run quilt in build/TAG/src with the project's settings")
+    command.add_argument("args", nargs=argparse.REMAINDER)
+    command = add("wheel", "build/wheels/vllm-*.whl")
+    command.add_argument("--device", default="cuda", help="cuda or cpu")
+    command.add_argument("--arch", default=host_arch(), help="x86_64 or aarch64")
+    add("env", "a venv with the patched CPU build, in build/env/TAG")
+    add("sync", "copy changed files into that venv")
+    add("refresh", "rewrite every patch of TAG as quilt does")
+    command = commands.add_parser("check", help="check all tags, or those named")
+    command.add_argument("tags", nargs="*")
+    command = add("new-tag", "carry the series of another tag to TAG")
+    command.add_argument("--from", dest="source", required=True)
+    command.add_argument("--continue", dest="resume", action="store_true")
+    return parser
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    layout = Layout.default()
+    if options.command == "apply":
+        apply_patches(layout, options.tag, options.force)
+    elif options.command == "quilt":
+        ensure_quilt()
+        return subprocess.call(
+            ["quilt", "--quiltrc", str(layout.quiltrc), *options.args],
+            cwd=layout.tree(options.tag),
+            env=environment(layout, options.tag),
+        )
+    elif options.command == "wheel":
+        wheel = build_wheel(layout, options.tag, options.device, options.arch)
+        say(f"{wheel.relative_to(layout.root)}  sha256 {sha256_file(wheel)}")
+    elif options.command == "env":
+        make_env(layout, options.tag)
+    elif options.command == "sync":
+        sync(layout, options.tag)
+    elif options.command == "refresh":
+        refresh(layout, options.tag)
+    elif options.command == "check":
+        check_patches(layout, options.tags or layout.tags())
+    elif options.command == "new-tag":
+        new_tag(layout, options.source, options.tag, options.resume)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ToolError as error:
+        say(f"error: {error}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps build/env/<tag>: a venv with the patched CPU build and what tests need."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from .config import Layout, ToolError, host_arch, load_pins, say
+from .index import certificate, extra_index_urls, find_links, index_urls
+from .tree import locked, sha256
+from .wheel import build_wheel, package_files
+
+STAMP = ".kv-tier-env.json"
+REQUIREMENTS = Path("ci") / "requirements-test.txt"
+
+
+def _run(command: list[str], env: dict[str, str], mend: str) -> None:
+    result = subprocess.run(command, env=env, stdin=subprocess.DEVNULL)
+    if result.returncode:
+        raise ToolError(f"`{' '.join(command[:4])} …` failed, see above; {mend}")
+
+
+def find_uv(layout: Layout) -> str:
+    """uv of the machine, else one in a venv of its own."""
+    if found := shutil.which("uv"):
+        return found
+    tools = layout.build / "env" / "tools"
+    uv = tools / "bin" / "uv"
+    if not uv.is_file():
+        say("installing uv")
+        mend = "install python3-venv and pip, or uv itself"
+        _run([sys.executable, "-m", "venv", str(tools)], dict(os.environ), mend)
+        install = [str(tools / "bin" / "python"), "-m", "pip", "install", "-q", "uv"]
+        _run(install, dict(os.environ), mend)
+    return str(uv)
+
+
+def _index_options() -> list[str]:
+    """pip's settings for uv, which reads its own only."""
+    main, *extra = index_urls()
+    options = ["--default-index", main, "--index-strategy", "unsafe-best-match"]
+    for url in extra_index_urls():
+        options += ["--index", url]
+    for link in find_links():
+        options += ["--find-links", link]
+    return options
+
+
+def _uv_environment() -> dict[str, str]:
+    env = dict(os.environ, UV_NO_PROGRESS="1")
+    env.pop("VIRTUAL_ENV", None)
+    if path := certificate():
+        env.setdefault("SSL_CERT_FILE", path)
+    return env
+
+
+def site_packages(venv: Path) -> Path:
+    found = list(venv.glob("lib/python3.*/site-packages"))
+    if not found:
+        raise ToolError(f"{venv} is not a venv; remove it and run `make env` again")
+    return found[0]
+
+
+def _digest(layout: Layout, tag: str) -> str:
+    """Of all that a venv is made of, but the series and the overlay."""
+    digest = hashlib.sha256(repr(load_pins(layout, tag)).encode())
+    digest.update((layout.root / REQUIREMENTS).read_bytes())
+    return digest.hexdigest()
+
+
+def _load(venv: Path) -> dict[str, object]:
+    try:
+        return json.loads((venv / STAMP).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def has_env(layout: Layout, tag: str) -> bool:
+    return bool(_load(layout.env(tag)))
+
+
+def sync(layout: Layout, tag: str) -> None:
+    """Copy changed files of the series and the overlay into the venv.
+
+    Raises:
+        ToolError: there is no venv yet.
+    """
+    venv = layout.env(tag)
+    if not has_env(layout, tag):
+        raise ToolError(f"no environment for {tag}; run `make env TAG={tag}` first")
+    files = package_files(layout, tag, "cpu")
+    with locked(venv.parent):
+        _sync(layout, tag, files)
+
+
+def _sync(layout: Layout, tag: str, files: dict[str, bytes | None]) -> None:
+    venv = layout.env(tag)
+    site, state = site_packages(venv), _load(venv)
+    before: dict[str, str | None] = state.get("files", {})  # type: ignore[assignment]
+    after = {name: None if d is None else sha256(d) for name, d in files.items()}
+    wanted = dict(files)
+    for name in before.keys() - after.keys():
+        # No longer touched: upstream's file, or none.
+        source = layout.tree(tag) / name
+        wanted[name] = source.read_bytes() if source.is_file() else None
+    changed = 0
+    for name, data in wanted.items():
+        path = site / name
+        if data is None:
+            path.unlink(missing_ok=True)
+        elif not path.is_file() or path.read_bytes() != data:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.partial")
+            partial.write_bytes(data)
+            os.replace(partial, path)
+            changed += 1
+    (venv / STAMP).write_text(json.dumps({**state, "files": after}))
+    if changed:
+        say(f"{tag}: {changed} files updated in {venv.relative_to(layout.root)}")
+
+
+def _first_start(venv: Path) -> None:
+    """Show that it runs; the bytecode that this leaves makes later starts fast."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    vllm = str(venv / "bin" / "vllm")
+    command = [vllm, "--version"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    if result.returncode:
+        raise ToolError(f"{vllm} --version fails:\n{result.stderr[-2000:]}")
+    say(f"installed vLLM {result.stdout.strip()}")
+
+
+def make_env(layout: Layout, tag: str) -> Path:
+    """Make build/env/<tag>, or bring it up to date; instant if it is.
+
+    Raises:
+        ToolError: no CPU build is pinned, or an installation fails.
+    """
+    pins = load_pins(layout, tag)
+    cpu = pins.require_cpu()
+    venv = layout.env(tag)
+    digest = _digest(layout, tag)
+    if _load(venv).get("digest") != digest:
+        wheel = build_wheel(layout, tag, "cpu", host_arch())
+        files = package_files(layout, tag, "cpu")
+        with locked(venv.parent):
+            uv, env = find_uv(layout), _uv_environment()
+            say(f"installing {wheel.name} and what it needs (about 2 GiB)")
+            shutil.rmtree(venv, ignore_errors=True)
+            mend = f"vLLM for a CPU needs Python {cpu.requires_python}"
+            create = ["venv", "--quiet", "--python", cpu.requires_python, str(venv)]
+            _run([uv, *create], env, mend)
+            target = ["--quiet", "--python", str(venv / "bin" / "python")]
+            what = [str(wheel), "-r", str(layout.root / REQUIREMENTS)]
+            mend = "check the network and the room on the disk, then run it again"
+            _run([uv, "pip", "install", *target, *_index_options(), *what], env, mend)
+            (venv / STAMP).write_text(json.dumps({"digest": digest, "files": {}}))
+            _sync(layout, tag, files)
+            _first_start(venv)
+    else:
+        sync(layout, tag)
+    return venv

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks the package index that pip is configured for which files it has."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from functools import lru_cache
+from html.parser import HTMLParser
+from http.client import HTTPResponse
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit, urlunsplit
+
+from .config import ToolError
+
+ACCEPT = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
+
+
+@dataclass(frozen=True)
+class IndexFile:
+    name: str
+    url: str
+    sha256: str
+
+
+@lru_cache(maxsize=1)
+def pip_config() -> dict[str, str]:
+    """pip's settings by option name, from its files and its environment variables."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    found: dict[str, str] = {}
+    # Later lines are stronger: global, user, site, then the environment (":env:").
+    lines = sorted(result.stdout.splitlines(), key=lambda line: line.startswith(":env"))
+    for line in lines:
+        if match := re.match(r"^(?:[\w-]+|:env:)\.([\w-]+)='(.*)'$", line):
+            found[match[1]] = match[2].replace("\\n", " ")
+    return found
+
+
+def index_urls() -> list[str]:
+    """The configured index, else pip's own default, then the extra ones."""
+    main = os.environ.get("PIP_INDEX_URL") or pip_config().get("index-url")
+    if not main:
+        # pip knows where it looks when nothing is configured; so nobody else must.
+        code = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True
+        )
+        main = result.stdout.strip()
+    if not main:
+        raise ToolError(
+            "no package index: PIP_INDEX_URL is not set and "
+            f"`{sys.executable} -m pip` does not run; install pip or set PIP_INDEX_URL"
+        )
+    return [main, *extra_index_urls()]
+
+
+def extra_index_urls() -> list[str]:
+    """Extra indexes that can be asked over HTTP."""
+    urls = pip_config().get("extra-index-url", "").split()
+    return [url for url in urls if url.startswith(("http://", "https://"))]
+
+
+def find_links() -> list[str]:
+    return pip_config().get("find-links", "").split()
+
+
+def certificate() -> str | None:
+    return pip_config().get("cert")
+
+
+def open_url(url: str, accept: str = "*/*") -> HTTPResponse:
+    """Open a URL; a user name and password in it become a header.
+
+    Raises:
+        OSError: the host or the file cannot be reached.
+    """
+    parts = urlsplit(url)
+    headers = {"Accept": accept, "User-Agent": "vllm-kv-tier-patchtool"}
+    if "@" in parts.netloc:
+        login, host = parts.netloc.rsplit("@", 1)
+        token = base64.b64encode(unquote(login).encode()).decode()
+        headers["Authorization"] = f"Basic {token}"
+        url = urlunsplit(parts._replace(netloc=host))
+    context = ssl.create_default_context(cafile=certificate())
+    request = urllib.request.Request(url, headers=headers)
+    return urllib.request.urlopen(request, timeout=60, context=context)
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hrefs: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "a" and (href := dict(attrs).get("href")):
+            self.hrefs.append(href)
+
+
+def parse_project_page(text: str, content_type: str, base: str) -> list[IndexFile]:
+    """Read a page of the simple API, HTML (PEP 503) or JSON (PEP 691)."""
+    if "json" in content_type:
+        return [
+            IndexFile(f["filename"], urljoin(base, f["url"]), f["hashes"]["sha256"])
+            for f in json.loads(text)["files"]
+            if "sha256" in f["hashes"]
+        ]
+    links = _Links()
+    links.feed(text)
+    files = []
+    for href in links.hrefs:
+        url, fragment = urldefrag(urljoin(base, href))
+        if fragment.startswith("sha256="):
+            name = unquote(url.rsplit("/", 1)[1])
+            files.append(IndexFile(name, url, fragment[len("sha256=") :]))
+    return files
+
+
+def _page_of(index: str, project: str) -> list[IndexFile]:
+    url = f"{index.rstrip('/')}/{project}/"
+    with open_url(url, ACCEPT) as page:
+        kind = page.headers.get("content-type", "")
+        return parse_project_page(page.read().decode(), kind, url)
+
+
+def project_files(project: str) -> list[IndexFile]:
+    """All files of a project over the configured indexes.
+
+    Raises:
+        ToolError: no index answered.
+    """
+    files: list[IndexFile] = []
+    errors: list[str] = []
+    for index in index_urls():
+        host = urlsplit(index).hostname or index
+        try:
+            files += _page_of(index, project)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            errors.append(f"{host}: {reason}")
+    if not files:
+        raise ToolError(
+            f"cannot ask the package index for {project!r} ({'; '.join(errors)}); "
+            "check the network, or point PIP_INDEX_URL at an index that is reachable"
+        )
+    return files
+
+
+def local_file(name: str) -> Path | None:
+    """A file of that name in one of pip's local find-links folders."""
+    for link in find_links():
+        folder = Path(link.removeprefix("file://"))
+        if (folder / name).is_file():
+            return folder / name
+    return None

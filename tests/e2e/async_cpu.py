@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Async scheduling on the CPU engine, which upstream turns off there.
+
+The scheduler then runs a step ahead of the model, as it does by default on GPUs.
+On a CPU every tensor is ready when its call returns, so that streams and events
+may do nothing.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+
+class _Nothing:
+    """Stands for a stream or event of a device that runs in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def record(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def allow_async_scheduling() -> None:
+    """Let engines made in this process from now on schedule asynchronously."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    upstream = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        upstream(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(  # type: ignore[assignment]
+        check_and_update_config
+    )
+    torch.Event = torch.cuda.Event = torch.cuda.Stream = _Nothing  # type: ignore
+    torch.cuda.current_stream = _Nothing
+    torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment]

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of the end-to-end tests, each started once for the whole session.
+
+Every engine is a process of `driver` and runs all its workloads. A test says
+which ones it reads, `@pytest.mark.engines("write_back", ...)`, and only those are
+started: engines of one rank side by side, those of two ranks one by one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .jobs import JOBS
+from .model import make_llama
+
+ROOT = Path(__file__).parents[2]
+ENGINE_TIMEOUT_S = 600
+
+Results = Callable[[str], dict[str, Any]]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "engines(*names): engines a test reads")
+
+
+def environment() -> dict[str, str]:
+    """For a process that must find `vllm` and these tests as this one does."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def results(
+    request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Results]:
+    """Results of an engine's workloads by its name. See `driver`."""
+    folder = tmp_path_factory.mktemp("engines")
+    marks = [m for item in request.session.items for m in item.iter_markers("engines")]
+    wanted = {name for mark in marks for name in mark.args}
+    names = sorted(wanted, key=lambda name: JOBS[name].num_ranks)
+
+    def run(name: str, before: list[Future]) -> dict[str, Any]:
+        for other in before:
+            other.exception()
+        return _run_engine(name, llama, folder)
+
+    with ThreadPoolExecutor(max_workers=2) as workers:
+        running: dict[str, Future] = {}
+        for name in names:
+            # Two ranks want both cores.
+            alone = JOBS[name].num_ranks > 1
+            before = list(running.values()) if alone else []
+            running[name] = workers.submit(run, name, before)
+        yield lambda name: running[name].result()
+        for future in running.values():
+            future.cancel()
+
+
+def _run_engine(name: str, model: Path, folder: Path) -> dict[str, Any]:
+    job, result, log = (folder / f"{name}.{s}" for s in ("json", "result", "log"))
+    spec = JOBS[name]
+    llm = {**spec.llm, "model": str(model)}
+    job.write_text(json.dumps({"llm": llm, "workloads": spec.workloads}))
+    with log.open("w") as output:
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.e2e.driver", str(job), str(result)],
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=ENGINE_TIMEOUT_S,
+        )
+    if run.returncode != 0:
+        raise RuntimeError(f"engine {name} failed:\n{log.read_text()[-6000:]}")
+    return json.loads(result.read_text())

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run workloads on one engine: `python -m tests.e2e.driver JOB.json RESULT.json`.
+
+A job is `{"llm": {...}, "workloads": [...]}`, a result
+`{"facts": {...}, "workloads": {name: {"answers", "counters", ...}}}`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .async_cpu import allow_async_scheduling
+from .engine import Engine
+from .workloads import WORKLOADS
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    if job["llm"].get("async_scheduling"):
+        allow_async_scheduling()
+    engine = Engine(**job["llm"])
+    results: dict[str, Any] = {}
+    for name in job["workloads"]:
+        assert engine.reset(), f"The cache is in use before {name}."
+        before = engine.counters()
+        result = WORKLOADS[name](engine)
+        after = engine.counters()
+        result["counters"] = {k: v - before.get(k, 0) for k, v in after.items()}
+        results[name] = result
+    return {"facts": engine.facts, "workloads": results}
+
+
+if __name__ == "__main__":
+    job_path, result_path = map(Path, sys.argv[1:])
+    result_path.write_text(json.dumps(run(json.loads(job_path.read_text()))))

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real engine whose scheduler lives in this process."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypedDict
+
+# Before vLLM is imported. The scheduler in this process, small engines without
+# threads of their own, and no claim to cores that others may use.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+COUNTERS = ("vllm:kv_tier_", "vllm:num_preemptions")
+
+
+class Answer(TypedDict):
+    """What came back for one prompt."""
+
+    tokens: list[int]
+    logprobs: list[list[tuple[int, float]]]
+    """Top 5 (token, logprob) for each token."""
+    others: list[list[int]]
+    """Tokens of the second and further samples."""
+    prompt_logprobs: list[list[tuple[int, float]]]
+    cached_tokens: int
+
+
+class Engine:
+    """An `LLM`, and what tests must know of its insides."""
+
+    def __init__(self, **llm: Any) -> None:
+        self.llm = LLM(
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            disable_log_stats=False,
+            **llm,
+        )
+        self._engine = self.llm.llm_engine
+        self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self._names: list[str] = []
+        self._done: dict[str, RequestOutput] = {}
+        self._num_requests = 0
+        self._loras: dict[Path, int] = {}
+
+    @property
+    def pool(self) -> Any:
+        return self._core.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How the engine really runs."""
+        config = self._core.vllm_config
+        return {
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "world_size": config.parallel_config.world_size,
+            "num_device_blocks": self.pool.num_gpu_blocks,
+            "num_host_slots": self.pool.host.num_slots if self.has_tier else 0,
+            "pool": type(self.pool).__name__,
+        }
+
+    @property
+    def has_tier(self) -> bool:
+        return hasattr(self.pool, "host")
+
+    def counters(self) -> dict[str, float]:
+        return {
+            m.name.removeprefix("vllm:"): m.value  # type: ignore[attr-defined]
+            for m in self.llm.get_metrics()
+            if m.name.startswith(COUNTERS)
+        }
+
+    def reset(self) -> bool:
+        return self.llm.reset_prefix_cache()
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        salt: str | None = None,
+        lora: Path | None = None,
+        **params: Any,
+    ) -> list[Answer]:
+        self.start(prompts, salt, lora, **params)
+        return self.finish()
+
+    def generate_with_aborts(
+        self,
+        prompts: list[list[int]],
+        victims: list[int],
+        after_steps: int,
+        **params: Any,
+    ) -> list[Answer]:
+        """Answers to all prompts but the victims."""
+        self.start(prompts, **params)
+        self.steps(after_steps)
+        names = [self._names[i] for i in victims]
+        self._engine.abort_request(names)
+        self._names = [n for n in self._names if n not in names]
+        return self.finish()
+
+    def start(
+        self,
+        prompts: list[list[int]],
+        salt: str | None = None,
+        lora: Path | None = None,
+        **params: Any,
+    ) -> None:
+        sampling = SamplingParams(
+            **{"temperature": 0.0, **params},
+            logprobs=5,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        adapter = None
+        if lora is not None:
+            number = self._loras.setdefault(lora, len(self._loras) + 1)
+            adapter = LoRARequest(lora.name, number, str(lora))
+        for tokens in prompts:
+            prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+            if salt is not None:
+                prompt["cache_salt"] = salt
+            name = str(self._num_requests)
+            self._num_requests += 1
+            self._names.append(name)
+            self._engine.add_request(
+                name,
+                prompt,  # type: ignore[arg-type]
+                sampling,
+                lora_request=adapter,
+            )
+
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            for output in self._engine.step():
+                if output.finished:
+                    assert isinstance(output, RequestOutput)
+                    self._done[output.request_id] = output
+
+    def finish(self) -> list[Answer]:
+        """Answers to what was started, in that order."""
+        while self._engine.has_unfinished_requests():
+            self.steps(1)
+        names, self._names = self._names, []
+        done, self._done = self._done, {}
+        return [_answer(done[name]) for name in names]
+
+    def oldest_slot(self) -> int:
+        """The host slot that was filled first."""
+        return min(self.pool.host.filled(), key=lambda slot: slot.store_seq).index
+
+    def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(worker_wrapper, *args)` of every rank."""
+        return self._core.model_executor.collective_rpc(function, args=args)
+
+
+def _answer(output: RequestOutput) -> Answer:
+    first, *others = output.outputs
+    return Answer(
+        tokens=list(first.token_ids),
+        logprobs=[_top(d) for d in first.logprobs or []],
+        others=[list(o.token_ids) for o in others],
+        prompt_logprobs=[_top(d) for d in output.prompt_logprobs or [] if d],
+        cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def _top(logprobs: Any) -> list[tuple[int, float]]:
+    best = sorted(logprobs.items(), key=lambda item: -item[1].logprob)[:5]
+    return [(token, entry.logprob) for token, entry in best]

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines that are compared, and what each is asked to do."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+GiB = 1 << 30
+BLOCK_TOKENS = 32
+BLOCK_BYTES = 64 << 10
+"""A KV block of `make_llama` in float32, all ranks together."""
+SMALL = 24
+"""Device blocks of an engine whose cache overflows; one of them is unused."""
+
+COMMON = {
+    "dtype": "float32",
+    "block_size": BLOCK_TOKENS,
+    "max_model_len": 512,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 512,
+}
+# Prompts are prefilled in several chunks.
+CHUNKED = {"max_num_batched_tokens": 64}
+
+WORKLOADS = [
+    "conversations",
+    "overcommit",
+    "shared_prefix",
+    "salts",
+    "prompt_logprobs",
+    "aborts",
+    "reset",
+    "reset_while_running",
+]
+# Workloads that damage the tier, and the one whose answers they must (not) give.
+CONTROLS = {
+    "corrupt_slot": "conversations",
+    "load_fails": "conversations",
+    "load_fails_in_a_crowd": "overcommit",
+    "store_fails": "conversations",
+}
+
+
+@dataclass
+class Job:
+    """An engine: `LLM` arguments beside the model, and workloads."""
+
+    llm: dict[str, Any]
+    workloads: list[str] = field(default_factory=lambda: WORKLOADS)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.llm.get("tensor_parallel_size", 1)
+
+
+def device(num_blocks: int, num_ranks: int = 1) -> dict[str, Any]:
+    """A device cache of `num_blocks` on each rank."""
+    return {
+        "kv_cache_memory_bytes": BLOCK_BYTES // num_ranks * num_blocks,
+        "tensor_parallel_size": num_ranks,
+    }
+
+
+def tier(num_slots: int, **config: Any) -> dict[str, Any]:
+    return {
+        "kv_offloading_backend": "core",
+        "kv_offloading_size": BLOCK_BYTES * num_slots / GiB,
+        "kv_offloading_config": config,
+    }
+
+
+JOBS = {
+    # Never evicts, and splits no prompt.
+    "large": Job(
+        COMMON | device(400) | {"max_num_batched_tokens": 2048},
+        [*WORKLOADS, "sampling"],
+    ),
+    "small": Job(COMMON | CHUNKED | device(SMALL)),
+    "write_back": Job(
+        COMMON | device(SMALL) | tier(1000) | {"async_scheduling": True},
+        [*WORKLOADS, "sampling", *CONTROLS],
+    ),
+    "write_through": Job(
+        COMMON
+        | device(SMALL)
+        | tier(
+            70,
+            store_policy="write_through",
+            eviction_policy="arc",
+            load_budget_gib=4 * BLOCK_BYTES / GiB,
+        ),
+        [*WORKLOADS, "sampling", *CONTROLS],
+    ),
+    "write_through_async": Job(
+        COMMON
+        | CHUNKED
+        | device(SMALL)
+        | tier(1000, store_policy="write_through")
+        | {"async_scheduling": True},
+        [*WORKLOADS, *CONTROLS],
+    ),
+    "write_back_tp2": Job(
+        COMMON | CHUNKED | device(SMALL, 2) | tier(70, eviction_policy="arc"),
+        [*WORKLOADS, *CONTROLS],
+    ),
+    "write_through_tp2": Job(
+        COMMON | CHUNKED | device(SMALL, 2) | tier(1000, store_policy="write_through"),
+        [*WORKLOADS, *CONTROLS],
+    ),
+    "lora": Job(
+        COMMON
+        | device(SMALL)
+        | tier(200)
+        | {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2},
+        ["loras"],
+    ),
+}
+TIERED = [name for name in JOBS if name.startswith("write_")]

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engines under test are asked to do.
+
+Every workload starts from an empty prefix cache and asks for the same things on
+every engine, so that its answers can be compared one by one. Prompts are token
+ids; a follow-up prompt holds the engine's own answer, as in a conversation.
+"""
+
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .engine import Answer, Engine
+from .model import VOCAB_SIZE, make_lora
+
+BLOCK = 32
+"""Tokens in a KV block."""
+
+Workload = Callable[[Engine], dict[str, Any]]
+WORKLOADS: dict[str, Workload] = {}
+
+
+def workload(function: Workload) -> Workload:
+    WORKLOADS[function.__name__] = function
+    return function
+
+
+def text(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+def fill_device(engine: Engine, seed: int = 900) -> None:
+    """Push everything else out of a small device cache."""
+    for i in range(4):
+        engine.generate([text(seed + i, 11 * BLOCK)], max_tokens=1)
+
+
+def talk(
+    engine: Engine,
+    between_turns: Callable[[int], None] = lambda turn: None,
+    num_turns: int = 3,
+) -> list[Answer]:
+    """Six conversations whose KV is about twice the small device cache."""
+    prompts = [text(i, 100 + 7 * i) for i in range(6)]
+    answers: list[Answer] = []
+    for turn in range(num_turns):
+        between_turns(turn)
+        # The last turn comes all at once, the others one by one.
+        if turn == num_turns - 1:
+            found = engine.generate(prompts, max_tokens=16)
+        else:
+            found = [engine.generate([p], max_tokens=16)[0] for p in prompts]
+        answers += found
+        for i, answer in enumerate(found):
+            prompts[i] = prompts[i] + answer["tokens"] + text(100 * turn + i, 40)
+    return answers
+
+
+@workload
+def conversations(engine: Engine) -> dict[str, Any]:
+    return {"answers": talk(engine)}
+
+
+@workload
+def overcommit(engine: Engine) -> dict[str, Any]:
+    """Six requests that together grow to twice the small device cache."""
+    prompts = [text(200 + i, 90 + 5 * i) for i in range(6)]
+    return {"answers": engine.generate(prompts, max_tokens=130)}
+
+
+@workload
+def shared_prefix(engine: Engine) -> dict[str, Any]:
+    """Many requests find the same evicted prefix in the same step."""
+    head = text(300, 5 * BLOCK)
+    answers = engine.generate([head + text(301, 10)], max_tokens=4)
+    fill_device(engine)
+    prompts = [head + text(310 + i, 20) for i in range(6)]
+    return {"answers": answers + engine.generate(prompts, max_tokens=12)}
+
+
+@workload
+def sampling(engine: Engine) -> dict[str, Any]:
+    """n=3 with a seed, first computed, then from the cache.
+
+    For engines that never split these prompts: on CPUs, upstream's model runner
+    V1 cannot sample with a seed behind a partial prefill.
+    """
+    prompts = [text(400 + i, 4 * BLOCK + 9) for i in range(3)]
+    params = {"n": 3, "temperature": 1.0, "seed": 7, "max_tokens": 20}
+    answers = engine.generate(prompts, **params)
+    fill_device(engine)
+    return {"answers": answers + engine.generate(prompts, **params)}
+
+
+@workload
+def salts(engine: Engine) -> dict[str, Any]:
+    """A prompt is found again under its own salt only."""
+    prompt = text(500, 5 * BLOCK + 1)
+    answers = []
+    for salt, evict in [
+        ("a", False),
+        ("a", False),
+        ("b", False),
+        ("a", True),
+        ("b", True),
+        ("c", True),
+        (None, True),
+    ]:
+        if evict:
+            fill_device(engine)
+        answers += engine.generate([prompt], salt=salt, max_tokens=8)
+    return {"answers": answers}
+
+
+@workload
+def prompt_logprobs(engine: Engine) -> dict[str, Any]:
+    """A request for prompt logprobs computes its prompt, cached or not."""
+    prompt = text(600, 5 * BLOCK + 3)
+    answers = engine.generate([prompt], max_tokens=4)
+    fill_device(engine)
+    answers += engine.generate([prompt], max_tokens=4, prompt_logprobs=5)
+    answers += engine.generate([prompt], max_tokens=4)
+    return {"answers": answers}
+
+
+@workload
+def aborts(engine: Engine) -> dict[str, Any]:
+    """Requests die at every stage of their life; the others notice nothing."""
+    prompts = [text(700 + i, 120 + 9 * i) for i in range(6)]
+    answers = []
+    for num_steps in (1, 2, 3, 5, 8, 30):
+        answers += engine.generate_with_aborts(
+            prompts, victims=[1, 3, 4], after_steps=num_steps, max_tokens=24
+        )
+    answers += engine.generate(prompts, max_tokens=24)
+    return {"answers": answers}
+
+
+@workload
+def reset(engine: Engine) -> dict[str, Any]:
+    """After a reset neither tier has anything."""
+    prompts = [text(800 + i, 5 * BLOCK + 5) for i in range(6)]
+    answers = [engine.generate([p], max_tokens=8)[0] for p in prompts]
+    was_reset = engine.reset()
+    answers += [engine.generate([p], max_tokens=8)[0] for p in prompts]
+    return {"answers": answers, "was_reset": was_reset}
+
+
+@workload
+def reset_while_running(engine: Engine) -> dict[str, Any]:
+    """A reset is refused while requests run, and harms none."""
+    prompts = [text(850 + i, 4 * BLOCK + 5) for i in range(6)]
+    engine.start(prompts, max_tokens=12)
+    engine.steps(3)
+    was_reset = engine.reset()
+    answers = engine.finish()
+    return {"answers": answers, "was_reset": was_reset}
+
+
+@workload
+def loras(engine: Engine) -> dict[str, Any]:
+    """A prompt is found again under its own adapter only."""
+    prompt = text(870, 5 * BLOCK + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        a, b = (make_lora(Path(folder, n), seed) for n, seed in [("a", 1), ("b", 2)])
+        answers = []
+        for lora in (a, b, None):
+            answers += engine.generate([prompt], lora=lora, max_tokens=8)
+        for lora in (a, b, None):
+            fill_device(engine)
+            answers += engine.generate([prompt], lora=lora, max_tokens=8)
+    return {"answers": answers}
+
+
+# What follows does harm to the host tier, and runs only where there is one.
+
+
+@workload
+def corrupt_slot(engine: Engine) -> dict[str, Any]:
+    """One byte row of one host slot is wrong when a conversation needs it.
+
+    Asks what `conversations` asks.
+    """
+    victim: list[int] = []
+    reads: list[int] = []
+
+    def between_turns(turn: int) -> None:
+        if turn == 1:
+            fill_device(engine)
+            victim.append(engine.oldest_slot())
+            engine.on_ranks(spoil_slot, victim[0])
+            reads.append(engine.on_ranks(count_reads, victim[0])[0])
+
+    answers = talk(engine, between_turns)
+    (reads_after,) = set(engine.on_ranks(count_reads, victim[0]))
+    return {"answers": answers, "reads": reads_after - reads[0]}
+
+
+@workload
+def load_fails(engine: Engine) -> dict[str, Any]:
+    """One load fails on the last rank. Asks what `conversations` asks."""
+    engine.on_ranks(break_copy, "load", 2)
+    answers = talk(engine)
+    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "load")}
+
+
+@workload
+def load_fails_in_a_crowd(engine: Engine) -> dict[str, Any]:
+    """One load fails while other requests run. Asks what `overcommit` asks."""
+    engine.on_ranks(break_copy, "load", 1)
+    answers = overcommit(engine)["answers"]
+    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "load")}
+
+
+@workload
+def store_fails(engine: Engine) -> dict[str, Any]:
+    """One store fails on the last rank. Asks what `conversations` asks."""
+    engine.on_ranks(break_copy, "store", 3)
+    answers = talk(engine)
+    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "store")}
+
+
+# These run on the ranks. `wrapper` is a WorkerWrapperBase with a HostTier.
+
+
+def spoil_slot(wrapper: Any, index: int) -> None:
+    slots = wrapper.kv_tier.buffer.slots
+    slots[index].copy_(slots[index].roll(slots.shape[1] // 3))
+
+
+def count_reads(wrapper: Any, index: int) -> int:
+    """How often `index` was loaded since the first call."""
+    engine = wrapper.kv_tier.engine
+    if not hasattr(engine, "reads"):
+        engine.reads = []
+        real_load = engine.load
+
+        def load(slots: Any, blocks: Any) -> None:
+            engine.reads += slots
+            real_load(slots, blocks)
+
+        engine.load = load
+    return engine.reads.count(index)
+
+
+def break_copy(wrapper: Any, name: str, skip: int) -> None:
+    """Let one `store` or `load` of the last rank fail, after `skip` good ones."""
+    parallel = wrapper.vllm_config.parallel_config
+    if wrapper.worker.rank != parallel.world_size - 1:
+        return
+    engine = wrapper.kv_tier.engine
+    real = getattr(engine, name)
+    engine.failures = 0
+    left = skip
+
+    def failing(*args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            engine.failures += 1
+            # Half of the bytes are lost, as they might be on a device.
+            half = [a[: len(a) // 2] for a in args]
+            real(*half)
+            raise RuntimeError("a copy fails for the test")
+        real(*args)
+
+    setattr(engine, name, failing)
+
+
+def mend_copy(wrapper: Any, name: str) -> int:
+    """Undo `break_copy`; how many copies failed."""
+    engine = wrapper.kv_tier.engine
+    engine.__dict__.pop(name, None)
+    return engine.__dict__.pop("failures", 0)

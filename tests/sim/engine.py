@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real scheduler in front of a simulated worker, checked after every step."""
+
+import json
+import tempfile
+from collections import deque
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cache
+
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from .content import STOP_TOKEN, Sequence, Violation
+from .invariants import Invariants
+from .layouts import MAX_MODEL_LEN, Layout
+from .worker import Step, Worker
+
+SLOT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine."""
+
+    layout: Layout
+    spare_blocks: int
+    """Device blocks beyond those that the longest request takes."""
+    num_slots: int
+    store_policy: str = "write_back"
+    eviction_policy: str = "lru"
+    max_loads: int | None = None
+    """Load budget of a step, in blocks."""
+    is_async: bool = False
+    is_v2: bool = False
+    """Speak to the worker as to model runner V2."""
+    token_budget: int = 16
+    max_num_seqs: int = 4
+    by_priority: bool = False
+    retention: int | None = None
+    """Blocks of which windows and states keep one tail; 0: only the last."""
+    reserve_full_isl: bool = True
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layout.min_blocks(self.depth * self.token_budget) + (
+            self.spare_blocks
+        )
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight."""
+        return 2 if self.is_async else 1
+
+
+@dataclass
+class Conversation:
+    """A request, and what it must become."""
+
+    request: Request
+    truth: Sequence
+    num_hashes: int = 0
+    """Block hashes that the invariants know of."""
+
+
+class Engine:
+    """What `EngineCore` does, one step at a time.
+
+    Every method raises `Violation` when an invariant breaks.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.finished: list[Conversation] = []
+        self._live: dict[str, Conversation] = {}
+        self._num_requests = 0
+        self._epoch = 0
+        self._in_flight: deque[Step] = deque()
+        self._scheduler = make_scheduler(setup)
+        self._hasher = get_request_block_hasher(setup.layout.hash_block_size, sha256)
+        self._roots: dict[str, int] = {}
+        self._worker = Worker(
+            setup.layout, setup.num_blocks, setup.num_slots, self._roots
+        )
+        self._invariants = Invariants(
+            setup.layout, self._scheduler.kv_cache_manager.coordinator
+        )
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        salt: str | None = None,
+        use_lora: bool = False,
+        priority: int = 0,
+    ) -> None:
+        req_id = str(self._num_requests)
+        self._num_requests += 1
+        request = Request(
+            request_id=req_id,
+            prompt_token_ids=prompt,
+            sampling_params=_sampling_params(max_tokens),
+            pooling_params=None,
+            arrival_time=float(self._num_requests),
+            lora_request=LoRARequest("lora", 1, "lora") if use_lora else None,
+            cache_salt=salt,
+            priority=priority,
+            block_hasher=self._hasher,
+        )
+        root = hash((0 if salt is None else 1 + ord(salt), use_lora))
+        self._roots[req_id] = root
+        truth = Sequence(root, len(self.setup.layout.groups), self._epoch, prompt)
+        conversation = self._live[req_id] = Conversation(request, truth)
+        self._learn_hashes(conversation)
+        self._scheduler.add_request(request)
+
+    def step(
+        self, rush: bool = False, fail: str | None = None, abort: int | None = None
+    ) -> None:
+        """Schedule a step and, when enough are in flight, process the oldest.
+
+        Args:
+            rush: Copies run as early as they may, instead of as late.
+            fail: Kind of copy that fails: `store` or `load`.
+            abort: Live request to abort while the step is in flight.
+
+        """
+        executed = False
+        if self._scheduler.has_requests():
+            output = self._scheduler.schedule()
+            step = self._worker.submit(output, self._epoch, rush, fail)
+            self._in_flight.append(step)
+            step.is_void = self._is_void()
+            self._check()
+            executed = output.total_num_scheduled_tokens > 0
+        if abort is not None:
+            self.abort(abort)
+        if len(self._in_flight) == self.setup.depth or (
+            self._in_flight and not executed and not self._scheduler.has_requests()
+        ):
+            self._process_oldest()
+
+    def abort(self, number: int) -> None:
+        """Abort a live request, counted round."""
+        if self._live:
+            req_id = list(self._live)[number % len(self._live)]
+            self._scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+            self.finished.append(self._live.pop(req_id))
+            self._check()
+
+    def reset(self, running: bool) -> bool:
+        """Reset the prefix cache, as after a change of weights."""
+        done = self._scheduler.reset_prefix_cache(reset_running_requests=running)
+        if done:
+            self._epoch += 1
+            self._invariants.start_over()
+            for conversation in self._live.values():
+                old = conversation.truth
+                root = self._roots[conversation.request.request_id]
+                conversation.truth = Sequence(
+                    root, len(old.values), self._epoch, old.tokens
+                )
+                conversation.num_hashes = 0
+                self._learn_hashes(conversation)
+        self._check()
+        return done
+
+    def drain(self) -> None:
+        """Run until every request has ended; nothing may be left behind."""
+        for _ in range(1000):
+            if not (self._live or self._in_flight or self._scheduler.has_requests()):
+                break
+            self.step()
+        else:
+            raise Violation("stuck", f"{list(self._live)} do not end")
+        self._invariants.check_idle()
+        if not self.reset(running=False):
+            raise Violation("refs", "blocks are in use without a request")
+
+    def _process_oldest(self) -> None:
+        step = self._in_flight.popleft()
+        if not step.is_done:
+            self._worker.run_until(step)
+        self._scheduler.update_from_output(step.output, step.result)
+        for req_id, conversation in list(self._live.items()):
+            self._take_tokens(conversation)
+            if conversation.request.is_finished():
+                self.finished.append(self._live.pop(req_id))
+        self._check()
+
+    def _take_tokens(self, conversation: Conversation) -> None:
+        request, truth = conversation.request, conversation.truth
+        for token in request.all_token_ids[len(truth.tokens) :]:
+            if token != truth.next_token():
+                raise Violation(
+                    "tokens",
+                    f"request {request.request_id} got {token} after {truth.tokens}",
+                )
+            truth.append(token)
+        self._learn_hashes(conversation)
+        if request.is_finished() and not (
+            truth.tokens[-1] == STOP_TOKEN
+            or request.num_output_tokens == request.max_tokens
+            or request.num_tokens == MAX_MODEL_LEN
+        ):
+            raise Violation("tokens", f"request {request.request_id} ends early")
+
+    def _learn_hashes(self, conversation: Conversation) -> None:
+        hashes = conversation.request.block_hashes
+        self._invariants.learn(
+            hashes, conversation.num_hashes, conversation.truth.values
+        )
+        conversation.num_hashes = len(hashes)
+
+    def _is_void(self) -> bool:
+        return any(
+            report.failed_load_seq is not None
+            for step in self._in_flight
+            if (report := step.result.kv_tier_report) is not None
+        )
+
+    def _check(self) -> None:
+        self._invariants.check_counts()
+        # What a failed load left behind is known to be wrong until its report
+        # has been processed.
+        if not self._is_void():
+            unreported = {
+                slot
+                for step in self._in_flight
+                if (report := step.result.kv_tier_report) is not None
+                for slot in report.failed_store_slots
+            }
+            self._invariants.check_contents(self._worker.settled(), unreported)
+
+
+@cache
+def _sampling_params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN])
+
+
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 32,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "torch_dtype": "float32",
+}
+
+
+@cache
+def _base() -> tuple[VllmConfig, StructuredOutputManager]:
+    """What all engines share, since it is slow to build."""
+    init_none_hash(sha256)
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/config.json", "w") as file:
+            json.dump(_MODEL, file)
+        model_config = ModelConfig(
+            model=folder, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN
+        )
+        config = VllmConfig(
+            model_config=model_config,
+            scheduler_config=SchedulerConfig(
+                max_model_len=MAX_MODEL_LEN,
+                is_encoder_decoder=False,
+                enable_chunked_prefill=True,
+                max_num_batched_tokens=MAX_MODEL_LEN,
+                max_num_seqs=4,
+            ),
+            cache_config=CacheConfig(enable_prefix_caching=True),
+        )
+    register_all_kvcache_specs(config)
+    return config, StructuredOutputManager(config)
+
+
+def make_scheduler(setup: Setup) -> Scheduler:
+    """A scheduler with a host tier, and no engine."""
+    layout = setup.layout
+    base, structured_output_manager = _base()
+    config = copy(base)
+    config.scheduler_config = copy(base.scheduler_config)
+    config.scheduler_config.max_num_batched_tokens = setup.token_budget
+    config.scheduler_config.max_num_scheduled_tokens = setup.token_budget
+    config.scheduler_config.max_num_seqs = setup.max_num_seqs
+    config.scheduler_config.policy = "priority" if setup.by_priority else "fcfs"
+    config.scheduler_config.async_scheduling = setup.is_async
+    config.scheduler_config.scheduler_reserve_full_isl = setup.reserve_full_isl
+    config.cache_config = copy(base.cache_config)
+    config.cache_config.num_gpu_blocks = setup.num_blocks
+    config.cache_config.block_size = layout.block_size
+    config.cache_config.mamba_cache_mode = "align" if layout.has_states else "none"
+    max_loads = setup.max_loads
+    tier = KVTierConfig(
+        size_bytes=setup.num_slots * SLOT_BYTES,
+        store_policy=setup.store_policy,  # type: ignore[arg-type]
+        eviction_policy=setup.eviction_policy,
+        load_budget_gib=None if max_loads is None else max_loads * SLOT_BYTES / GiB,
+    )
+    kv_cache_config = KVCacheConfig(
+        num_blocks=setup.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=layout.kv_cache_groups(),
+        prefix_cache_retention_interval=(
+            setup.retention * layout.block_size
+            if setup.retention is not None and layout.can_retain_less
+            else None
+        ),
+        kv_tier=KVTierLayout(tier, setup.num_slots, SLOT_BYTES),
+    )
+    scheduler = (AsyncScheduler if setup.is_async else Scheduler)(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=structured_output_manager,
+        block_size=layout.block_size,
+        hash_block_size=layout.hash_block_size,
+    )
+    scheduler.use_v2_model_runner = setup.is_v2
+    return scheduler

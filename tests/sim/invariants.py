@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold between any two actions."""
+
+from collections import Counter
+from collections.abc import Collection
+from copy import deepcopy
+from typing import Any
+
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+)
+from vllm.v1.kv_tier.pool import TieredBlockPool
+
+from .content import Violation
+from .layouts import Layout
+from .worker import Worker
+
+
+class Invariants:
+    """Checks of a block pool, and of the memory behind it.
+
+    Args:
+        layout: Groups of the model.
+        coordinator: Owns the pool and the block tables.
+
+    """
+
+    def __init__(self, layout: Layout, coordinator: KVCacheCoordinator) -> None:
+        assert isinstance(coordinator.block_pool, TieredBlockPool)
+        self._pool: TieredBlockPool = coordinator.block_pool
+        self._managers: Any = coordinator.single_type_managers
+        self._layout = layout
+        # What a hash covers: (values by group, number of tokens).
+        self._prefixes: dict[BlockHash, tuple[list[list[int]], int]] = {}
+        # How a block with a key must begin.
+        self._contents: dict[BlockHashWithGroupId, list[int]] = {}
+
+    def learn(
+        self, hashes: list[BlockHash], start: int, values: list[list[int]]
+    ) -> None:
+        """Learn what `hashes[start:]` of a request cover."""
+        size = self._layout.hash_block_size
+        for i in range(start, len(hashes)):
+            end = (i + 1) * size
+            known = self._prefixes.setdefault(hashes[i], (values, end))
+            if known[1] != end or known[0][0][end - 1] != values[0][end - 1]:
+                raise Violation("hash", f"two prefixes share the hash {hashes[i]!r}")
+
+    def start_over(self) -> None:
+        """What was computed until now must not be served any more."""
+        self._prefixes.clear()
+        self._contents.clear()
+
+    # ------------------------------------------------------------------ counts
+
+    def check_counts(self) -> None:
+        self._check_references()
+        self._check_index()
+        self._check_slots()
+
+    def _check_references(self) -> None:
+        pool = self._pool
+        references = Counter(
+            block.block_id
+            for manager in self._managers
+            for blocks in manager.req_to_blocks.values()
+            for block in blocks
+        )
+        free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
+        if len(free) != pool.get_num_free_blocks():
+            raise Violation(
+                "refs", f"{pool.get_num_free_blocks()} blocks count as free: {free}"
+            )
+        for block in pool.blocks:
+            if block.is_null:
+                continue
+            count = references[block.block_id]
+            if block.ref_cnt != count or (block.block_id in free) != (count == 0):
+                raise Violation("refs", f"{block} is in {count} block tables")
+
+    def _check_index(self) -> None:
+        pool = self._pool
+        for key, found in pool.cached_block_hash_to_block._cache.items():
+            for block in [found] if isinstance(found, KVCacheBlock) else found.values():
+                if key not in self._keys(block):
+                    raise Violation("refs", f"{block} is cached under {key!r}")
+
+    def _check_slots(self) -> None:
+        host = self._pool.host
+        filled = {slot.index for slot in host.filled()}
+        free = [*host._free, *host._free_after_plan]
+        if host._pinned or host._free_after_plan:
+            raise Violation("slots", "slots are pinned after the plan was taken")
+        if sorted([*filled, *free]) != list(range(host.num_slots)):
+            raise Violation("slots", f"filled: {filled}, free: {free}")
+        keys = [(key, slot.index) for slot in host.filled() for key in slot.keys]
+        table = [(key, slot.index) for key, slot in host._slots.items()]
+        if sorted(keys) != sorted(table):
+            raise Violation("slots", f"slots have {keys}, the table {table}")
+
+    def check_idle(self) -> None:
+        """No request is left: every block is free, and the policy complete."""
+        if self._pool.get_num_free_blocks() != self._pool.num_gpu_blocks - 1:
+            raise Violation("refs", "blocks are in use without a request")
+        policy = deepcopy(self._pool.host._policy)
+        resident = []
+        while (key := policy.evict(lambda key: False)) is not None:
+            resident.append(key)
+        primary = [slot.keys[0] for slot in self._pool.host.filled()]
+        if sorted(resident) != sorted(primary):  # type: ignore[type-var]
+            raise Violation("slots", f"slots: {primary}, policy: {resident}")
+
+    # ---------------------------------------------------------------- contents
+
+    def check_contents(self, worker: Worker, unreported: Collection[int]) -> None:
+        """Compare memory with the keys under which it can be found.
+
+        Args:
+            worker: Memory in which all copies and steps have been executed.
+            unreported: Host slots whose store failed, which the pool cannot
+                know yet.
+
+        """
+        for block in self._pool.blocks:
+            if block.block_hash is not None:
+                for key in self._keys(block):
+                    self._compare("device", block, key, worker.device[block.block_id])
+        for slot in self._pool.host.filled():
+            if slot.index not in unreported:
+                for key in slot.keys:
+                    self._compare("host", slot, key, worker.host[slot.index])
+
+    def _compare(
+        self,
+        kind: str,
+        block: KVCacheBlock,
+        key: BlockHashWithGroupId,
+        memory: list[int],
+    ) -> None:
+        values = self._contents.get(key)
+        if values is None:
+            values = self._contents[key] = self._content_of(kind, block, key)
+        if memory[: len(values)] != values:
+            raise Violation(kind, f"{block} holds {memory}, its key asks for {values}")
+
+    def _content_of(
+        self, kind: str, block: KVCacheBlock, key: BlockHashWithGroupId
+    ) -> list[int]:
+        prefix = self._prefixes.get(get_block_hash(key))
+        if prefix is None:
+            raise Violation(kind, f"{block} survived a reset")
+        values, end = prefix
+        group_id = get_group_id(key)
+        group = self._layout.groups[group_id]
+        if group.first_read is None:
+            return [values[group_id][end - 1]]
+        start = (end - 1) // group.block_size * group.block_size
+        return values[group_id][start:end]
+
+    def _keys(self, block: KVCacheBlock) -> list[BlockHashWithGroupId]:
+        others = self._pool.cached_block_hashes_by_block.get(block.block_id, ())
+        return [block.block_hash, *others] if block.block_hash is not None else []

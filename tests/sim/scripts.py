@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users and luck do to an engine."""
+
+from dataclasses import dataclass
+from random import Random
+
+from hypothesis import strategies as st
+
+from .content import VOCAB
+from .engine import Engine, Setup
+from .layouts import LAYOUTS, MAX_MODEL_LEN
+
+# Prompts begin with one of these. The second leaves the first halfway.
+_FIRST = [(7 * i) % 15 + 1 for i in range(24)]
+DOCUMENTS = (
+    _FIRST,
+    _FIRST[:12] + [(5 * i) % 13 + 2 for i in range(12)],
+    [(11 * i) % 14 + 1 for i in range(24)],
+)
+
+
+@dataclass(frozen=True)
+class Add:
+    """A request arrives."""
+
+    base: int
+    """Document that the prompt begins with; beyond their number, an ended
+    request, whose tokens the prompt repeats whole."""
+    length: int
+    """How much of the document."""
+    suffix: int
+    """Tokens that follow, and which."""
+    max_tokens: int
+    has_salt: bool = False
+    use_lora: bool = False
+    priority: int = 0
+    copies: int = 1
+
+    def run(self, engine: Engine) -> None:
+        base = DOCUMENTS[self.base % len(DOCUMENTS)][: self.length]
+        past = self.base - len(DOCUMENTS)
+        if past >= 0 and engine.finished:
+            base = engine.finished[-1 - past % len(engine.finished)].truth.tokens
+        suffix = [(self.suffix * i + i) % VOCAB for i in range(self.suffix)]
+        prompt = [*base, *suffix][: MAX_MODEL_LEN - 2] or [1]
+        salt = "a" if self.has_salt else None
+        for _ in range(self.copies):
+            engine.add(
+                prompt.copy(), self.max_tokens, salt, self.use_lora, self.priority
+            )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The engine runs a while; the abort comes during the first step."""
+
+    count: int
+    rush: bool = False
+    fail: str | None = None
+    abort: int | None = None
+
+    def run(self, engine: Engine) -> None:
+        for i in range(self.count):
+            engine.step(self.rush, self.fail, self.abort if i == 0 else None)
+
+
+@dataclass(frozen=True)
+class Abort:
+    """A client goes away between two steps."""
+
+    number: int
+
+    def run(self, engine: Engine) -> None:
+        engine.abort(self.number)
+
+
+@dataclass(frozen=True)
+class Reset:
+    """The prefix cache is reset."""
+
+    running: bool
+
+    def run(self, engine: Engine) -> None:
+        engine.reset(self.running)
+
+
+Action = Add | Steps | Abort | Reset
+
+
+@dataclass(frozen=True)
+class Script:
+    setup: Setup
+    actions: list[Action]
+
+    def __str__(self) -> str:
+        actions = [f"    {action}," for action in self.actions if action != _IDLE]
+        return "\n".join([f"Script({self.setup}, [", *actions, "])"])
+
+    def play(self) -> Engine:
+        engine = Engine(self.setup)
+        for action in self.actions:
+            action.run(engine)
+        engine.drain()
+        return engine
+
+
+def random_setup(rng: Random) -> Setup:
+    return Setup(
+        layout=rng.choice(LAYOUTS),
+        spare_blocks=rng.randint(0, 10),
+        num_slots=rng.randint(1, 40),
+        store_policy=rng.choice(["write_back", "write_through"]),
+        eviction_policy=rng.choice(["lru", "arc"]),
+        max_loads=rng.choice([None, None, rng.randint(1, 5)]),
+        is_async=rng.random() < 0.5,
+        is_v2=rng.random() < 0.5,
+        token_budget=rng.randint(4, 24),
+        max_num_seqs=rng.randint(2, 6),
+        by_priority=rng.random() < 0.5,
+        retention=rng.choice([None, None, 0, 2]),
+        reserve_full_isl=rng.random() < 0.5,
+    )
+
+
+def random_action(rng: Random) -> Action:
+    kind = rng.random()
+    if kind < 0.4:
+        return Add(
+            base=rng.randint(0, 5),
+            length=rng.choice([3, 8, 12, 13, 16, 18, 20, 24]),
+            suffix=rng.randint(0, 6),
+            max_tokens=rng.randint(1, 10),
+            has_salt=rng.random() < 0.1,
+            use_lora=rng.random() < 0.1,
+            priority=rng.randint(0, 2),
+            copies=rng.choice([1, 1, 1, 1, 2, 3]),
+        )
+    if kind < 0.95:
+        return Steps(
+            count=rng.randint(1, 8),
+            rush=rng.random() < 0.5,
+            fail=rng.choice([*[None] * 16, "load", "load", "store"]),
+            abort=rng.choice([*[None] * 12, rng.randint(0, 5)]),
+        )
+    if kind < 0.98:
+        return Abort(rng.randint(0, 5))
+    return Reset(running=rng.random() < 0.5)
+
+
+def random_script(rng: Random) -> Script:
+    return Script(random_setup(rng), [random_action(rng) for _ in range(30)])
+
+
+_IDLE = Steps(0)
+
+# One number for an action: cheap to draw. Shrinking idles what is not needed.
+_NUMBERS = st.integers(0, 2**24)
+SCRIPTS = st.builds(
+    Script,
+    _NUMBERS.map(lambda n: random_setup(Random(n))),
+    st.lists(
+        _NUMBERS.map(lambda n: random_action(Random(n)) if n else _IDLE),
+        min_size=20,
+        max_size=40,
+    ),
+)

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker with simulated memory, whose copies are as unlucky as fences allow.
+
+Everything that a real worker takes from a `SchedulerOutput` is taken from it
+here: block tables, tokens, zeroing, copy-on-write and the host tier's plan. The
+order of execution is that of a device with streams:
+
+- forward passes run one after the other;
+- loads of a step run after all compute of earlier steps, before its own;
+- stores wait for the compute and the loads that wrote their blocks, and run in
+  the order of their plans, else whenever the fences of `StepPlan` let them. They
+  are as late as possible, or, in a step that rushes, as early as possible.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from copy import copy
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm.model_executor.layers.mamba.checkpoint import (
+    compute_mamba_prefill_checkpoints,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.streams import Copy, CopyOrder
+from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.outputs import ModelRunnerOutput
+
+from .content import EMPTY, GARBAGE, VOCAB, Sequence, Violation
+from .layouts import Group, Layout
+
+Block = list[int]
+
+
+@dataclass
+class Step:
+    """A step that was sent to the worker."""
+
+    output: SchedulerOutput
+    epoch: int
+    rush: bool
+    fail: str | None
+    """Kind of copy that fails in this step: `store` or `load`."""
+    plan: StepPlan
+    stores: list[tuple[int, int]] = field(default_factory=list)
+    """(device block, host slot); block -1 leaves garbage in the slot."""
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    """(host slot, device block); slot -1 leaves garbage in the block."""
+    is_void: bool = False
+    """A load failed in this step, or in one whose report is under way."""
+    stores_queued: bool = False
+    is_done: bool = False
+    result: ModelRunnerOutput = field(init=False)
+
+
+class _Recorder(CopyOrder):
+    """Copy engine and copy order of the real `HostTier`: keeps what they are
+    asked to do in the step."""
+
+    step: Step
+
+    def run(self, plan: StepPlan, store: Copy, load: Copy) -> None:
+        store()
+        load()
+
+    def store(self, blocks: Seq[int], slots: Seq[int]) -> None:
+        self.step.stores = list(zip(blocks, slots, strict=True))
+        if slots and self.step.fail == "store":
+            self.step.stores = [(-1, slot) for slot in slots]
+            raise RuntimeError("simulated")
+
+    def load(self, slots: Seq[int], blocks: Seq[int]) -> None:
+        self.step.loads = list(zip(slots, blocks, strict=True))
+        if slots and self.step.fail == "load":
+            self.step.loads = [(-1, block) for block in blocks]
+            raise RuntimeError("simulated")
+
+
+@dataclass
+class _Request:
+    sequence: Sequence
+    tables: list[list[int]]
+    """Device block ids of each group."""
+    state_index: int | None = None
+    """Index in the tables of the block with the running state (Mamba)."""
+
+    def copy(self) -> "_Request":
+        tables = [table.copy() for table in self.tables]
+        return _Request(self.sequence.copy(), tables, self.state_index)
+
+
+class Worker:
+    """Memory of one rank, and what runs on it.
+
+    Args:
+        layout: Groups of the model.
+        num_blocks: Device blocks.
+        num_slots: Host slots.
+        roots: By request id, what its KV depends on beside its tokens.
+
+    """
+
+    def __init__(
+        self, layout: Layout, num_blocks: int, num_slots: int, roots: dict[str, int]
+    ) -> None:
+        self._roots = roots
+        self._layout = layout
+        self._width = layout.block_size
+        self.device = [[EMPTY] * self._width for _ in range(num_blocks)]
+        self.host = [[EMPTY] * self._width for _ in range(num_slots)]
+        self._steps: deque[Step] = deque()
+        # (seq of the plan, device block, host slot), not executed yet.
+        self._stores: deque[tuple[int, int, int]] = deque()
+        self._requests: dict[str, _Request] = {}
+        self._last_seq = 0
+        self._tier = HostTier([], num_slots, torch.device("cpu"))
+        self._recorder = _Recorder()
+        self._tier.engine = self._recorder  # type: ignore[assignment]
+        self._tier._order = self._recorder
+
+    def submit(
+        self, output: SchedulerOutput, epoch: int, rush: bool, fail: str | None
+    ) -> Step:
+        """Queue a step, as `execute_model` does."""
+        for new in output.scheduled_new_reqs:
+            if new.prefill_token_ids is not None:
+                # The scheduler's own list; a message would hold a copy.
+                new.prefill_token_ids = new.prefill_token_ids.copy()
+        plan = output.kv_tier_plan
+        if plan is not None:
+            self._check_plan(plan)
+        step = Step(output, epoch, rush, fail, plan or StepPlan(seq=0))
+        self._recorder.step = step
+        self._tier.begin_step(plan)
+        req_ids = list(output.num_scheduled_tokens)
+        index = {req_id: i for i, req_id in enumerate(req_ids)}
+        step.result = self._tier.attach_report(ModelRunnerOutput(req_ids, index))
+        if rush:
+            self._store_before_pending(step)
+        self._steps.append(step)
+        return step
+
+    def run_next(self) -> Step:
+        """Execute the oldest step that was not."""
+        step = self._steps.popleft()
+        if not step.stores_queued:
+            self._queue_stores(step)
+        if step.rush:
+            self._run_stores()
+        if step.loads:
+            self._run_stores(up_to=step.plan.load_after_stores)
+        for slot, block in step.loads:
+            self.device[block] = (
+                [GARBAGE] * self._width if slot < 0 else self.host[slot].copy()
+            )
+        self._run_stores(up_to=step.plan.compute_after_stores)
+        for block in step.output.new_block_ids_to_zero or ():
+            self.device[block] = [EMPTY] * self._width
+        for cow in step.output.kv_cache_block_copies or ():
+            self.device[cow.dst_block_id] = self.device[cow.src_block_id].copy()
+        step.result.sampled_token_ids = self._forward(step)
+        step.is_done = True
+        return step
+
+    def run_until(self, step: Step) -> None:
+        """Execute `step`, after all before it."""
+        while self.run_next() is not step:
+            pass
+
+    def run_all(self) -> None:
+        while self._steps:
+            self.run_next()
+
+    def settled(self) -> "Worker":
+        """A copy in which everything queued has been executed."""
+        if not self._steps and not self._stores:
+            return self
+        worker = self._copy()
+        worker.run_all()
+        worker._run_stores()
+        return worker
+
+    def _copy(self) -> "Worker":
+        new = copy(self)
+        new.device = [block.copy() for block in self.device]
+        new.host = [block.copy() for block in self.host]
+        new._stores = self._stores.copy()
+        if self._steps:
+            new._steps = deque(copy(step) for step in self._steps)
+            for step in new._steps:
+                step.result = copy(step.result)
+            new._requests = {k: r.copy() for k, r in self._requests.items()}
+        return new
+
+    # ------------------------------------------------------------------ copies
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        if plan.seq <= self._last_seq:
+            raise Violation("plan", f"{plan} follows the plan of {self._last_seq}")
+        self._last_seq = plan.seq
+        for places in (plan.store_slots, plan.load_blocks):
+            if len(set(places)) != len(places):
+                raise Violation("plan", f"{plan} writes a place twice")
+        if 0 in plan.store_blocks or 0 in plan.load_blocks:
+            raise Violation("plan", f"{plan} copies the null block")
+
+    def _queue_stores(self, step: Step) -> None:
+        step.stores_queued = True
+        for block, slot in step.stores:
+            self._stores.append((step.plan.seq, block, slot))
+
+    def _run_stores(self, up_to: float = float("inf")) -> None:
+        while self._stores and self._stores[0][0] <= up_to:
+            _, block, slot = self._stores.popleft()
+            self.host[slot] = (
+                [GARBAGE] * self._width if block < 0 else self.device[block].copy()
+            )
+
+    def _store_before_pending(self, step: Step) -> None:
+        """Run the stores of `step` before the step ahead of it, if they may."""
+        if not step.stores or len(self._steps) != 1:
+            return
+        ahead = self._steps[0]
+        if ahead.loads and step.plan.store_after_loads >= ahead.plan.seq:
+            return
+        after = self._copy()
+        after.run_all()
+        if any(self.device[b] != after.device[b] for b, _ in step.stores if b >= 0):
+            return
+        for each in (ahead, step):
+            if not each.stores_queued:
+                self._queue_stores(each)
+        self._run_stores()
+
+    # ----------------------------------------------------------------- compute
+
+    def _forward(self, step: Step) -> list[list[int]]:
+        output = step.output
+        computed = self._update_requests(step)
+        scheduled = output.num_scheduled_tokens
+        spoiled: set[str] = set()
+        for req_id in scheduled:
+            if not self._begin_states(req_id, computed[req_id], scheduled[req_id]):
+                self._spoil(step, req_id, spoiled)
+        sampled: list[list[int]] = []
+        for req_id, num_tokens in scheduled.items():
+            request = self._requests[req_id]
+            start, end = computed[req_id], computed[req_id] + num_tokens
+            if not self._is_read_right(request, start):
+                self._spoil(step, req_id, spoiled)
+            self._write(request, start, end, is_spoiled=req_id in spoiled)
+            tokens = request.sequence.tokens
+            sampled.append([])
+            if end >= len(tokens):
+                token = request.sequence.next_token()
+                if req_id in spoiled:
+                    token = (token + 1) % VOCAB
+                request.sequence.append(token)
+                sampled[-1].append(token)
+        return sampled
+
+    def _update_requests(self, step: Step) -> dict[str, int]:
+        """Take over what is new.
+
+        Returns:
+            Number of computed tokens of every scheduled request.
+
+        """
+        output = step.output
+        computed: dict[str, int] = {}
+        for req_id in output.finished_req_ids:
+            self._requests.pop(req_id, None)
+        for new in output.scheduled_new_reqs:
+            tokens = new.prefill_token_ids or new.prompt_token_ids
+            self._begin(step, new.req_id, tokens, new.block_ids)
+            computed[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for i, req_id in enumerate(cached.req_ids):
+            block_ids = cached.new_block_ids[i]
+            computed[req_id] = cached.num_computed_tokens[i]
+            request = self._requests[req_id]
+            if req_id in cached.resumed_req_ids:
+                tokens = cached.all_token_ids[req_id]
+                self._begin(step, req_id, tokens, block_ids)
+            elif block_ids is not None:
+                for table, new_ids in zip(request.tables, block_ids, strict=True):
+                    table.extend(new_ids)
+        return computed
+
+    def _begin(
+        self,
+        step: Step,
+        req_id: str,
+        tokens: list[int],
+        block_ids: Seq[Seq[int]],
+    ) -> None:
+        root = self._roots[req_id]
+        sequence = Sequence(root, len(self._layout.groups), step.epoch, tokens)
+        self._requests[req_id] = _Request(sequence, [list(ids) for ids in block_ids])
+
+    def _spoil(self, step: Step, req_id: str, spoiled: set[str]) -> None:
+        if not step.is_void:
+            raise Violation("read", f"{req_id} reads a wrong value in {step}")
+        spoiled.add(req_id)
+
+    def _begin_states(self, req_id: str, start: int, num_tokens: int) -> bool:
+        """Bring running states to the blocks that this step writes.
+
+        Returns:
+            Whether they are the right ones.
+
+        """
+        request = self._requests[req_id]
+        before, is_right = request.state_index, True
+        for g, group in enumerate(self._layout.groups):
+            if group.first_read is not None:
+                continue
+            size, table = group.block_size, request.tables[g]
+            source = (start - 1) // size if before is None else before
+            target = (start + num_tokens - 1) // size
+            request.state_index = target
+            if source not in (-1, target):
+                self.device[table[target]] = self.device[table[source]].copy()
+            if start > 0:
+                want = request.sequence.values[g][start - 1]
+                is_right &= self.device[table[target]][0] == want
+        return is_right
+
+    def _is_read_right(self, request: _Request, start: int) -> bool:
+        for group, table, values in zip(
+            self._layout.groups, request.tables, request.sequence.values, strict=True
+        ):
+            if group.first_read is None:
+                continue
+            size = group.block_size
+            position = group.first_read(start)
+            while position < start:
+                index, offset = divmod(position, size)
+                end = min(start, (index + 1) * size)
+                have = self.device[table[index]][offset : offset + end - position]
+                if have != values[position:end]:
+                    return False
+                position = end
+        return True
+
+    def _write(
+        self, request: _Request, start: int, end: int, is_spoiled: bool
+    ) -> None:
+        for group, table, values in zip(
+            self._layout.groups, request.tables, request.sequence.values, strict=True
+        ):
+            size = group.block_size
+            if group.first_read is None:
+                state = GARBAGE if is_spoiled else values[end - 1]
+                block = self._writable(table[(end - 1) // size])
+                self.device[block] = [state] * self._width
+                self._write_checkpoint(group, table, values, start, end, is_spoiled)
+                continue
+            for position in range(start, end):
+                block = self._writable(table[position // size])
+                value = GARBAGE if is_spoiled else values[position]
+                self.device[block][position % size] = value
+
+    def _write_checkpoint(
+        self,
+        group: Group,
+        table: list[int],
+        values: list[int],
+        start: int,
+        end: int,
+        is_spoiled: bool,
+    ) -> None:
+        """Keep a state from inside the chunk, where the backend does."""
+        spec = group.spec
+        assert isinstance(spec, MambaSpec)
+        if not spec.num_prefill_checkpoint_blocks:
+            return
+        [offset], [index] = compute_mamba_prefill_checkpoints(
+            [end],
+            [end - start],
+            hash_block_size=self._layout.hash_block_size,
+            mamba_block_size=spec.block_size,
+            checkpoint_alignment=spec.prefill_checkpoint_alignment,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=self._layout.hit_alignment,
+        )
+        # A request that needs no checkpoint has the null block there.
+        if index >= 0 and table[index] != 0:
+            state = GARBAGE if is_spoiled else values[start + offset - 1]
+            self.device[table[index]] = [state] * self._width
+
+    @staticmethod
+    def _writable(block: int) -> int:
+        if block == 0:
+            raise Violation("read", "a forward pass writes the null block")
+        return block
+

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make check-patches` passes what is right and finds each way to be wrong."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from patchtool import importcheck
+from patchtool.check import check_patches, check_tag
+from patchtool.config import ToolError
+from patchtool.series import refresh
+from tests.tooling.project import TAG, Project
+
+
+def edit(project: Project, number: int, old: str, new: str) -> None:
+    (path,) = project.patches.glob(f"000{number}-*.patch")
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_a_good_series_passes(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_patches(project.layout, [TAG])
+    out = capsys.readouterr().out
+    assert "FAIL" not in out
+    assert "8 upstream lines touched" in out
+    assert "imports NOT checked" in out
+
+
+def stray(project: Project) -> None:
+    (project.patches / "0003-stray.patch").write_text("")
+
+
+def stray_note(project: Project) -> None:
+    (project.patches / "notes.txt").write_text("")
+
+
+def not_there(project: Project) -> None:
+    (project.patches / "0002-second.patch").unlink()
+
+
+def twice(project: Project) -> None:
+    with (project.patches / "series").open("a") as series:
+        series.write("0001-first.patch\n")
+
+
+def no_field(project: Project) -> None:
+    edit(project, 1, "Forwarded: not-needed\n", "")
+
+
+def empty_field(project: Project) -> None:
+    edit(project, 2, "Retires-when: never", "Retires-when:")
+
+
+def no_reason(project: Project) -> None:
+    edit(project, 1, " Because the tests need it.\n", "")
+
+
+def no_date(project: Project) -> None:
+    edit(project, 1, "2026-01-01", "yesterday")
+
+
+def fuzz(project: Project) -> None:
+    edit(project, 1, " def three():", " def drei():")
+
+
+def offset(project: Project) -> None:
+    edit(project, 1, "@@ -3,7 +3,7 @@", "@@ -4,7 +4,7 @@")
+
+
+def timestamp(project: Project) -> None:
+    edit(project, 1, "+++ b/vllm/count.py", "+++ b/vllm/count.py\t2026-01-01")
+
+
+def syntax(project: Project) -> None:
+    edit(project, 1, "+    return 22", "+    return return")
+
+
+def too_long(project: Project) -> None:
+    lines = "".join(f"+LINE_{n} = {n}\n" for n in range(151))
+    edit(project, 2, "@@ -0,0 +1 @@\n", "@@ -0,0 +1,152 @@\n" + lines)
+
+
+def overlay_upstream(project: Project) -> None:
+    project.write_overlay("", "vllm/count.py")
+
+
+def overlay_of_series(project: Project) -> None:
+    project.write_overlay("", "vllm/v1/seam.py")
+
+
+def overlay_version(project: Project) -> None:
+    project.write_overlay("from vllm import __version__\n")
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (stray, "0003-stray.patch"),
+        (stray_note, "notes.txt"),
+        (not_there, "names 0002-second.patch, which is not"),
+        (twice, "more than once"),
+        (no_field, r"0001-first.patch: the header lacks \['Forwarded'\]"),
+        (empty_field, r"0002-second.patch: the header lacks \['Retires-when'\]"),
+        (no_reason, "no second line with the reason"),
+        (no_date, "'yesterday' is not YYYY-MM-DD"),
+        (fuzz, "0001-first.patch does not apply"),
+        (offset, r"refresh` changes \['0001-first.patch'\]"),
+        (timestamp, r"refresh` changes \['0001-first.patch'\]"),
+        (syntax, "prefix up to 0001-first.patch: vllm/count.py does not compile"),
+        (too_long, "adds and removes 159 lines"),
+        (overlay_upstream, "has overlay files: .*vllm/count.py"),
+        (overlay_of_series, "has overlay files: .*vllm/v1/seam.py"),
+        (overlay_version, "value.py looks at a version"),
+    ],
+)
+def test_a_bad_one_is_found(
+    project: Project, spoil: Callable[[Project], None], message: str
+) -> None:
+    spoil(project)
+    errors = check_tag(project.layout, TAG)
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError("\n".join(errors))
+    with pytest.raises(ToolError, match="failed, see FAIL above"):
+        check_patches(project.layout, [TAG])
+
+
+def test_refresh_mends_what_it_can_and_keeps_headers(project: Project) -> None:
+    good = (project.patches / "0001-first.patch").read_text()
+    offset(project)
+    timestamp(project)
+    refresh(project.layout, TAG)
+    assert (project.patches / "0001-first.patch").read_text() == good
+    assert check_tag(project.layout, TAG) == []
+
+
+def run_imports(tmp_path: Path, prefixes: list[dict[str, str]]) -> list[str]:
+    """Import module `vllm.a` for each prefix, given as files and their texts."""
+    installed = tmp_path / "installed" / "vllm"
+    installed.mkdir(parents=True)
+    for name, text in {"__init__": "", "a": "1/0", "b": "B = 1", "c": "1/0"}.items():
+        (installed / f"{name}.py").write_text(text)
+    steps = []
+    for number, files in enumerate(prefixes):
+        folder = tmp_path / str(number)
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        steps.append([str(folder), ["vllm.a"]])
+    job = {
+        "files": ["vllm/a.py", "vllm/c.py"],
+        "prefixes": steps,
+        "preload": ["json"],
+        "results": str(tmp_path / "results.json"),
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    subprocess.run(
+        [sys.executable, importcheck.__file__, str(tmp_path / "job.json")],
+        env={"PYTHONPATH": str(installed.parent)},
+        check=True,
+    )
+    return json.loads((tmp_path / "results.json").read_text())
+
+
+def test_each_prefix_is_imported_on_its_own(tmp_path: Path) -> None:
+    good, bad, early, ends = run_imports(
+        tmp_path,
+        [
+            {"vllm/a.py": "from vllm.b import B\nimport vllm.c", "vllm/c.py": ""},
+            {"vllm/a.py": "from vllm.b import MISSING"},
+            # The installed c.py is of the whole series: this prefix has none yet.
+            {"vllm/a.py": "import vllm.c"},
+            {"vllm/a.py": "import os\nos._exit(3)"},
+        ],
+    )
+    assert good == ""
+    assert "cannot import name 'MISSING'" in bad
+    assert "No module named 'vllm.c'" in early
+    assert "ended the process" in ends

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs upstream vLLM's own test modules against a build of ours."""
