@@ -41,6 +41,10 @@ env: ## build/env/TAG: venv with the patched CPU build and the test tools [TAG=]
 sync: ## copy changed patches and overlay into build/env/TAG [TAG=]
 	$(TOOL) sync $(TAG)
 
+.PHONY: demo
+demo: env ## conversations that outgrow the device cache, tier off and on [TAG=]
+	@build/env/$(TAG)/bin/python -m demo --out build/demo
+
 .PHONY: test lint test-tooling test-unit test-sim test-e2e test-upstream format
 test: ## all checks, for all tags or for TAGS=v0.32.0,...
 	$(TESTS) --tags '$(TAGS)'

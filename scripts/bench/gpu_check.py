@@ -126,7 +126,7 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
         llm_kwargs["kv_offloading_size"] = args.host_gib
     block = args.block_size
     started = time.perf_counter()
-    llm = LLM(
+    llm: Any = LLM(
         str(args.model),
         skip_tokenizer_init=True,
         block_size=block,
@@ -143,9 +143,7 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
     greedy = SamplingParams(
         temperature=0, max_tokens=32, detokenize=False, ignore_eos=True
     )
-    one = SamplingParams(
-        temperature=0, max_tokens=1, detokenize=False, ignore_eos=True
-    )
+    one = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
 
     def tokens(seed: int, n: int) -> list[int]:
         rng = random.Random(seed)
@@ -160,8 +158,8 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
         answers: list[Any] = []
         for k in range(0, args.sessions, args.together):
             group = prompts[k : k + args.together]
-            part = [{"prompt_token_ids": p} for p in group]
-            answers += llm.generate(part, greedy, use_tqdm=False)
+            batch = [{"prompt_token_ids": p} for p in group]
+            answers += llm.generate(batch, greedy, use_tqdm=False)
         for i in range(args.sessions):
             outputs.append(list(answers[i].outputs[0].token_ids))
             cached.append(answers[i].num_cached_tokens or 0)

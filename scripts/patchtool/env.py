@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,15 @@ def find_uv(layout: Layout) -> str:
         install = [str(tools / "bin" / "python"), "-m", "pip", "install", "-q", "uv"]
         _run(install, dict(os.environ), mend)
     return str(uv)
+
+
+def _python(requires: str) -> str:
+    """The Python that runs this if it will do, else a wish that uv looks for."""
+    # Not at the top: a venv of uv's has no pip, and most commands need none.
+    from pip._vendor.packaging.specifiers import SpecifierSet
+
+    here = platform.python_version()
+    return sys.executable if SpecifierSet(requires).contains(here) else requires
 
 
 def _index_options() -> list[str]:
@@ -154,7 +164,8 @@ def make_env(layout: Layout, tag: str) -> Path:
             say(f"installing {wheel.name} and what it needs (about 2 GiB)")
             shutil.rmtree(venv, ignore_errors=True)
             mend = f"vLLM for a CPU needs Python {cpu.requires_python}"
-            create = ["venv", "--quiet", "--python", cpu.requires_python, str(venv)]
+            python = _python(cpu.requires_python)
+            create = ["venv", "--quiet", "--python", python, str(venv)]
             _run([uv, *create], env, mend)
             target = ["--quiet", "--python", str(venv / "bin" / "python")]
             what = [str(wheel), "-r", str(layout.root / REQUIREMENTS)]

@@ -223,22 +223,19 @@ def _refuse_lost_edits(
     )
 
 
-def _install(tree: Path, stage: Path, stamp: Stamp, old: Stamp) -> None:
+def _install(tree: Path, stage: Path, written: Iterable[str], old: Stamp) -> None:
     """Move the staged files into the tree, and undo what is no longer staged."""
-    for name in stamp.written:
+    for name in written:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         if (stage / name).exists():
             os.replace(stage / name, tree / name)
         else:
             (tree / name).unlink(missing_ok=True)
-    for name in old.written.keys() - stamp.written.keys() - stamp.upstream.keys():
+    for name in old.written.keys() - set(written) - old.upstream.keys():
         (tree / name).unlink(missing_ok=True)
     shutil.rmtree(tree / ".pc", ignore_errors=True)
     if (stage / ".pc").is_dir():
         os.replace(stage / ".pc", tree / ".pc")
-    for leftover in tree.rglob("*.rej"):
-        if leftover.relative_to(tree).as_posix() not in stamp.upstream:
-            leftover.unlink()
 
 
 def pristine_tree(layout: Layout, tag: str) -> Path:
@@ -248,6 +245,27 @@ def pristine_tree(layout: Layout, tag: str) -> Path:
         if not tree.exists():
             _unpack_upstream(layout, load_pins(layout, tag))
     return tree
+
+
+def _open_tree(layout: Layout, pins: Pins, force: bool) -> Stamp:
+    """The stamp of a tree of the pinned sdist, unpacked if there is none."""
+    tree = layout.tree(pins.tag)
+    stamp = Stamp.load(tree)
+    if stamp is not None and stamp.sdist == pins.sdist.sha256:
+        return stamp
+    if tree.exists() and not force:
+        if stamp is None:
+            raise ToolError(
+                f"{tree} was not made by this tool, or its stamp {STAMP} was removed; "
+                "use FORCE=1 to make it anew (its content is lost)"
+            )
+        if edited_files(tree, stamp):
+            raise ToolError(
+                f"{tree} holds edits on another sdist than the pinned one; use FORCE=1 "
+                "to make it anew (the edits are lost)"
+            )
+    shutil.rmtree(tree, ignore_errors=True)
+    return _unpack_upstream(layout, pins)
 
 
 def apply_patches(layout: Layout, tag: str, force: bool = False) -> Path:
@@ -262,22 +280,8 @@ def apply_patches(layout: Layout, tag: str, force: bool = False) -> Path:
     pins = load_pins(layout, tag)
     tree = layout.tree(tag)
     with locked(tree.parent):
+        stamp = _open_tree(layout, pins, force)
         digest = series_digest(layout, pins)
-        stamp = Stamp.load(tree)
-        if tree.exists() and not force:
-            if stamp is None:
-                raise ToolError(
-                    f"{tree} was not made by this tool, or its stamp {STAMP} was "
-                    "removed; use FORCE=1 to make it anew (its content is lost)"
-                )
-            if stamp.sdist != pins.sdist.sha256 and edited_files(tree, stamp):
-                raise ToolError(
-                    f"{tree} holds edits on another sdist than the pinned one; use "
-                    "FORCE=1 to make it anew (the edits are lost)"
-                )
-        if stamp is None or stamp.sdist != pins.sdist.sha256:
-            shutil.rmtree(tree, ignore_errors=True)
-            stamp = _unpack_upstream(layout, pins)
         edits = edited_files(tree, stamp)
         names = [p.name for p in read_series(layout, tag)]
         if stamp.digest == digest and not edits and applied(tree) == names:
@@ -285,25 +289,22 @@ def apply_patches(layout: Layout, tag: str, force: bool = False) -> Path:
 
         stage = tree.with_name("src.stage")
         _stage(layout, pins, stage, stamp.upstream)
-        # Files that an earlier series touched come back from the sdist.
-        undone = stamp.written.keys() | (edits.keys() if force else set())
+        # Files that only an earlier series, or a lost edit, changed are upstream's.
         touched = touched_files(layout, tag)
-        untouched = sorted(undone & stamp.upstream.keys() - set(touched))
-        if untouched:
-            unpack(fetch(layout, pins.sdist), stage, untouched)
+        undone = stamp.written.keys() | (edits.keys() if force else set())
+        restored = sorted(undone & stamp.upstream.keys() - set(touched))
+        if restored:
+            unpack(fetch(layout, pins.sdist), stage, restored)
+        written = [*touched, *overlay_files(layout), BUILD_INFO]
         new = Stamp(pins.sdist.sha256, digest, stamp.upstream)
-        for name in [*touched, *untouched, *overlay_files(layout)]:
-            path = stage / name
-            new.written[name] = _hash(stage, name) if path.exists() else None
-        new.written[BUILD_INFO] = _hash(stage, BUILD_INFO)
+        for name in written:
+            new.written[name] = _hash(stage, name) if (stage / name).exists() else None
         if force:
             for name in edits.keys() - new.expected().keys():
                 (tree / name).unlink(missing_ok=True)
         else:
             _refuse_lost_edits(layout, tag, edits, new.expected())
-        _install(tree, stage, new, stamp)
-        for name in untouched:
-            del new.written[name]
+        _install(tree, stage, [*written, *restored], stamp)
         new.stat = _scan(tree)
         new.save(tree)
         shutil.rmtree(stage, ignore_errors=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 VOCAB_SIZE = 1024
 
@@ -58,6 +59,21 @@ def make_lora(folder: Path, seed: int) -> Path:
             weights |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
     save_file(weights, folder / "adapter_model.safetensors")
     return folder
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write a tokenizer with a word for each token: `t3` is token 3."""
+    words = {f"t{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "t0",
+        "bos_token": "t1",
+        "eos_token": "t2",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def make_llama(folder: Path, seed: int = 0) -> Path:

@@ -5,7 +5,7 @@ import json
 import tempfile
 from collections import deque
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -131,13 +131,14 @@ class Engine:
 
         Args:
             rush: Copies run as early as they may, instead of as late.
-            fail: Kind of copy that fails: `store` or `load`.
+            fail: What fails: `store`, `load` or `compute`.
             abort: Live request to abort while the step is in flight.
 
         """
         executed = False
         if self._scheduler.has_requests():
             output = self._scheduler.schedule()
+            self._invariants.check_no_pins()
             step = self._worker.submit(output, self._epoch, rush, fail)
             self._in_flight.append(step)
             step.is_void = self._is_void()
@@ -191,12 +192,35 @@ class Engine:
         step = self._in_flight.popleft()
         if not step.is_done:
             self._worker.run_until(step)
+        if _failed_compute(step):
+            self._give_up_spoiled(step)
         self._scheduler.update_from_output(step.output, step.result)
         for req_id, conversation in list(self._live.items()):
             self._take_tokens(conversation)
             if conversation.request.is_finished():
                 self.finished.append(self._live.pop(req_id))
         self._check()
+
+    def _give_up_spoiled(self, step: Step) -> None:
+        """Fail the requests that `step` and its successors spoiled, and take the
+        keys from their blocks.
+
+        As upstream does when a KV connector could not load blocks and its policy
+        is to fail.
+        """
+        self._worker.run_all()
+        spoiled = set.union(step.spoiled, *(each.spoiled for each in self._in_flight))
+        lost = [self._live.pop(req_id) for req_id in spoiled if req_id in self._live]
+        was_preempted = any(
+            conversation.request.status == RequestStatus.PREEMPTED
+            for conversation in lost
+        )
+        self._scheduler.kv_cache_manager.evict_blocks(self._worker.garbage())
+        self._scheduler.finish_requests(spoiled, RequestStatus.FINISHED_ERROR)
+        self.finished += lost
+        if was_preempted:
+            # Its blocks may have been evicted already, with their content.
+            self.reset(running=True)
 
     def _take_tokens(self, conversation: Conversation) -> None:
         request, truth = conversation.request, conversation.truth
@@ -224,15 +248,18 @@ class Engine:
 
     def _is_void(self) -> bool:
         return any(
-            report.failed_load_seq is not None
+            _failed_compute(step)
+            or (
+                (report := step.result.kv_tier_report) is not None
+                and report.failed_load_seq is not None
+            )
             for step in self._in_flight
-            if (report := step.result.kv_tier_report) is not None
         )
 
     def _check(self) -> None:
         self._invariants.check_counts()
-        # What a failed load left behind is known to be wrong until its report
-        # has been processed.
+        # What a failure left behind is known to be wrong until the output of its
+        # step has been processed.
         if not self._is_void():
             unreported = {
                 slot
@@ -241,6 +268,10 @@ class Engine:
                 for slot in report.failed_store_slots
             }
             self._invariants.check_contents(self._worker.settled(), unreported)
+
+
+def _failed_compute(step: Step) -> bool:
+    return step.fail == "compute" and bool(step.output.num_scheduled_tokens)
 
 
 @cache

@@ -94,14 +94,18 @@ class Invariants:
         host = self._pool.host
         filled = {slot.index for slot in host.filled()}
         free = [*host._free, *host._free_after_plan]
-        if host._pinned or host._free_after_plan:
-            raise Violation("slots", "slots are pinned after the plan was taken")
         if sorted([*filled, *free]) != list(range(host.num_slots)):
             raise Violation("slots", f"filled: {filled}, free: {free}")
         keys = [(key, slot.index) for slot in host.filled() for key in slot.keys]
         table = [(key, slot.index) for key, slot in host._slots.items()]
         if sorted(keys) != sorted(table):
             raise Violation("slots", f"slots have {keys}, the table {table}")
+
+    def check_no_pins(self) -> None:
+        """The plan was taken: no slot is kept for it any more."""
+        host = self._pool.host
+        if host._pinned or host._free_after_plan:
+            raise Violation("slots", "slots are pinned after the plan was taken")
 
     def check_idle(self) -> None:
         """No request is left: every block is free, and the policy complete."""

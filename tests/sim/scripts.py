@@ -139,7 +139,7 @@ def random_action(rng: Random) -> Action:
         return Steps(
             count=rng.randint(1, 8),
             rush=rng.random() < 0.5,
-            fail=rng.choice([*[None] * 16, "load", "load", "store"]),
+            fail=rng.choice([*[None] * 16, "load", "load", "store", "compute"]),
             abort=rng.choice([*[None] * 12, rng.randint(0, 5)]),
         )
     if kind < 0.98:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random scripts on the real scheduler; every action is followed by all checks.
 
-    KV_TIER_SIM_EXAMPLES=2000 pytest tests/sim/test_state_machine.py
+KV_TIER_SIM_EXAMPLES sets how many.
 """
 
 import os
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, note, settings
 
 from .scripts import SCRIPTS, Script
 
-EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
 
 
 @settings(

@@ -43,14 +43,17 @@ class Step:
     epoch: int
     rush: bool
     fail: str | None
-    """Kind of copy that fails in this step: `store` or `load`."""
+    """What fails in this step: `store` or `load`, every copy of that kind, or
+    `compute`, the forward pass of its first request."""
     plan: StepPlan
     stores: list[tuple[int, int]] = field(default_factory=list)
     """(device block, host slot); block -1 leaves garbage in the slot."""
     loads: list[tuple[int, int]] = field(default_factory=list)
     """(host slot, device block); slot -1 leaves garbage in the block."""
     is_void: bool = False
-    """A load failed in this step, or in one whose report is under way."""
+    """It works on what a failure left, which the scheduler cannot know yet."""
+    spoiled: set[str] = field(default_factory=set)
+    """Requests that read a wrong value."""
     stores_queued: bool = False
     is_done: bool = False
     result: ModelRunnerOutput = field(init=False)
@@ -174,6 +177,10 @@ class Worker:
         while self._steps:
             self.run_next()
 
+    def garbage(self) -> set[int]:
+        """Device blocks with garbage in them."""
+        return {i for i, block in enumerate(self.device) if GARBAGE in block}
+
     def settled(self) -> "Worker":
         """A copy in which everything queued has been executed."""
         if not self._steps and not self._stores:
@@ -192,6 +199,7 @@ class Worker:
             new._steps = deque(copy(step) for step in self._steps)
             for step in new._steps:
                 step.result = copy(step.result)
+                step.spoiled = step.spoiled.copy()
             new._requests = {k: r.copy() for k, r in self._requests.items()}
         return new
 
@@ -241,22 +249,24 @@ class Worker:
         output = step.output
         computed = self._update_requests(step)
         scheduled = output.num_scheduled_tokens
-        spoiled: set[str] = set()
+        if step.fail == "compute":
+            step.spoiled.update(list(scheduled)[:1])
         for req_id in scheduled:
             if not self._begin_states(req_id, computed[req_id], scheduled[req_id]):
-                self._spoil(step, req_id, spoiled)
+                self._spoil(step, req_id)
         sampled: list[list[int]] = []
         for req_id, num_tokens in scheduled.items():
             request = self._requests[req_id]
             start, end = computed[req_id], computed[req_id] + num_tokens
             if not self._is_read_right(request, start):
-                self._spoil(step, req_id, spoiled)
-            self._write(request, start, end, is_spoiled=req_id in spoiled)
+                self._spoil(step, req_id)
+            is_spoiled = req_id in step.spoiled
+            self._write(request, start, end, is_spoiled)
             tokens = request.sequence.tokens
             sampled.append([])
             if end >= len(tokens):
                 token = request.sequence.next_token()
-                if req_id in spoiled:
+                if is_spoiled:
                     token = (token + 1) % VOCAB
                 request.sequence.append(token)
                 sampled[-1].append(token)
@@ -301,10 +311,10 @@ class Worker:
         sequence = Sequence(root, len(self._layout.groups), step.epoch, tokens)
         self._requests[req_id] = _Request(sequence, [list(ids) for ids in block_ids])
 
-    def _spoil(self, step: Step, req_id: str, spoiled: set[str]) -> None:
+    def _spoil(self, step: Step, req_id: str) -> None:
         if not step.is_void:
             raise Violation("read", f"{req_id} reads a wrong value in {step}")
-        spoiled.add(req_id)
+        step.spoiled.add(req_id)
 
     def _begin_states(self, req_id: str, start: int, num_tokens: int) -> bool:
         """Bring running states to the blocks that this step writes.
@@ -346,9 +356,7 @@ class Worker:
                 position = end
         return True
 
-    def _write(
-        self, request: _Request, start: int, end: int, is_spoiled: bool
-    ) -> None:
+    def _write(self, request: _Request, start: int, end: int, is_spoiled: bool) -> None:
         for group, table, values in zip(
             self._layout.groups, request.tables, request.sequence.values, strict=True
         ):
@@ -397,4 +405,3 @@ class Worker:
         if block == 0:
             raise Violation("read", "a forward pass writes the null block")
         return block
-

@@ -2,10 +2,11 @@
 """Run upstream vLLM's own tests on a CPU build, without GPU and model hub.
 
 usage: python -m tests.upstream.run --tag v0.32.0 --python VENV/bin/python \
-           --sdist vllm-0.32.0.tar.gz --suite core --mode off --out DIR
+           --sdist vllm-0.32.0.tar.gz --suite core --mode off --out DIR --check
 
 Writes DIR/TAG-SUITE-MODE.json, `{node id: outcome}`, and .xml (junit) beside it.
-Failing tests do not fail the run: `python -m tests.upstream.compare` judges.
+Failing tests do not fail the run, only differences do: --check compares with what
+an unpatched build gave, `python -m tests.upstream.compare` compares any two runs.
 """
 
 import argparse
@@ -20,12 +21,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.upstream import compare
 from tests.upstream.results import counts, listed, load, save_baseline
 from tests.upstream.tools import make_tools
 
 HERE = Path(__file__).parent
 SUITES = ("core", "full")
-MODES = ("off", "swapped", "pressed")
+DIFFERS: dict[str, tuple[str, ...]] = {
+    "off": (),
+    "swapped": ("swapped_differs.txt",),
+    "pressed": ("swapped_differs.txt", "pressed_differs.txt"),
+}
+"""Mode to the lists of tests that differ from the baseline, rightly."""
 TEST_TIMEOUT_S = 120
 NOT_INHERITED = ("VLLM_", "HF_", "TRANSFORMERS_", "PYTEST_", "PYTHON")
 """Prefixes of environment variables on which the outcome must not depend."""
@@ -203,9 +210,19 @@ def run_pytest(build: Build, args: argparse.Namespace, out: Path, tree: Path) ->
     return result
 
 
-def rebase(build: Build, args: argparse.Namespace, result: Path) -> None:
+def baseline(args: argparse.Namespace) -> Path:
+    return HERE / "baseline" / f"{args.tag}-{args.suite}.txt"
+
+
+def check(args: argparse.Namespace, result: Path) -> int:
+    """Compare with the committed baseline; 0 if only listed tests differ."""
+    differs = [f"--differs={HERE / name}" for name in DIFFERS[args.mode]]
+    return compare.main([str(baseline(args)), str(result), *differs])
+
+
+def rebase(args: argparse.Namespace, result: Path) -> None:
     """Make the outcomes of an unpatched build the committed baseline."""
-    path = HERE / "baseline" / f"{args.tag}-{args.suite}.txt"
+    path = baseline(args)
     header = [
         f"Upstream's tests on an unpatched CPU build of vLLM {args.tag}, made with",
         f"  python -m tests.upstream.run --tag {args.tag} --suite {args.suite} \\",
@@ -227,13 +244,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--suite", choices=SUITES, default="core")
     parser.add_argument(
         "--mode",
-        choices=MODES,
+        choices=DIFFERS,
         default="off",
         help="off: the build as it is; swapped: every prefix-caching BlockPool "
         "becomes a TieredBlockPool; pressed: and lookups find evictable blocks on "
         "the host only",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare with baseline/ and fail on a difference that is not listed",
+    )
     parser.add_argument(
         "--rebase",
         action="store_true",
@@ -264,9 +286,9 @@ def main(argv: list[str] | None = None) -> int:
     make_hub(build, out, tree)
     result = run_pytest(build, args, out, tree)
     if args.rebase:
-        rebase(build, args, result)
+        rebase(args, result)
     print(f"{result}: {counts(load(result))} in {time.monotonic() - started:.0f} s")
-    return 0
+    return check(args, result) if args.check else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 """Settings of the host tier, checked before anything is allocated."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -67,7 +68,7 @@ class KVTierConfig:
                 )
             return None
         size = cache.kv_offloading_size
-        if size is None or not size > 0:
+        if size is None or not 0 < size < math.inf:
             raise ValueError(
                 f"--kv-offloading-backend {BACKEND} needs a --kv-offloading-size "
                 f"above 0 (GiB of host memory, all ranks together), got {size}. "
@@ -91,7 +92,7 @@ class KVTierConfig:
             )
         make_policy(self.eviction_policy, num_slots=1)
         budget = self.load_budget_gib
-        if budget is not None and not (_is_number(budget) and budget > 0):
+        if budget is not None and not (_is_number(budget) and 0 < budget < math.inf):
             raise ValueError(
                 f"{flag}: load_budget_gib must be a number above 0 or null "
                 f"(no limit), got {budget!r}."
@@ -124,7 +125,7 @@ class KVTierConfig:
                 "would see a wrong cache. Remove enable_kv_cache_events from "
                 "--kv-events-config, or remove the backend."
             )
-        if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+        if vllm_config.attention_config.hisparse_config is not None:
             raise ValueError(
                 f"{backend} and HiSparse both keep KV blocks in host memory. "
                 "Remove the HiSparse configuration, or remove the backend."
@@ -142,7 +143,7 @@ class KVTierConfig:
                 f"--kv-offloading-size {self.size_bytes / GiB:g} is larger than the "
                 f"memory of this machine ({total_host_bytes() / GiB:.1f} GiB). "
                 "Lower it, or set "
-                '--kv-offloading-config \'{"check_memory": false}\' where memory '
+                "--kv-offloading-config '{\"check_memory\": false}' where memory "
                 "grows on demand."
             )
 
@@ -157,24 +158,20 @@ class KVTierConfig:
                 "Remove the backend."
             )
 
-    def check_available_memory(self, reserved_bytes: int = 0) -> None:
+    def check_available_memory(self) -> None:
         """Refuse a size that the machine cannot give now.
-
-        Args:
-            reserved_bytes: Memory that others will still take before the tier
-                is allocated.
 
         Raises:
             ValueError: Less is available than `--kv-offloading-size` asks for.
 
         """
-        available = available_host_bytes() - reserved_bytes
+        available = available_host_bytes()
         if self.check_memory and self.size_bytes > available:
             raise ValueError(
                 f"--kv-offloading-size {self.size_bytes / GiB:g} does not fit: "
-                f"{max(available, 0) / GiB:.1f} GiB of host memory are available "
+                f"{available / GiB:.1f} GiB of host memory are available "
                 f"(of {total_host_bytes() / GiB:.1f} GiB). Lower it, free memory, or "
-                'set --kv-offloading-config \'{"check_memory": false}\' where memory '
+                "set --kv-offloading-config '{\"check_memory\": false}' where memory "
                 "grows on demand."
             )
 

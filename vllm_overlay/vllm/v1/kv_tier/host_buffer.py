@@ -47,8 +47,7 @@ class HostBuffer:
         """`[num_slots, slot_bytes]`, uint8."""
         self.pinned = pin and self._register(memory)
         logger.info(
-            "KV tier: %d host slots of %d bytes (%.2f GiB, %s) on this rank "
-            "in %.1f s.",
+            "KV tier: %d host slots of %d bytes (%.2f GiB, %s) on this rank in %.1f s.",
             num_slots,
             slot_bytes,
             memory.numel() / 2**30,

@@ -5,6 +5,7 @@ A policy orders keys and nothing else: it knows neither bytes nor slots. A key
 is any hashable value; the pool uses the first key of a slot.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -152,16 +153,22 @@ def make_policy(name: str, num_slots: int) -> EvictionPolicy:
         ValueError: No such policy, or not an `EvictionPolicy`.
 
     """
-    policy: object = POLICIES.get(name)
-    if policy is None and "." in str(name):
-        try:
-            policy = resolve_obj_by_qualname(name)
-        except (ImportError, AttributeError) as e:
-            raise ValueError(
-                f"--kv-offloading-config: eviction_policy {name!r} cannot be "
-                f"imported ({e}). Give the path package.module.Class."
-            ) from e
-    if not (isinstance(policy, type) and issubclass(policy, EvictionPolicy)):
+    policy: object = None
+    if isinstance(name, str):
+        policy = POLICIES.get(name)
+        if policy is None and "." in name:
+            try:
+                policy = resolve_obj_by_qualname(name)
+            except (ImportError, AttributeError, ValueError) as e:
+                raise ValueError(
+                    f"--kv-offloading-config: eviction_policy {name!r} cannot be "
+                    f"imported ({e}). Give the path package.module.Class."
+                ) from e
+    if (
+        not isinstance(policy, type)
+        or not issubclass(policy, EvictionPolicy)
+        or inspect.isabstract(policy)
+    ):
         raise ValueError(
             f"--kv-offloading-config: unknown eviction_policy {name!r}. Use one of "
             f"{', '.join(POLICIES)}, or the import path of an EvictionPolicy."

@@ -89,12 +89,7 @@ def _flatten(kv_caches: Any) -> Iterator[torch.Tensor]:
 
 def _tiles(tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int, int]]:
     """(offset, stride, width) in bytes, for each run of a block in `tensor`."""
-    dim = next((d for d in (0, 1) if tensor.shape[d] % num_blocks == 0), None)
-    if dim is None:
-        raise RuntimeError(
-            f"No dimension of a KV cache of shape {tuple(tensor.shape)} counts "
-            f"{num_blocks} blocks."
-        )
+    dim = _block_dim(tensor, num_blocks)
     size = tensor.element_size()
     kernel_blocks = tensor.shape[dim] // num_blocks
     kernel_stride = tensor.stride(dim) * size
@@ -113,9 +108,22 @@ def _tiles(tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int, in
         yield base + sum(i * s for i, (_, s) in zip(indices, outer)), stride, width
 
 
-def _merge(
-    tiles: Iterable[tuple[int, int]], stride: int
-) -> Iterator[tuple[int, int]]:
+def _block_dim(tensor: torch.Tensor, num_blocks: int) -> int:
+    """Which of the first two dimensions counts blocks, or parts of them."""
+    sizes = tensor.shape[:2]
+    for dims in (
+        [d for d, n in enumerate(sizes) if n == num_blocks],
+        [d for d, n in enumerate(sizes) if n % num_blocks == 0],
+    ):
+        if len(dims) == 1:
+            return dims[0]
+    raise RuntimeError(
+        f"Which dimension of a KV cache of shape {tuple(tensor.shape)} counts its "
+        f"{num_blocks} blocks cannot be told."
+    )
+
+
+def _merge(tiles: Iterable[tuple[int, int]], stride: int) -> Iterator[tuple[int, int]]:
     """Join sorted (offset, width) that lie in one stride to (start, end)."""
     start, end = -1, -1
     for offset, width in tiles:

@@ -48,9 +48,7 @@ class HostTier:
     def begin_step(self, plan: StepPlan | None) -> None:
         """Queue the copies of a step. Call it before anything else of the step."""
         if plan is not None:
-            self._order.run(
-                plan, lambda: self._store(plan), lambda: self._load(plan)
-            )
+            self._order.run(plan, lambda: self._store(plan), lambda: self._load(plan))
 
     def _store(self, plan: StepPlan) -> None:
         slots = plan.store_slots
@@ -112,7 +110,8 @@ def with_report(
 
 class _ReportingOutput(AsyncModelRunnerOutput):
     def __init__(self, output: AsyncModelRunnerOutput, report: StepReport) -> None:
-        self._output = output
+        # Some releases ask an output for more than `get_output`.
+        self._output: Any = output
         self._step_report = report
 
     def get_output(self) -> ModelRunnerOutput:

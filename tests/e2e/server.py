@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` as a process."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SHM = Path("/dev/shm")
+START_TIMEOUT_S = 240
+
+
+def command(model: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *flags]
+
+
+class Server:
+    """A running `vllm serve`.
+
+    Raises:
+        RuntimeError: It ended, or was not ready in time. Has the end of its log.
+
+    """
+
+    def __init__(
+        self, model: Path, flags: Sequence[str], env: dict[str, str], log: Path
+    ) -> None:
+        self.model = str(model)
+        self._log = log
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self._port = s.getsockname()[1]
+        address = ["--host", "127.0.0.1", "--port", str(self._port)]
+        self._shm_before = set(os.listdir(SHM))
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command(model, *flags, *address),
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                self.get("/health")
+                return
+            except OSError:
+                time.sleep(0.5)
+        self.kill()
+        raise RuntimeError(f"the server did not start:\n{self.log()[-6000:]}")
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def get(self, path: str) -> str:
+        url = f"http://127.0.0.1:{self._port}{path}"
+        with urllib.request.urlopen(url, timeout=60) as response:
+            return response.read().decode()
+
+    def complete(self, tokens: list[int], **params: Any) -> dict[str, Any]:
+        """Answer of /v1/completions to a prompt of token ids."""
+        body = {"model": self.model, "prompt": tokens, "temperature": 0, **params}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return json.load(response)
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Values at /metrics, all labels together, by name."""
+        found: dict[str, float] = {}
+        pattern = rf"^({re.escape(prefix)}\w*)(?:\{{.*\}})? (\S+)$"
+        for name, value in re.findall(pattern, self.get("/metrics"), re.MULTILINE):
+            found[name] = found.get(name, 0) + float(value)
+        return found
+
+    def terminate(self, timeout_s: float = 60) -> int:
+        """End it as a service manager would; its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End it and all that it started, at once."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait()
+
+    def alive(self) -> list[int]:
+        """Processes of the server that still run."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            state, session = fields[0], int(fields[3])
+            if session == self.process.pid and state != "Z":
+                found.append(int(stat.parent.name))
+        return found
+
+    def stranded_shared_memory(self) -> set[str]:
+        """New files in /dev/shm that no process uses."""
+        used = ""
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            try:
+                used += maps.read_text()
+            except OSError:
+                continue
+        new = set(os.listdir(SHM)) - self._shm_before
+        return {name for name in new if f"{SHM}/{name}" not in used}

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` with the host tier, as its users meet it."""
+
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from .conftest import environment
+from .jobs import BLOCK_BYTES, BLOCK_TOKENS, SMALL, GiB
+from .model import make_tokenizer
+from .server import Server, command
+from .workloads import text
+
+NUM_SLOTS = 100
+SERVE = [
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
+    *("--block-size", str(BLOCK_TOKENS), "--max-num-seqs", "4"),
+    *("--kv-cache-memory-bytes", str(SMALL * BLOCK_BYTES)),
+    *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+]
+CORE = ["--kv-offloading-backend", "core"]
+SIZE = ["--kv-offloading-size", repr(NUM_SLOTS * BLOCK_BYTES / GiB)]
+
+
+@pytest.fixture(scope="module")
+def served(llama: Path) -> Path:
+    make_tokenizer(llama)
+    return llama
+
+
+def server_environment() -> dict[str, str]:
+    quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return environment() | quiet | {"VLLM_NO_USAGE_STATS": "1"}
+
+
+@pytest.fixture
+def server(served: Path, tmp_path: Path) -> Iterator[Server]:
+    server = Server(
+        served, [*SERVE, *CORE, *SIZE], server_environment(), tmp_path / "log"
+    )
+    yield server
+    server.kill()
+
+
+def test_a_server_with_a_host_tier(server: Server) -> None:
+    prompts = [text(i, 5 * BLOCK_TOKENS + 1) for i in range(8)]
+    rounds = [
+        [server.complete(p, max_tokens=8, ignore_eos=True) for p in prompts]
+        for _ in range(2)
+    ]
+    texts = [[answer["choices"][0]["text"] for answer in r] for r in rounds]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == len(prompts)
+
+    details = [[a["usage"]["prompt_tokens_details"] for a in r] for r in rounds]
+    cached = [sum((d or {}).get("cached_tokens") or 0 for d in r) for r in details]
+    hit = len(prompts) * 5 * BLOCK_TOKENS
+    assert cached == [0, hit]
+
+    found = server.metrics("vllm:kv_tier_")
+    assert found["vllm:kv_tier_slots_total"] == NUM_SLOTS
+    assert found["vllm:kv_tier_slot_bytes"] == BLOCK_BYTES
+    # 8 prompts of 5 full blocks against 23 blocks: all were evicted in turn.
+    assert found["vllm:kv_tier_host_hit_tokens_total"] == hit
+    assert found["vllm:kv_tier_device_hit_tokens_total"] == 0
+    assert found["vllm:kv_tier_loaded_blocks_total"] == hit / BLOCK_TOKENS
+    assert found["vllm:kv_tier_stored_blocks_total"] == hit / BLOCK_TOKENS
+    assert found["vllm:kv_tier_slots_used"] == hit / BLOCK_TOKENS
+    assert found["vllm:kv_tier_evicted_slots_total"] == 0
+    assert f"KV tier: {NUM_SLOTS} host slots" in server.log()
+
+    assert server.terminate() == 0
+    assert server.alive() == []
+    assert server.stranded_shared_memory() == set()
+
+
+WRONG = {
+    "no size": (CORE, ["--kv-offloading-size", "got None", "Give a size"]),
+    "size 0": (
+        [*CORE, "--kv-offloading-size", "0"],
+        ["--kv-offloading-size", "got 0", "Give a size"],
+    ),
+    "more than the machine has": (
+        [*CORE, "--kv-offloading-size", "1000000"],
+        ["--kv-offloading-size 1e+06", "larger than the memory", "Lower it"],
+    ),
+    "an unknown key": (
+        [*CORE, *SIZE, "--kv-offloading-config", '{"evict": "arc"}'],
+        ["--kv-offloading-config", "unknown key 'evict'", "Known keys: store_policy"],
+    ),
+    "less than a block": (
+        [*CORE, "--kv-offloading-size", "0.00001"],
+        ["--kv-offloading-size 1e-05", "not enough for one KV block", "Set it to"],
+    ),
+}
+
+
+@dataclass
+class Failure:
+    exit_code: int
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def failures(served: Path) -> dict[str, Failure]:
+    """Every wrong command line, run to its end; two at a time."""
+
+    def run(name: str) -> Failure:
+        found = subprocess.run(
+            command(served, *SERVE, *WRONG[name][0], "--port", "0"),
+            env=server_environment(),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        return Failure(found.returncode, found.stderr + found.stdout)
+
+    with ThreadPoolExecutor(2) as workers:
+        return dict(zip(WRONG, workers.map(run, WRONG)))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_command_line(failures: dict[str, Failure], name: str) -> None:
+    failure = failures[name]
+    assert failure.exit_code != 0
+    for part in WRONG[name][1]:
+        assert part in failure.stderr

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every wrong setting gives one clear message, through the real engine config."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.kv_tier import config as kv_tier_config
+from vllm.v1.kv_tier.config import GiB, KVTierConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return str(folder)
+
+
+def engine_config(model: str, **settings: Any) -> VllmConfig:
+    args = {
+        "model": model,
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": 1 << 20,
+        "kv_offloading_backend": "core",
+        "kv_offloading_size": 0.5,
+        **settings,
+    }
+    return EngineArgs(**args).create_engine_config()
+
+
+def tier(model: str, **settings: Any) -> KVTierConfig | None:
+    return KVTierConfig.from_vllm_config(engine_config(model, **settings))
+
+
+def message(model: str, **settings: Any) -> str:
+    """The one error that the settings give."""
+    with pytest.raises(ValueError) as error:
+        engine_config(model, **settings)
+    return str(error.value)
+
+
+def names_all(text: str, *parts: str) -> None:
+    for part in parts:
+        assert part in text, f"{part!r} is not in: {text}"
+
+
+# ------------------------------------------------------------------------- good
+
+
+def test_defaults(model: str) -> None:
+    assert tier(model) == KVTierConfig(
+        size_bytes=GiB // 2,
+        store_policy="write_back",
+        eviction_policy="lru",
+        load_budget_gib=None,
+        check_memory=True,
+    )
+
+
+def test_every_key_is_taken(model: str) -> None:
+    options = {
+        "store_policy": "write_through",
+        "eviction_policy": "arc",
+        "load_budget_gib": 0.25,
+        "check_memory": False,
+    }
+    found = tier(model, kv_offloading_config=options)
+    assert found == KVTierConfig(size_bytes=GiB // 2, **options)
+    assert found is not None and found.load_budget_bytes == GiB // 4
+
+
+def test_settings_from_the_command_line(model: str) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    flags = ["--kv-offloading-size", "0.25", "--kv-offloading-backend", "core"]
+    flags += ["--kv-offloading-config", '{"eviction_policy": "arc"}']
+    args = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
+    args.skip_tokenizer_init = True
+    args.kv_cache_memory_bytes = 1 << 20
+    found = KVTierConfig.from_vllm_config(args.create_engine_config())
+    assert found == KVTierConfig(size_bytes=GiB // 4, eviction_policy="arc")
+
+
+def test_no_tier_without_the_backend(model: str) -> None:
+    args = {"kv_offloading_backend": "native", "kv_offloading_size": None}
+    assert tier(model, **args) is None
+
+
+def test_the_connector_slot_stays_free(model: str) -> None:
+    config = engine_config(model)
+    assert config.kv_transfer_config is None
+    other = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+    assert tier(model, kv_transfer_config=other) is not None
+
+
+def test_settings_of_the_tier_do_not_change_compiled_graphs(model: str) -> None:
+    plain, arc = engine_config(model), {"eviction_policy": "arc"}
+    other = engine_config(model, kv_offloading_config=arc)
+    assert other.cache_config.compute_hash() == plain.cache_config.compute_hash()
+
+
+def test_the_memory_check_can_be_turned_off(model: str) -> None:
+    options = {"check_memory": False}
+    found = tier(model, kv_offloading_size=1e6, kv_offloading_config=options)
+    assert found is not None and found.size_bytes == 10**6 * GiB
+    found.check_available_memory()
+
+
+# ------------------------------------------------------------------------- size
+
+
+@pytest.mark.parametrize("size", [None, 0, -3, -0.5, math.nan, math.inf])
+def test_a_size_that_is_none(model: str, size: float | None) -> None:
+    text = message(model, kv_offloading_size=size)
+    names_all(text, "--kv-offloading-size", f"got {size}", "Give a size")
+
+
+def test_a_size_above_the_machines_memory(model: str) -> None:
+    text = message(model, kv_offloading_size=1e6)
+    names_all(text, "--kv-offloading-size 1e+06", "larger than the memory", "Lower it")
+    names_all(text, '{"check_memory": false}')
+
+
+def test_a_size_above_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_tier_config, "available_host_bytes", lambda: 5 * GiB)
+    config = KVTierConfig(size_bytes=4 * GiB)
+    config.check_available_memory()
+    with pytest.raises(ValueError) as error:
+        config.check_available_memory(reserved_bytes=2 * GiB)
+    names_all(str(error.value), "--kv-offloading-size 4 does not fit", "3.0 GiB")
+    names_all(str(error.value), "Lower it, free memory, or set --kv-offloading-config")
+
+
+# ----------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize(
+    "options, parts",
+    [
+        (
+            {"evictoin_policy": "arc"},
+            ["unknown key 'evictoin_policy' (value 'arc')", "Known keys: store_policy"],
+        ),
+        ({"size_bytes": 5}, ["unknown key 'size_bytes'"]),
+        (
+            {"store_policy": "write_behind"},
+            ["unknown store_policy 'write_behind'", "one of write_back, write_through"],
+        ),
+        ({"store_policy": None}, ["unknown store_policy None"]),
+        ({"store_policy": ["write_back"]}, ["unknown store_policy ['write_back']"]),
+        (
+            {"eviction_policy": "fifo"},
+            ["unknown eviction_policy 'fifo'", "one of lru, arc"],
+        ),
+        ({"eviction_policy": 3}, ["unknown eviction_policy 3"]),
+        ({"eviction_policy": ["lru"]}, ["unknown eviction_policy ['lru']"]),
+        ({"eviction_policy": "no.Such"}, ["'no.Such' cannot be imported"]),
+        (
+            {"load_budget_gib": 0},
+            ["load_budget_gib must be a number above 0 or null", "got 0"],
+        ),
+        ({"load_budget_gib": -1.5}, ["load_budget_gib", "got -1.5"]),
+        ({"load_budget_gib": "2"}, ["load_budget_gib", "got '2'"]),
+        ({"load_budget_gib": True}, ["load_budget_gib", "got True"]),
+        ({"load_budget_gib": math.nan}, ["load_budget_gib", "got nan"]),
+        ({"load_budget_gib": math.inf}, ["load_budget_gib", "got inf"]),
+        ({"check_memory": "no"}, ["check_memory must be true or false", "got 'no'"]),
+        ({"check_memory": 0}, ["check_memory must be true or false", "got 0"]),
+    ],
+    ids=str,
+)
+def test_a_wrong_option(model: str, options: dict[str, Any], parts: list[str]) -> None:
+    text = message(model, kv_offloading_config=options)
+    names_all(text, "--kv-offloading-config", *parts)
+
+
+def test_options_without_the_backend(model: str) -> None:
+    options = {"eviction_policy": "arc"}
+    for backend in ("native", "lmcache"):
+        text = message(
+            model, kv_offloading_backend=backend, kv_offloading_config=options
+        )
+        names_all(text, "--kv-offloading-config {'eviction_policy': 'arc'}")
+        names_all(text, repr(backend), "set --kv-offloading-backend core")
+
+
+@pytest.mark.parametrize("value", ["[1]", "nonsense", '"lru"', "{"])
+def test_options_that_are_no_json_object(
+    model: str, value: str, capsys: pytest.CaptureFixture
+) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    flags = ["--kv-offloading-size", "0.25", "--kv-offloading-backend", "core"]
+    flags += ["--kv-offloading-config", value]
+    with pytest.raises((SystemExit, ValueError)) as error:
+        args = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
+        args.create_engine_config()
+    text = str(error.value) + capsys.readouterr().err
+    assert "kv-offloading-config" in text or "kv_offloading_config" in text
+
+
+# ----------------------------------------------------------------- combinations
+
+
+def test_prefix_caching_turned_off(model: str) -> None:
+    text = message(model, enable_prefix_caching=False)
+    names_all(text, "--kv-offloading-backend core", "--no-enable-prefix-caching")
+    names_all(text, "Turn prefix caching on")
+
+
+@pytest.mark.parametrize(
+    "connector",
+    ["OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1"],
+)
+def test_a_connector_that_also_offloads(model: str, connector: str) -> None:
+    other = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    text = message(model, kv_transfer_config=other)
+    names_all(text, "--kv-offloading-backend core", f"kv_connector='{connector}'")
+    names_all(text, "Remove one of them")
+
+
+def test_a_connector_inside_a_multi_connector(model: str) -> None:
+    inner = [{"kv_connector": n} for n in ("NixlConnector", "OffloadingConnector")]
+    other = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": inner},
+    )
+    text = message(model, kv_transfer_config=other)
+    names_all(text, "kv_connector='OffloadingConnector'")
+
+
+def test_kv_cache_events(model: str) -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    text = message(model, kv_events_config=events)
+    names_all(text, "--kv-offloading-backend core", "enable_kv_cache_events")
+    names_all(text, "--kv-events-config")
+
+
+def test_an_executor_that_returns_one_ranks_output(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(model)
+    monkeypatch.setattr(config.parallel_config, "distributed_executor_backend", "ray")
+    with pytest.raises(ValueError) as error:
+        KVTierConfig.from_vllm_config(config)
+    names_all(str(error.value), "--distributed-executor-backend ray", "Use mp")
+
+
+def test_an_unsupported_platform(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine_config(model)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: False)
+    with pytest.raises(ValueError) as error:
+        KVTierConfig.from_vllm_config(config)
+    names_all(str(error.value), "--kv-offloading-backend core runs on CUDA, ROCm")
+    names_all(str(error.value), "Remove the backend")

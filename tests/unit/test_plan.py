@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How reports of failed copies reach the scheduler, from all ranks."""
+
+from copy import deepcopy
+
+import pytest
+
+from vllm.v1.kv_tier.aggregate import StepReportAggregator
+from vllm.v1.kv_tier.plan import StepReport, merge_reports
+from vllm.v1.kv_tier.worker import with_report
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+LOAD_3 = StepReport(failed_load_seq=3)
+LOAD_5 = StepReport(failed_load_seq=5)
+STORE = StepReport(failed_store_slots={7: 4})
+
+
+def output() -> ModelRunnerOutput:
+    return ModelRunnerOutput(req_ids=["r"], req_id_to_index={"r": 0})
+
+
+@pytest.mark.parametrize(
+    "reports, merged",
+    [
+        ([], None),
+        ([None, None], None),
+        ([None, LOAD_3], LOAD_3),
+        ([LOAD_5, LOAD_3], LOAD_3),
+        ([LOAD_3, LOAD_5], LOAD_3),
+        ([STORE, LOAD_5], StepReport(5, {7: 4})),
+        ([STORE, StepReport(None, {8: 4})], StepReport(None, {7: 4, 8: 4})),
+        ([StepReport()], StepReport()),
+    ],
+)
+def test_a_copy_failed_if_it_failed_anywhere(
+    reports: list[StepReport | None], merged: StepReport | None
+) -> None:
+    before = deepcopy(reports)
+    assert merge_reports(reports) == merged
+    assert reports == before
+
+
+def test_no_report_is_put_on_the_shared_empty_output() -> None:
+    found = with_report(EMPTY_MODEL_RUNNER_OUTPUT, LOAD_3)
+    assert found is not EMPTY_MODEL_RUNNER_OUTPUT
+    assert found.kv_tier_report == LOAD_3
+    assert EMPTY_MODEL_RUNNER_OUTPUT.kv_tier_report is None
+
+
+def test_an_output_without_a_report_is_not_copied() -> None:
+    plain = output()
+    assert with_report(plain, None) is plain
+
+
+def test_one_output_with_the_reports_of_all_ranks() -> None:
+    outputs = [output(), output(), output()]
+    outputs[0].kv_tier_report = LOAD_5
+    outputs[2].kv_tier_report = STORE
+    found = StepReportAggregator().aggregate(outputs, output_rank=1)
+    assert found is not None and found.req_ids == ["r"]
+    assert found.kv_tier_report == StepReport(5, {7: 4})
+
+
+def test_the_output_rank_passes_untouched_without_reports() -> None:
+    outputs = [output(), output()]
+    assert StepReportAggregator().aggregate(outputs, output_rank=1) is outputs[1]
+
+
+def test_reports_wait_while_there_is_no_output() -> None:
+    """`execute_model` returns None before `sample_tokens`."""
+    aggregator = StepReportAggregator()
+    failed = output()
+    failed.kv_tier_report = LOAD_5
+    assert aggregator.aggregate([None, failed], output_rank=0) is None
+    second = aggregator.aggregate([output(), output()], output_rank=0)
+    assert second is not None and second.kv_tier_report == LOAD_5
+    third = aggregator.aggregate([output(), output()], output_rank=0)
+    assert third is not None and third.kv_tier_report is None
+
+
+def test_waiting_reports_merge_with_later_ones() -> None:
+    aggregator = StepReportAggregator()
+    outputs = [output(), output()]
+    outputs[1].kv_tier_report = LOAD_5
+    aggregator.aggregate([None, outputs[1]], output_rank=0)
+    outputs[1].kv_tier_report = StepReport(3, {1: 1})
+    found = aggregator.aggregate(outputs, output_rank=0)
+    assert found is not None and found.kv_tier_report == StepReport(3, {1: 1})

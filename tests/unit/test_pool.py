@@ -1,0 +1,904 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiered block pool alone: what it answers, plans and takes back."""
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.host_table import HostSlot
+from vllm.v1.kv_tier.plan import StepPlan, StepReport
+from vllm.v1.kv_tier.pool import TieredBlockPool, kv_tier_of, make_block_pool
+
+BLOCK = 32
+SLOT_BYTES = 1 << 20
+
+
+def hashes(names: str) -> list[BlockHash]:
+    return [BlockHash(name.encode()) for name in names]
+
+
+class Tier:
+    """A pool of `num_blocks` usable device blocks, driven step by step.
+
+    A block is named by a letter, which stands for its hash.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_slots: int = 100,
+        hash_block_size: int = BLOCK,
+        **config: Any,
+    ) -> None:
+        layout = KVTierLayout(
+            KVTierConfig(size_bytes=num_slots * SLOT_BYTES, **config),
+            num_slots,
+            SLOT_BYTES,
+        )
+        self.pool = TieredBlockPool(
+            layout,
+            num_gpu_blocks=num_blocks + 1,
+            enable_caching=True,
+            hash_block_size=hash_block_size,
+        )
+        self.host = self.pool.host
+
+    # Parts of a step.
+
+    def compute(self, names: str, group_id: int = 0) -> list[KVCacheBlock]:
+        """Schedule the computation of new blocks and hash them."""
+        blocks = self.pool.get_new_blocks(len(names))
+        self.cache(names, blocks, group_id)
+        return blocks
+
+    def cache(
+        self, names: str, blocks: Sequence[KVCacheBlock], group_id: int = 0
+    ) -> None:
+        request = SimpleNamespace(block_hashes=hashes(names))
+        self.pool.cache_full_blocks(
+            request, list(blocks), 0, len(blocks), BLOCK, group_id
+        )
+
+    def find(self, names: str, group_id: int = 0) -> list[KVCacheBlock]:
+        found = [self.pool.get_cached_block(h, [group_id]) for h in hashes(names)]
+        assert None not in found, "a miss"
+        return [blocks[0] for blocks in found if blocks]
+
+    def where(self, name: str, group_id: int = 0) -> str:
+        """The tier that answers for a block."""
+        found = self.pool.get_cached_block(*hashes(name), [group_id])
+        if found is None:
+            return "nowhere"
+        return "host" if isinstance(found[0], HostSlot) else "device"
+
+    def slot(self, name: str, group_id: int = 0) -> HostSlot:
+        slot = self.host.get(make_block_hash_with_group_id(*hashes(name), group_id))
+        assert slot is not None, f"{name} has no slot"
+        return slot
+
+    def promote(
+        self,
+        *groups: Sequence[KVCacheBlock],
+        skipped_tokens: Sequence[int] = (),
+        num_preemptions: int = 0,
+    ) -> tuple[Sequence[KVCacheBlock], ...] | None:
+        skips = list(skipped_tokens) or [0] * len(groups)
+        managers = [
+            SimpleNamespace(block_size=BLOCK, get_num_skipped_tokens=lambda n, s=s: s)
+            for s in skips
+        ]
+        num_tokens = max(map(len, groups)) * BLOCK
+        request = SimpleNamespace(num_preemptions=num_preemptions)
+        return self.pool.promote(request, managers, groups, num_tokens, 0)
+
+    def free(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self.pool.free_blocks(blocks)
+
+    # Whole steps.
+
+    def begin(self) -> None:
+        self.pool.begin_step()
+
+    def end(self) -> StepPlan | None:
+        return self.pool.take_plan()
+
+    def computed(self, names: str, group_id: int = 0) -> list[KVCacheBlock]:
+        """A step that computes blocks, which are free after it."""
+        self.begin()
+        blocks = self.compute(names, group_id)
+        self.end()
+        self.free(blocks)
+        return blocks
+
+    def demoted(self, names: str) -> StepPlan:
+        """Steps after which blocks are only on the host, and the device is empty."""
+        self.computed(names)
+        self.begin()
+        blocks = self.pool.get_new_blocks(self.pool.get_num_free_blocks())
+        plan = self.end()
+        self.free(blocks)
+        assert plan is not None
+        assert all(self.where(n) == "host" for n in names)
+        return plan
+
+    def idle(self, num_steps: int = 1) -> list[StepPlan | None]:
+        plans = []
+        for _ in range(num_steps):
+            self.begin()
+            plans.append(self.end())
+        return plans
+
+
+def stores(plan: StepPlan | None) -> dict[int, int]:
+    """Device block by slot."""
+    if plan is None:
+        return {}
+    assert len(plan.store_slots) == len(set(plan.store_slots))
+    return dict(zip(plan.store_slots, plan.store_blocks, strict=True))
+
+
+def loads(plan: StepPlan | None) -> dict[int, int]:
+    """Slot by device block."""
+    if plan is None:
+        return {}
+    assert len(plan.load_blocks) == len(set(plan.load_blocks))
+    return dict(zip(plan.load_blocks, plan.load_slots, strict=True))
+
+
+def assert_nothing_leaks(tier: Tier) -> None:
+    pool = tier.pool
+    free = pool.free_block_queue.get_all_free_blocks()
+    assert len(free) == len({b.block_id for b in free}) == pool.get_num_free_blocks()
+    assert all(b.ref_cnt == 0 for b in free)
+    assert len(free) == pool.num_gpu_blocks - 1
+
+
+# ------------------------------------------------------------------------ seams
+
+
+def test_the_pool_is_upstreams_without_a_tier() -> None:
+    kwargs = {"num_gpu_blocks": 4, "enable_caching": True, "hash_block_size": BLOCK}
+    pool = make_block_pool(SimpleNamespace(kv_tier=None), **kwargs)
+    assert type(pool) is BlockPool and kv_tier_of(pool) is None
+    layout = KVTierLayout(KVTierConfig(size_bytes=GiB), 4, SLOT_BYTES)
+    tiered = make_block_pool(SimpleNamespace(kv_tier=layout), **kwargs)
+    assert kv_tier_of(tiered) is tiered
+
+
+def test_an_idle_step_has_no_plan() -> None:
+    assert Tier(4).idle(3) == [None, None, None]
+
+
+def test_plans_are_numbered_by_step() -> None:
+    tier = Tier(2)
+    tier.idle(3)
+    plan = tier.demoted("ab")
+    assert plan.seq == 5
+
+
+# ----------------------------------------------------------------------- demote
+
+
+def test_victims_are_stored_before_their_blocks_are_used() -> None:
+    tier = Tier(3)
+    blocks = tier.computed("abc")
+    tier.begin()
+    assert {b.block_id for b in tier.pool.get_new_blocks(3)} == {
+        b.block_id for b in blocks
+    }
+    assert [tier.where(n) for n in "abc"] == 3 * ["host"]
+    plan = tier.end()
+    assert stores(plan) == {
+        tier.slot(n).index: b.block_id for n, b in zip("abc", blocks)
+    }
+    # The forward pass of this very step overwrites them.
+    assert plan is not None and plan.compute_after_stores == plan.seq
+
+
+def test_a_block_that_was_not_computed_yet_is_not_stored() -> None:
+    tier = Tier(2)
+    tier.begin()
+    tier.free(tier.compute("ab"))
+    tier.pool.get_new_blocks(2)
+    assert not stores(tier.end())
+    assert tier.where("a") == tier.where("b") == "nowhere"
+
+
+def test_a_block_hashed_between_steps_was_computed() -> None:
+    """Async scheduling hashes when an output arrives."""
+    tier = Tier(1)
+    tier.begin()
+    blocks = tier.pool.get_new_blocks(1)
+    tier.end()
+    tier.cache("a", blocks)
+    tier.free(blocks)
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    assert list(stores(tier.end()).values()) == [blocks[0].block_id]
+    assert tier.where("a") == "host"
+
+
+def test_unhashed_blocks_are_not_stored() -> None:
+    tier = Tier(1)
+    tier.begin()
+    tier.free(tier.pool.get_new_blocks(1))
+    tier.end()
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    assert tier.end() is None
+
+
+def test_slots_of_this_plan_make_no_room() -> None:
+    tier = Tier(2, num_slots=1)
+    tier.computed("ab")
+    tier.begin()
+    tier.pool.get_new_blocks(2)
+    plan = tier.end()
+    assert len(stores(plan)) == 1
+    assert sorted(tier.where(n) for n in "ab") == ["host", "nowhere"]
+
+
+def test_a_victim_that_has_a_slot_is_not_stored_again() -> None:
+    tier = Tier(1)
+    tier.demoted("a")
+    tier.begin()
+    (group,) = tier.promote(tier.find("a"))
+    tier.end()
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    assert not stores(tier.end())
+    assert tier.where("a") == "host"
+
+
+def test_a_demotion_counts_as_use_of_its_slot() -> None:
+    tier = Tier(2, num_slots=2)
+    tier.demoted("ab")
+    tier.begin()
+    tier.promote(tier.find("a"))
+    tier.promote(tier.find("b"))
+    tier.end()
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    tier.end()
+    assert tier.where("a") == "host" and tier.where("b") == "device"
+    slot_b = tier.slot("b")
+    assert tier.host.insert((b"c",), None, 9) is not None
+    assert tier.host.at(slot_b.index) is not slot_b
+
+
+# ----------------------------------------------------------------------- lookup
+
+
+def test_lookup_prefers_the_device() -> None:
+    tier = Tier(2)
+    tier.demoted("a")
+    tier.computed("a")
+    assert tier.where("a") == "device"
+    assert isinstance(tier.slot("a"), HostSlot)
+
+
+def test_groups_are_found_together_in_both_tiers() -> None:
+    tier = Tier(1)
+    tier.demoted("a")
+    tier.computed("a", group_id=1)
+    # Group 1 took the only block; group 0 is on the host.
+    found = tier.pool.get_cached_block(*hashes("a"), [0, 1])
+    assert found is not None
+    assert [type(b) for b in found] == [HostSlot, KVCacheBlock]
+    assert tier.pool.get_cached_block(*hashes("a"), [0, 2]) is None
+    assert tier.pool.get_cached_block(*hashes("b"), [0]) is None
+
+
+def test_groups_do_not_share_keys() -> None:
+    tier = Tier(1)
+    tier.demoted("a")
+    assert tier.where("a", group_id=1) == "nowhere"
+
+
+# ---------------------------------------------------------------------- promote
+
+
+def test_promoted_blocks_are_cached_and_free_at_once() -> None:
+    tier = Tier(4)
+    tier.demoted("abc")
+    tier.begin()
+    slots = tier.find("abc")
+    promoted = tier.promote(slots)
+    assert promoted is not None
+    (group,) = promoted
+    assert [tier.where(n) for n in "abc"] == 3 * ["device"]
+    # Others of the same step share them.
+    assert tier.find("abc") == list(group)
+    assert all(b.ref_cnt == 0 for b in group)
+    assert [b.block_hash_num_tokens for b in group] == [32, 64, 96]
+    assert_nothing_leaks(tier)
+    tier.pool.touch(group)
+    plan = tier.end()
+    assert loads(plan) == {b.block_id: s.index for b, s in zip(group, slots)}
+
+
+def test_a_hit_without_slots_is_returned_as_it_is() -> None:
+    tier = Tier(2)
+    tier.computed("ab")
+    tier.begin()
+    groups = (tier.find("ab"),)
+    assert tier.promote(*groups) == groups
+    assert not loads(tier.end())
+
+
+def test_promotion_does_not_evict_the_device_part_of_its_own_hit() -> None:
+    tier = Tier(3)
+    tier.demoted("c")
+    tier.computed("ab")
+    (block_x,) = tier.computed("x")
+    # The free queue is a, b, x: to load c would take a.
+    tier.begin()
+    group = tier.find("abc")
+    promoted = tier.promote(group)
+    assert promoted is not None
+    assert list(promoted[0]) == [*group[:2], block_x]
+    assert [tier.where(n) for n in "abc"] == 3 * ["device"]
+    assert_nothing_leaks(tier)
+
+
+def test_promotion_does_not_evict_the_slots_it_loads_from() -> None:
+    tier = Tier(2, num_slots=2)
+    tier.demoted("ab")
+    tier.computed("xy")
+    tier.begin()
+    slots = tier.find("ab")
+    # Takes the blocks of x and y, which would like to have slots.
+    promoted = tier.promote(slots)
+    plan = tier.end()
+    assert promoted is not None
+    assert loads(plan) == {
+        b.block_id: s.index for b, s in zip(promoted[0], slots)
+    }
+    assert not stores(plan)
+    assert tier.where("a") == tier.where("b") == "device"
+    assert tier.where("x") == tier.where("y") == "nowhere"
+
+
+def test_blocks_behind_the_window_are_not_loaded() -> None:
+    tier = Tier(4)
+    tier.demoted("abc")
+    tier.begin()
+    promoted = tier.promote(tier.find("abc"), skipped_tokens=[2 * BLOCK - 1])
+    assert promoted is not None
+    (group,) = promoted
+    assert group[0] is tier.pool.null_block
+    assert [tier.where(n) for n in "abc"] == ["host", "device", "device"]
+    assert len(loads(tier.end())) == 2
+
+
+def test_each_group_has_its_own_window() -> None:
+    tier = Tier(6)
+    tier.begin()
+    blocks = tier.compute("abc") + tier.compute("abc", group_id=1)
+    tier.end()
+    tier.free(blocks)
+    tier.begin()
+    taken = tier.pool.get_new_blocks(6)
+    tier.end()
+    tier.free(taken)
+    tier.begin()
+    promoted = tier.promote(
+        tier.find("abc"), tier.find("abc", 1), skipped_tokens=[0, 2 * BLOCK]
+    )
+    assert promoted is not None
+    assert [[b.is_null for b in group] for group in promoted] == [
+        [False, False, False],
+        [True, True, False],
+    ]
+    plan = tier.end()
+    assert len(loads(plan)) == 4
+    keys = {s.keys[0] for s in tier.host.filled() if s.index in loads(plan).values()}
+    assert keys == {
+        *(make_block_hash_with_group_id(h, 0) for h in hashes("abc")),
+        make_block_hash_with_group_id(*hashes("c"), 1),
+    }
+
+
+def test_a_request_above_the_load_budget_waits() -> None:
+    tier = Tier(8, load_budget_gib=2 * SLOT_BYTES / GiB)
+    tier.demoted("abcde")
+    tier.begin()
+    # The first of a step may exceed it, or it would wait for ever.
+    assert tier.promote(tier.find("abc")) is not None
+    waiting = tier.find("de")
+    free = tier.pool.get_num_free_blocks()
+    assert tier.promote(waiting) is None
+    assert tier.pool.get_num_free_blocks() == free
+    assert [tier.where(n) for n in "de"] == ["host", "host"]
+    assert len(loads(tier.end())) == 3
+    tier.begin()
+    assert tier.promote(tier.find("de")) is not None
+    assert len(loads(tier.end())) == 2
+    assert tier.pool.take_stats().host_hit_tokens == 5 * BLOCK
+
+
+def test_the_load_budget_is_shared_by_a_step() -> None:
+    tier = Tier(8, load_budget_gib=3 * SLOT_BYTES / GiB)
+    tier.demoted("abcd")
+    tier.begin()
+    assert tier.promote(tier.find("a")) is not None
+    assert tier.promote(tier.find("bc")) is not None
+    assert tier.promote(tier.find("d")) is None
+    # What the device has costs nothing.
+    assert tier.promote(tier.find("ab")) is not None
+
+
+def test_a_load_is_cancelled_when_its_block_is_taken_again() -> None:
+    """Its request was preempted in the step that admitted it."""
+    tier = Tier(2)
+    tier.demoted("ab")
+    tier.begin()
+    tier.promote(tier.find("a"))
+    block_a = tier.find("a")[0]
+    (group,) = tier.promote(tier.find("b"))
+    tier.pool.touch(group)
+    taken = tier.pool.get_new_blocks(1)
+    assert taken == [block_a]
+    assert list(loads(tier.end())) == [group[0].block_id]
+    assert tier.where("a") == "host"
+
+
+# ----------------------------------------------------------------- invalidation
+
+
+def test_an_invalid_block_is_gone_from_both_tiers() -> None:
+    tier = Tier(2)
+    tier.demoted("ab")
+    tier.begin()
+    (group,) = tier.promote(tier.find("ab"))
+    tier.end()
+    tier.pool.evict_blocks({group[0].block_id})
+    assert [tier.where(n) for n in "ab"] == ["nowhere", "device"]
+    assert len(tier.host) == 1
+
+
+def test_an_invalid_block_is_not_stored() -> None:
+    tier = Tier(2)
+    blocks = tier.computed("ab")
+    tier.begin()
+    tier.pool.evict_blocks({blocks[0].block_id})
+    tier.pool.get_new_blocks(2)
+    assert list(stores(tier.end()).values()) == [blocks[1].block_id]
+    assert tier.where("a") == "nowhere"
+
+
+def test_invalidation_cancels_a_queued_store() -> None:
+    tier = Tier(3)
+    blocks = tier.computed("a")
+    tier.begin()
+    tier.pool.get_new_blocks(3)
+    assert tier.where("a") == "host"
+    # The same content on the device again turns out to be wrong.
+    tier.cache("a", blocks)
+    tier.pool.evict_blocks({blocks[0].block_id})
+    assert tier.where("a") == "nowhere"
+    assert not stores(tier.end())
+
+
+def test_a_slot_freed_in_a_plan_is_not_filled_by_it() -> None:
+    tier = Tier(3, num_slots=1)
+    tier.demoted("a")
+    block_b = tier.computed("b")[0]
+    tier.begin()
+    (group,) = tier.promote(tier.find("a"))
+    tier.pool.evict_blocks({group[0].block_id})
+    tier.pool.get_new_blocks(3)
+    # The slot of a is still read by this plan.
+    assert block_b.block_id not in stores(tier.end()).values()
+
+
+# ----------------------------------------------------------------- write_through
+
+
+def test_write_through_stores_a_block_in_the_step_after_it_was_filled() -> None:
+    tier = Tier(3, store_policy="write_through")
+    tier.begin()
+    blocks = tier.compute("ab")
+    assert not stores(tier.end())
+    plan = tier.idle()[0]
+    assert set(stores(plan).values()) == {b.block_id for b in blocks}
+    assert plan is not None and plan.compute_after_stores == 0
+    assert tier.idle() == [None]
+    assert tier.where("a") == "device" and tier.slot("a")
+
+
+def test_write_through_forgets_blocks_that_lost_their_content() -> None:
+    tier = Tier(2, store_policy="write_through")
+    tier.begin()
+    blocks = tier.compute("ab")
+    tier.end()
+    tier.pool.evict_blocks({blocks[0].block_id})
+    assert list(stores(tier.idle()[0]).values()) == [blocks[1].block_id]
+
+
+def test_write_through_does_not_store_what_was_loaded() -> None:
+    tier = Tier(2, store_policy="write_through")
+    tier.demoted("ab")
+    tier.begin()
+    tier.promote(tier.find("ab"))
+    assert not stores(tier.end())
+    assert tier.idle(2) == [None, None]
+
+
+def test_a_victim_under_write_through_costs_no_second_store() -> None:
+    tier = Tier(1, store_policy="write_through")
+    tier.computed("a")
+    plan = tier.idle()[0]
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    later = tier.end()
+    assert stores(plan) and not stores(later)
+    # The store may still run when the forward pass overwrites the block.
+    assert plan is not None and later is not None
+    assert later.compute_after_stores == plan.seq
+
+
+# ----------------------------------------------------------------------- cleaner
+
+
+def test_the_cleaner_stores_what_the_next_steps_will_take() -> None:
+    tier = Tier(8)
+    blocks = tier.computed("abcdef")
+    tier.idle(40)
+    assert len(tier.host) == 6
+    tier.pool.reset_prefix_cache()
+    blocks = tier.computed("abcdefgh")
+    tier.pool._take_rate = 0.0
+    # One block a step: the first two of the queue are kept clean.
+    tier.begin()
+    taken = tier.pool.get_new_blocks(1)
+    plan = tier.end()
+    assert taken == [blocks[0]]
+    assert set(stores(plan).values()) == {b.block_id for b in blocks[:3]}
+    # A clean victim costs nothing but a fence.
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    later = tier.end()
+    assert list(stores(later).values()) == [blocks[3].block_id]
+    assert plan is not None and later is not None
+    assert later.compute_after_stores == plan.seq
+
+
+def test_the_cleaner_rests_when_nothing_is_taken() -> None:
+    tier = Tier(4)
+    tier.computed("abcd")
+    tier.pool._take_rate = 0.0
+    assert tier.idle(3) == [None, None, None]
+    assert len(tier.host) == 0
+
+
+def test_the_cleaner_stops_where_the_table_is_full() -> None:
+    tier = Tier(6, num_slots=2)
+    tier.computed("abcdef")
+    plan = tier.idle()[0]
+    assert len(stores(plan)) == 2
+
+
+def test_the_cleaner_leaves_this_steps_blocks_alone() -> None:
+    tier = Tier(4)
+    tier.begin()
+    tier.free(tier.compute("abcd"))
+    assert not stores(tier.end())
+    assert len(stores(tier.idle()[0])) == 4
+
+
+def test_the_cleaner_leaves_blocks_in_use_alone() -> None:
+    tier = Tier(4)
+    tier.begin()
+    used = tier.compute("ab")
+    tier.free(tier.compute("cd"))
+    tier.end()
+    assert {b.block_id for b in used}.isdisjoint(stores(tier.idle()[0]).values())
+
+
+# ------------------------------------------------------- several blocks, or keys
+
+
+def test_two_blocks_of_one_key_share_a_slot() -> None:
+    tier = Tier(2)
+    tier.begin()
+    blocks = tier.compute("a") + tier.compute("a")
+    tier.end()
+    tier.free(blocks)
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    assert tier.where("a") == "device"
+    tier.pool.get_new_blocks(1)
+    assert tier.where("a") == "host"
+    assert len(stores(tier.end())) == 1 and len(tier.host) == 1
+
+
+def partial(tier: Tier, name: str, block: KVCacheBlock) -> None:
+    """Also make the first half of a block a hit, under `name`."""
+    request = SimpleNamespace(block_hashes=hashes(name), mm_features=None)
+    tier.pool.cache_partial_block(request, block, BLOCK // 2, 0, BLOCK)
+
+
+def test_all_keys_of_a_block_share_its_slot() -> None:
+    tier = Tier(2, hash_block_size=BLOCK // 2)
+    tier.begin()
+    blocks = tier.pool.get_new_blocks(1)
+    tier.cache("ab", blocks)
+    (key,) = [blocks[0].block_hash]
+    tier.end()
+    partial(tier, "a", blocks[0])
+    tier.free(blocks)
+    assert blocks[0].block_hash == key
+    tier.begin()
+    tier.pool.get_new_blocks(2)
+    assert len(stores(tier.end())) == 1
+    slot = tier.host.filled()[0]
+    assert slot.keys == (key, make_block_hash_with_group_id(*hashes("a"), 0))
+    assert tier.where("a") == "host" and tier.slot("a") is slot
+    # Back on the device, both keys find it again.
+    tier.free(tier.pool.blocks[1:])
+    tier.begin()
+    (group,) = tier.promote([slot])
+    assert group[0].block_hash == key
+    assert group[0].block_hash_num_tokens == BLOCK
+    assert tier.find("a") == list(group)
+    tier.end()
+    # And both go when it turns out to be wrong.
+    tier.pool.evict_blocks({group[0].block_id})
+    assert tier.where("a") == "nowhere" and len(tier.host) == 0
+
+
+def test_a_block_that_got_another_key_is_stored_again() -> None:
+    tier = Tier(1, hash_block_size=BLOCK // 2)
+    tier.begin()
+    blocks = tier.pool.get_new_blocks(1)
+    tier.cache("ab", blocks)
+    tier.end()
+    tier.free(blocks)
+    tier.idle()
+    assert len(tier.host.filled()[0].keys) == 1
+    partial(tier, "a", blocks[0])
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    assert len(stores(tier.end())) == 1
+    (slot,) = tier.host.filled()
+    assert len(slot.keys) == 2
+
+
+# -------------------------------------------------------------- what is void now
+
+
+def test_blocks_of_a_request_preempted_in_its_step_are_forgotten() -> None:
+    tier = Tier(3)
+    tier.begin()
+    old = tier.compute("a")
+    tier.end()
+    tier.begin()
+    new = tier.compute("bc")
+    tier.pool.forget_uncomputed([tier.pool.null_block, *old, *new])
+    assert [tier.where(n) for n in "abc"] == ["device", "nowhere", "nowhere"]
+    tier.free(old + new)
+    tier.end()
+    tier.begin()
+    tier.pool.get_new_blocks(3)
+    tier.end()
+    assert [tier.where(n) for n in "abc"] == ["host", "nowhere", "nowhere"]
+
+
+def test_reset_clears_both_tiers() -> None:
+    tier = Tier(4)
+    tier.demoted("ab")
+    tier.computed("cd")
+    assert tier.pool.reset_prefix_cache()
+    assert [tier.where(n) for n in "abcd"] == 4 * ["nowhere"]
+    assert len(tier.host) == 0
+    assert tier.idle(2) == [None, None]
+
+
+def test_reset_leaves_all_when_blocks_are_in_use() -> None:
+    tier = Tier(4)
+    tier.demoted("ab")
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    tier.end()
+    assert not tier.pool.reset_prefix_cache()
+    assert [tier.where(n) for n in "ab"] == ["host", "host"]
+
+
+def test_reset_cancels_queued_stores() -> None:
+    tier = Tier(2)
+    tier.computed("ab")
+    tier.begin()
+    taken = tier.pool.get_new_blocks(2)
+    tier.free(taken)
+    assert tier.pool.reset_prefix_cache()
+    assert not stores(tier.end())
+    assert len(tier.host) == 0
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+def test_nothing_of_before_a_reset_is_stored_after_it(policy: str) -> None:
+    tier = Tier(4, store_policy=policy)
+    tier.computed("abcd")
+    assert tier.pool.reset_prefix_cache()
+    assert tier.idle(2) == [None, None]
+
+
+def test_a_failed_store_drops_its_slot() -> None:
+    tier = Tier(2)
+    plan = tier.demoted("ab")
+    index = tier.slot("a").index
+    assert not tier.pool.apply_report(StepReport(None, {index: plan.seq}))
+    assert [tier.where(n) for n in "ab"] == ["nowhere", "host"]
+
+
+def test_a_failed_store_does_not_drop_what_is_in_its_slot_now() -> None:
+    tier = Tier(1, num_slots=1)
+    plan = tier.demoted("a")
+    index = tier.slot("a").index
+    tier.demoted("b")
+    assert tier.slot("b").index == index
+    tier.pool.apply_report(StepReport(None, {index: plan.seq}))
+    assert tier.where("b") == "host"
+
+
+def test_a_failed_load_voids_what_came_since() -> None:
+    tier = Tier(8)
+    tier.demoted("ab")
+    tier.begin()
+    kept = tier.compute("k")
+    tier.end()
+    tier.free(kept)
+    tier.begin()
+    promoted = tier.promote(tier.find("a"))
+    plan = tier.end()
+    assert plan is not None and promoted is not None
+    tier.begin()
+    tier.compute("n")
+    tier.end()
+    assert tier.pool.apply_report(StepReport(failed_load_seq=plan.seq))
+    # a never arrived; n may have been computed from it; its slot is suspect.
+    assert [tier.where(n) for n in "abkn"] == ["nowhere", "host", "device", "nowhere"]
+
+
+def test_a_failed_load_voids_what_was_stored_since() -> None:
+    tier = Tier(2)
+    tier.demoted("a")
+    tier.begin()
+    tier.promote(tier.find("a"))
+    plan = tier.end()
+    assert plan is not None
+    tier.computed("n")
+    tier.begin()
+    tier.pool.get_new_blocks(2)
+    later = tier.end()
+    assert tier.where("n") == "host" and stores(later)
+    assert tier.pool.apply_report(StepReport(failed_load_seq=plan.seq))
+    assert tier.where("n") == tier.where("a") == "nowhere"
+    assert len(tier.host) == 0
+
+
+# ------------------------------------------------------------------------ fences
+
+
+def test_a_load_waits_for_the_store_that_filled_its_slot() -> None:
+    tier = Tier(3)
+    stored = tier.demoted("ab")
+    tier.idle(3)
+    tier.begin()
+    tier.promote(tier.find("a"))
+    plan = tier.end()
+    assert plan is not None and plan.load_after_stores >= stored.seq
+
+
+def test_a_load_waits_for_a_store_from_the_block_it_overwrites() -> None:
+    tier = Tier(2)
+    tier.demoted("a")
+    tier.computed("xy")
+    cleaned = tier.idle()[0]
+    assert cleaned is None or stores(cleaned)
+    tier.begin()
+    (group,) = tier.promote(tier.find("a"))
+    tier.pool.touch(group)
+    plan = tier.end()
+    assert plan is not None
+    stored_by = tier.slot("x").store_seq
+    assert stored_by > tier.slot("a").store_seq
+    assert plan.load_after_stores >= stored_by
+
+
+def test_a_store_waits_for_loads_from_the_slot_it_overwrites() -> None:
+    tier = Tier(1, num_slots=1)
+    tier.demoted("a")
+    tier.begin()
+    tier.promote(tier.find("a"))
+    loaded = tier.end()
+    tier.begin()
+    tier.free(tier.compute("b"))
+    tier.end()
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    plan = tier.end()
+    assert loaded is not None and plan is not None
+    assert stores(plan).keys() == {loaded.load_slots[0]}
+    assert plan.store_after_loads == loaded.seq
+
+
+def test_a_plan_may_hold_nothing_but_a_fence() -> None:
+    tier = Tier(4)
+    tier.computed("abcd")
+    stored = tier.idle()[0]
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    plan = tier.end()
+    assert stored is not None and plan is not None
+    assert not stores(plan) and not loads(plan)
+    assert plan.compute_after_stores == stored.seq
+
+
+def test_fences_are_asked_for_once() -> None:
+    tier = Tier(4)
+    tier.computed("abcd")
+    tier.idle()
+    tier.begin()
+    taken = tier.pool.get_new_blocks(1)
+    assert tier.end() is not None
+    tier.free(taken)
+    tier.begin()
+    assert tier.pool.get_new_blocks(1) == taken
+    assert tier.end() is None
+
+
+# ------------------------------------------------------------------------- stats
+
+
+def test_stats_tell_hits_apart() -> None:
+    tier = Tier(8)
+    tier.demoted("abc")
+    tier.computed("d")
+    tier.pool.take_stats()
+    tier.begin()
+    tier.promote(tier.find("d") + tier.find("abc"))
+    tier.promote(tier.find("ab"), num_preemptions=1)
+    tier.end()
+    stats = tier.pool.take_stats()
+    assert (stats.device_hit_tokens, stats.host_hit_tokens) == (BLOCK, 3 * BLOCK)
+    assert stats.resumed_device_hit_tokens == 2 * BLOCK
+    assert stats.resumed_host_hit_tokens == 0
+    assert stats.loaded_blocks == 3
+    again = tier.pool.take_stats()
+    assert again.loaded_blocks == again.host_hit_tokens == 0
+
+
+def test_host_hits_of_several_groups_count_once() -> None:
+    tier = Tier(4)
+    tier.begin()
+    blocks = tier.compute("ab") + tier.compute("ab", group_id=1)
+    tier.end()
+    tier.free(blocks)
+    tier.begin()
+    tier.free(tier.pool.get_new_blocks(4))
+    tier.end()
+    tier.begin()
+    tier.promote(tier.find("ab"), tier.find("ab", 1))
+    assert tier.pool.take_stats().host_hit_tokens == 2 * BLOCK
+
+
+def test_stats_tell_the_fill() -> None:
+    tier = Tier(3, num_slots=2)
+    tier.demoted("ab")
+    tier.demoted("c")
+    stats = tier.pool.take_stats()
+    assert (stats.slots_used, stats.slots_total) == (2, 2)
+    assert stats.slot_bytes == SLOT_BYTES
+    assert stats.stored_blocks == 3 and stats.evicted_slots == 1
+    assert tier.pool.take_stats().evicted_slots == 0

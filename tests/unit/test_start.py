@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many slots a size gives, over all ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.v1.kv_tier import start
+from vllm.v1.kv_tier.aggregate import StepReportAggregator
+from vllm.v1.kv_tier.config import GiB, KVTierConfig
+from vllm.v1.kv_tier.start import start_kv_tier
+
+NUM_BLOCKS = 4
+BLOCK_BYTES = 256
+
+
+class Executor:
+    """Ranks in this process; rank r has r + 1 layers."""
+
+    def __init__(self, num_ranks: int, num_layers: int = 1) -> None:
+        self.kv_tier_aggregator: Any = None
+        self.wrappers = [self._rank(num_layers * (r + 1)) for r in range(num_ranks)]
+
+    @staticmethod
+    def _rank(num_layers: int) -> Any:
+        caches = [torch.zeros(NUM_BLOCKS, BLOCK_BYTES // 4) for _ in range(num_layers)]
+        runner = SimpleNamespace(kv_caches=caches, device=torch.device("cpu"))
+        worker = SimpleNamespace(model_runner=runner)
+        return SimpleNamespace(worker=worker, kv_tier=None)
+
+    def collective_rpc(self, method: Any, args: tuple = ()) -> list[Any]:
+        return [method(wrapper, *args) for wrapper in self.wrappers]
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, executor: Executor, num_bytes: int
+) -> SimpleNamespace:
+    config = KVTierConfig(size_bytes=num_bytes)
+    monkeypatch.setattr(
+        start.KVTierConfig, "from_vllm_config", lambda vllm_config: config
+    )
+    parallel = SimpleNamespace(nnodes=1)
+    kv_cache_config = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_tier=None)
+    vllm_config: Any = SimpleNamespace(parallel_config=parallel)
+    start_kv_tier(vllm_config, executor, kv_cache_config)
+    return kv_cache_config
+
+
+def test_the_size_is_that_of_all_ranks_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = Executor(num_ranks=2)
+    # 1 layer + 2 layers, and a rest that is not enough for another slot.
+    config = run(monkeypatch, executor, 10 * 3 * BLOCK_BYTES + 500)
+    assert config.kv_tier.num_slots == 10
+    assert config.kv_tier.slot_bytes == 3 * BLOCK_BYTES
+    shapes = [w.kv_tier.buffer.slots.shape for w in executor.wrappers]
+    assert shapes == [(10, BLOCK_BYTES), (10, 2 * BLOCK_BYTES)]
+
+
+def test_reports_are_merged_where_there_are_several_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two, one = Executor(num_ranks=2), Executor(num_ranks=1)
+    for executor in (one, two):
+        run(monkeypatch, executor, 100 * BLOCK_BYTES)
+    assert one.kv_tier_aggregator is None
+    assert isinstance(two.kv_tier_aggregator, StepReportAggregator)
+
+
+def test_not_enough_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Executor(num_ranks=2)
+    with pytest.raises(ValueError) as error:
+        run(monkeypatch, executor, 3 * BLOCK_BYTES - 1)
+    text = str(error.value)
+    assert f"--kv-offloading-size {(3 * BLOCK_BYTES - 1) / GiB:g}" in text
+    assert f"not enough for one KV block: a block takes {3 * BLOCK_BYTES} bytes" in text
+    assert f"Set it to {3 * BLOCK_BYTES / GiB:.3g} GiB at least" in text
+    assert all(w.kv_tier is None for w in executor.wrappers)
+
+
+def test_a_model_without_a_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no KV cache to offload. Remove the backend"):
+        run(monkeypatch, Executor(num_ranks=1, num_layers=0), 1 << 20)
+
+
+def test_memory_that_is_in_use_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.v1.kv_tier.config.available_host_bytes", lambda: 1 << 20)
+    executor = Executor(num_ranks=1)
+    with pytest.raises(ValueError, match="does not fit: 0.0 GiB of host memory"):
+        run(monkeypatch, executor, 2 << 20)
+    assert executor.wrappers[0].kv_tier is None
+
+
+def test_nothing_is_started_when_the_tier_is_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        start.KVTierConfig, "from_vllm_config", lambda vllm_config: None
+    )
+    executor: Any = None
+    start_kv_tier(SimpleNamespace(), executor, SimpleNamespace())
