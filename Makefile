@@ -26,6 +26,7 @@ refresh: ## rewrite the patches of a tag as `quilt refresh` does [TAG=]
 	$(TOOL) refresh $(TAG)
 
 new-tag: ## carry a series to another release, see docs/rebase.md [FROM= TAG= CONTINUE=]
+	$(if $(FROM),,$(error new-tag needs FROM=, the tag to start from, and TAG=))
 	$(TOOL) new-tag $(TAG) --from $(FROM) $(if $(CONTINUE),--continue)
 
 quilt: ## quilt in build/TAG/src with the project's settings [TAG= ARGS=refresh]

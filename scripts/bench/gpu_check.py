@@ -35,6 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "slow": {"llm": TIER, "delay": True},
     "race": {"llm": TIER, "delay": True, "no_fences": True},
+    "unpinned": {"llm": TIER, "unpinned": True},
     "v1": {"llm": TIER, "env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
     "OffloadingConnector": {"llm": {"kv_offloading_backend": "native"}},
     "SimpleCPUOffload": {
@@ -121,6 +122,8 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
         _remove_fences()
     if config.get("delay"):
         _delay_copies()
+    if config.get("unpinned"):
+        _refuse_to_pin()
     llm_kwargs: dict[str, Any] = dict(config.get("llm", {}))
     if llm_kwargs:
         llm_kwargs["kv_offloading_size"] = args.host_gib
@@ -205,6 +208,22 @@ def _remove_fences() -> None:
             load()
 
     CudaStreams.run = run  # type: ignore[method-assign]
+
+
+def _refuse_to_pin() -> None:
+    """Make the driver's registration of host memory fail, as a memlock limit does."""
+    import torch
+
+    real = torch.cuda.cudart
+
+    class Refusing:
+        def cudaHostRegister(self, *args: int) -> int:
+            return 2  # cudaErrorMemoryAllocation
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real(), name)
+
+    torch.cuda.cudart = Refusing  # type: ignore[assignment]
 
 
 def _delay_copies() -> None:

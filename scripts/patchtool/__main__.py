@@ -45,18 +45,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def run_quilt(layout: Layout, tag: str, args: list[str]) -> int:
+    """Quilt's own exit status; what it asks and prints goes to the terminal."""
+    if not layout.tree(tag).is_dir():
+        raise ToolError(f"no tree of {tag}; run `make apply-patches TAG={tag}` first")
+    ensure_quilt()
+    command = ["quilt", "--quiltrc", str(layout.quiltrc), *args]
+    return subprocess.call(command, cwd=layout.tree(tag), env=environment(layout, tag))
+
+
 def main() -> int:
     options = _parser().parse_args()
     layout = Layout.default()
     if options.command == "apply":
         apply_patches(layout, options.tag, options.force)
     elif options.command == "quilt":
-        ensure_quilt()
-        return subprocess.call(
-            ["quilt", "--quiltrc", str(layout.quiltrc), *options.args],
-            cwd=layout.tree(options.tag),
-            env=environment(layout, options.tag),
-        )
+        return run_quilt(layout, options.tag, options.args)
     elif options.command == "wheel":
         wheel = build_wheel(layout, options.tag, options.device, options.arch)
         say(f"{wheel.relative_to(layout.root)}  sha256 {sha256_file(wheel)}")

@@ -36,19 +36,10 @@ def _assert_same_top(
     tolerance: float,
     where: str,
 ) -> None:
-    a, b = dict(map(tuple, found)), dict(map(tuple, expected))
+    a: dict[int, float] = {token: value for token, value in found}
+    b: dict[int, float] = {token: value for token, value in expected}
     # A token that only one side lists must tie with the last of the other.
     floor = min(min(a.values()), min(b.values()))
     for token in a.keys() | b.keys():
         difference = abs(a.get(token, floor) - b.get(token, floor))
         assert difference <= tolerance, f"{where}: token {token} off by {difference}"
-
-
-def max_difference(found: Sequence[Answer], expected: Sequence[Answer]) -> float:
-    """Largest difference of log probabilities that both list."""
-    return max(
-        abs(dict(map(tuple, x)).get(token, value) - value)
-        for a, b in zip(found, expected)
-        for x, y in zip(a["logprobs"], b["logprobs"])
-        for token, value in y
-    )

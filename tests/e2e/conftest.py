@@ -43,7 +43,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def results(
-    request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    llama: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Results]:
     """Results of an engine's workloads by its name. See `driver`."""
     folder = tmp_path_factory.mktemp("engines")

@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 VOCAB_SIZE = 1024
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 128,
@@ -50,7 +51,7 @@ def make_lora(folder: Path, seed: int) -> Path:
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     g = torch.Generator().manual_seed(seed)
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
     for i in range(LLAMA["num_hidden_layers"]):
         for module, size in outputs.items():
             name = f"base_model.model.model.layers.{i}.self_attn.{module}"

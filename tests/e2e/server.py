@@ -20,7 +20,14 @@ START_TIMEOUT_S = 240
 
 
 def command(model: Path, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *flags]
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(model),
+        *flags,
+    ]
 
 
 class Server:

@@ -94,7 +94,7 @@ WRONG = {
     ),
     "less than a block": (
         [*CORE, "--kv-offloading-size", "0.00001"],
-        ["--kv-offloading-size 1e-05", "not enough for one KV block", "Set it to"],
+        ["--kv-offloading-size", "not enough for one KV block", "Set it to"],
     ),
 }
 

@@ -211,15 +211,13 @@ class Engine:
         self._worker.run_all()
         spoiled = set.union(step.spoiled, *(each.spoiled for each in self._in_flight))
         lost = [self._live.pop(req_id) for req_id in spoiled if req_id in self._live]
-        was_preempted = any(
-            conversation.request.status == RequestStatus.PREEMPTED
-            for conversation in lost
-        )
+        running = [each.request.status == RequestStatus.RUNNING for each in lost]
         self._scheduler.kv_cache_manager.evict_blocks(self._worker.garbage())
         self._scheduler.finish_requests(spoiled, RequestStatus.FINISHED_ERROR)
         self.finished += lost
-        if was_preempted:
-            # Its blocks may have been evicted already, with their content.
+        if running.count(True) < len(spoiled):
+            # Some were preempted or aborted meanwhile, and their blocks evicted: no
+            # block id leads to what they left.
             self.reset(running=True)
 
     def _take_tokens(self, conversation: Conversation) -> None:

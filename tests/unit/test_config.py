@@ -144,11 +144,10 @@ def test_a_size_above_the_machines_memory(model: str) -> None:
 
 
 def test_a_size_above_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_tier_config, "available_host_bytes", lambda: 5 * GiB)
-    config = KVTierConfig(size_bytes=4 * GiB)
-    config.check_available_memory()
+    monkeypatch.setattr(kv_tier_config, "available_host_bytes", lambda: 3 * GiB)
+    KVTierConfig(size_bytes=3 * GiB).check_available_memory()
     with pytest.raises(ValueError) as error:
-        config.check_available_memory(reserved_bytes=2 * GiB)
+        KVTierConfig(size_bytes=4 * GiB).check_available_memory()
     names_all(str(error.value), "--kv-offloading-size 4 does not fit", "3.0 GiB")
     names_all(str(error.value), "Lower it, free memory, or set --kv-offloading-config")
 

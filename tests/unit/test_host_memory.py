@@ -32,7 +32,10 @@ def write(folder: Path, **files: str) -> None:
 
 
 def in_gib() -> tuple[float, float]:
-    total, available = host_memory.total_host_bytes(), host_memory.available_host_bytes()
+    total, available = (
+        host_memory.total_host_bytes(),
+        host_memory.available_host_bytes(),
+    )
     return total / GiB, available / GiB
 
 

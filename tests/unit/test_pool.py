@@ -22,8 +22,12 @@ BLOCK = 32
 SLOT_BYTES = 1 << 20
 
 
+def hash_of(name: str) -> BlockHash:
+    return BlockHash(name.encode())
+
+
 def hashes(names: str) -> list[BlockHash]:
-    return [BlockHash(name.encode()) for name in names]
+    return [hash_of(name) for name in names]
 
 
 class Tier:
@@ -75,17 +79,17 @@ class Tier:
 
     def where(self, name: str, group_id: int = 0) -> str:
         """The tier that answers for a block."""
-        found = self.pool.get_cached_block(*hashes(name), [group_id])
+        found = self.pool.get_cached_block(hash_of(name), [group_id])
         if found is None:
             return "nowhere"
         return "host" if isinstance(found[0], HostSlot) else "device"
 
     def slot(self, name: str, group_id: int = 0) -> HostSlot:
-        slot = self.host.get(make_block_hash_with_group_id(*hashes(name), group_id))
+        slot = self.host.get(make_block_hash_with_group_id(hash_of(name), group_id))
         assert slot is not None, f"{name} has no slot"
         return slot
 
-    def promote(
+    def try_promote(
         self,
         *groups: Sequence[KVCacheBlock],
         skipped_tokens: Sequence[int] = (),
@@ -99,6 +103,13 @@ class Tier:
         num_tokens = max(map(len, groups)) * BLOCK
         request = SimpleNamespace(num_preemptions=num_preemptions)
         return self.pool.promote(request, managers, groups, num_tokens, 0)
+
+    def promote(
+        self, *groups: Sequence[KVCacheBlock], **options: Any
+    ) -> tuple[Sequence[KVCacheBlock], ...]:
+        promoted = self.try_promote(*groups, **options)
+        assert promoted is not None, "above the load budget"
+        return promoted
 
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
         self.pool.free_blocks(blocks)
@@ -291,11 +302,11 @@ def test_groups_are_found_together_in_both_tiers() -> None:
     tier.demoted("a")
     tier.computed("a", group_id=1)
     # Group 1 took the only block; group 0 is on the host.
-    found = tier.pool.get_cached_block(*hashes("a"), [0, 1])
+    found = tier.pool.get_cached_block(hash_of("a"), [0, 1])
     assert found is not None
     assert [type(b) for b in found] == [HostSlot, KVCacheBlock]
-    assert tier.pool.get_cached_block(*hashes("a"), [0, 2]) is None
-    assert tier.pool.get_cached_block(*hashes("b"), [0]) is None
+    assert tier.pool.get_cached_block(hash_of("a"), [0, 2]) is None
+    assert tier.pool.get_cached_block(hash_of("b"), [0]) is None
 
 
 def test_groups_do_not_share_keys() -> None:
@@ -311,10 +322,7 @@ def test_promoted_blocks_are_cached_and_free_at_once() -> None:
     tier = Tier(4)
     tier.demoted("abc")
     tier.begin()
-    slots = tier.find("abc")
-    promoted = tier.promote(slots)
-    assert promoted is not None
-    (group,) = promoted
+    (group,) = tier.promote(tier.find("abc"))
     assert [tier.where(n) for n in "abc"] == 3 * ["device"]
     # Others of the same step share them.
     assert tier.find("abc") == list(group)
@@ -323,7 +331,7 @@ def test_promoted_blocks_are_cached_and_free_at_once() -> None:
     assert_nothing_leaks(tier)
     tier.pool.touch(group)
     plan = tier.end()
-    assert loads(plan) == {b.block_id: s.index for b, s in zip(group, slots)}
+    assert loads(plan) == {b.block_id: tier.slot(n).index for n, b in zip("abc", group)}
 
 
 def test_a_hit_without_slots_is_returned_as_it_is() -> None:
@@ -343,9 +351,8 @@ def test_promotion_does_not_evict_the_device_part_of_its_own_hit() -> None:
     # The free queue is a, b, x: to load c would take a.
     tier.begin()
     group = tier.find("abc")
-    promoted = tier.promote(group)
-    assert promoted is not None
-    assert list(promoted[0]) == [*group[:2], block_x]
+    (promoted,) = tier.promote(group)
+    assert list(promoted) == [*group[:2], block_x]
     assert [tier.where(n) for n in "abc"] == 3 * ["device"]
     assert_nothing_leaks(tier)
 
@@ -355,14 +362,10 @@ def test_promotion_does_not_evict_the_slots_it_loads_from() -> None:
     tier.demoted("ab")
     tier.computed("xy")
     tier.begin()
-    slots = tier.find("ab")
     # Takes the blocks of x and y, which would like to have slots.
-    promoted = tier.promote(slots)
+    (group,) = tier.promote(tier.find("ab"))
     plan = tier.end()
-    assert promoted is not None
-    assert loads(plan) == {
-        b.block_id: s.index for b, s in zip(promoted[0], slots)
-    }
+    assert loads(plan) == {b.block_id: tier.slot(n).index for n, b in zip("ab", group)}
     assert not stores(plan)
     assert tier.where("a") == tier.where("b") == "device"
     assert tier.where("x") == tier.where("y") == "nowhere"
@@ -372,9 +375,7 @@ def test_blocks_behind_the_window_are_not_loaded() -> None:
     tier = Tier(4)
     tier.demoted("abc")
     tier.begin()
-    promoted = tier.promote(tier.find("abc"), skipped_tokens=[2 * BLOCK - 1])
-    assert promoted is not None
-    (group,) = promoted
+    (group,) = tier.promote(tier.find("abc"), skipped_tokens=[2 * BLOCK - 1])
     assert group[0] is tier.pool.null_block
     assert [tier.where(n) for n in "abc"] == ["host", "device", "device"]
     assert len(loads(tier.end())) == 2
@@ -394,7 +395,6 @@ def test_each_group_has_its_own_window() -> None:
     promoted = tier.promote(
         tier.find("abc"), tier.find("abc", 1), skipped_tokens=[0, 2 * BLOCK]
     )
-    assert promoted is not None
     assert [[b.is_null for b in group] for group in promoted] == [
         [False, False, False],
         [True, True, False],
@@ -404,7 +404,7 @@ def test_each_group_has_its_own_window() -> None:
     keys = {s.keys[0] for s in tier.host.filled() if s.index in loads(plan).values()}
     assert keys == {
         *(make_block_hash_with_group_id(h, 0) for h in hashes("abc")),
-        make_block_hash_with_group_id(*hashes("c"), 1),
+        make_block_hash_with_group_id(hash_of("c"), 1),
     }
 
 
@@ -413,15 +413,15 @@ def test_a_request_above_the_load_budget_waits() -> None:
     tier.demoted("abcde")
     tier.begin()
     # The first of a step may exceed it, or it would wait for ever.
-    assert tier.promote(tier.find("abc")) is not None
+    assert tier.try_promote(tier.find("abc")) is not None
     waiting = tier.find("de")
     free = tier.pool.get_num_free_blocks()
-    assert tier.promote(waiting) is None
+    assert tier.try_promote(waiting) is None
     assert tier.pool.get_num_free_blocks() == free
     assert [tier.where(n) for n in "de"] == ["host", "host"]
     assert len(loads(tier.end())) == 3
     tier.begin()
-    assert tier.promote(tier.find("de")) is not None
+    assert tier.try_promote(tier.find("de")) is not None
     assert len(loads(tier.end())) == 2
     assert tier.pool.take_stats().host_hit_tokens == 5 * BLOCK
 
@@ -430,11 +430,11 @@ def test_the_load_budget_is_shared_by_a_step() -> None:
     tier = Tier(8, load_budget_gib=3 * SLOT_BYTES / GiB)
     tier.demoted("abcd")
     tier.begin()
-    assert tier.promote(tier.find("a")) is not None
-    assert tier.promote(tier.find("bc")) is not None
-    assert tier.promote(tier.find("d")) is None
+    assert tier.try_promote(tier.find("a")) is not None
+    assert tier.try_promote(tier.find("bc")) is not None
+    assert tier.try_promote(tier.find("d")) is None
     # What the device has costs nothing.
-    assert tier.promote(tier.find("ab")) is not None
+    assert tier.try_promote(tier.find("ab")) is not None
 
 
 def test_a_load_is_cancelled_when_its_block_is_taken_again() -> None:
@@ -642,7 +642,7 @@ def test_all_keys_of_a_block_share_its_slot() -> None:
     tier.pool.get_new_blocks(2)
     assert len(stores(tier.end())) == 1
     slot = tier.host.filled()[0]
-    assert slot.keys == (key, make_block_hash_with_group_id(*hashes("a"), 0))
+    assert slot.keys == (key, make_block_hash_with_group_id(hash_of("a"), 0))
     assert tier.where("a") == "host" and tier.slot("a") is slot
     # Back on the device, both keys find it again.
     tier.free(tier.pool.blocks[1:])
@@ -759,9 +759,9 @@ def test_a_failed_load_voids_what_came_since() -> None:
     tier.end()
     tier.free(kept)
     tier.begin()
-    promoted = tier.promote(tier.find("a"))
+    tier.promote(tier.find("a"))
     plan = tier.end()
-    assert plan is not None and promoted is not None
+    assert plan is not None
     tier.begin()
     tier.compute("n")
     tier.end()

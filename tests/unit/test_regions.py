@@ -64,6 +64,15 @@ def kernel_blocks() -> Layout:
     ]
 
 
+def as_many_tokens_as_blocks() -> Layout:
+    return [rand(NUM_BLOCKS, NUM_BLOCKS, 6)], [lambda b: b]
+
+
+def kernel_blocks_of_as_many_tokens_as_blocks() -> Layout:
+    caches = [rand(2 * NUM_BLOCKS, NUM_BLOCKS, 6)]
+    return caches, [lambda b: slice(2 * b, 2 * b + 2)]
+
+
 def mamba_states() -> Layout:
     """Convolution and state of one page, with padding behind them."""
     page = 256
@@ -77,7 +86,7 @@ def mamba_states() -> Layout:
 def aliased_groups() -> Layout:
     """Two groups see the same memory, one as attention, one as state."""
     memory = rand(NUM_BLOCKS, 2, 8, 4)
-    state = memory.view(NUM_BLOCKS, 64)[:, :40].view(NUM_BLOCKS, 5, 8)
+    state = memory.view(NUM_BLOCKS, 64)[:, :40].view(NUM_BLOCKS, 4, 10)
     return [memory, state], 2 * [lambda b: b]
 
 
@@ -113,6 +122,8 @@ LAYOUTS = [
     layers_then_heads_outermost,
     heads_outermost_behind_blocks_first,
     kernel_blocks,
+    as_many_tokens_as_blocks,
+    kernel_blocks_of_as_many_tokens_as_blocks,
     mamba_states,
     aliased_groups,
     shared_layers,
@@ -195,7 +206,7 @@ def test_slot_regions_start_at_cache_lines() -> None:
 
 
 def test_a_cache_without_a_block_dimension_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"\(7, 9, 5\) counts 5 blocks"):
+    with pytest.raises(RuntimeError, match=r"shape \(7, 9, 5\) counts"):
         build_regions([rand(7, 9, 5)], NUM_BLOCKS)
 
 
@@ -220,3 +231,16 @@ def test_pairs_must_match() -> None:
         engine.store([0, 1], [0])
     with pytest.raises(ValueError):
         engine.load([0], [0, 1])
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3])
+def test_keys_and_values_are_not_mistaken_for_blocks(num_blocks: int) -> None:
+    cache = rand(2, num_blocks, 8, 3)
+    regions = build_regions([cache], num_blocks)
+    engine = TorchCopyEngine(
+        regions, torch.zeros(1, slot_bytes(regions), dtype=torch.uint8)
+    )
+    one = cache[:, 1].clone()
+    engine.store([1], [0])
+    engine.load([0], [0])
+    assert torch.equal(cache[:, 0], one)

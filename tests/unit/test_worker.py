@@ -196,4 +196,8 @@ def test_memory_is_registered_in_pieces_without_gaps(
     monkeypatch.setattr("vllm.v1.kv_tier.host_buffer._REGISTER_BYTES", 100)
     memory = torch.empty(250, dtype=torch.uint8)
     start = memory.data_ptr()
-    assert list(_pieces(memory)) == [(start, 100), (start + 100, 100), (start + 200, 50)]
+    assert list(_pieces(memory)) == [
+        (start, 100),
+        (start + 100, 100),
+        (start + 200, 50),
+    ]

@@ -35,7 +35,8 @@ DIFFERS: dict[str, tuple[str, ...]] = {
 """Mode to the lists of tests that differ from the baseline, rightly."""
 TEST_TIMEOUT_S = 120
 NOT_INHERITED = ("VLLM_", "HF_", "TRANSFORMERS_", "PYTEST_", "PYTHON")
-"""Prefixes of environment variables on which the outcome must not depend."""
+"""Prefixes of environment variables on which the outcome must not depend, and
+PYTHONDONTWRITEBYTECODE, with which each import of vLLM takes twice as long."""
 
 PROBE = """
 import importlib.metadata, importlib.util, json, platform
@@ -152,9 +153,6 @@ def environment(out: Path, tree: Path) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(NOT_INHERITED)}
     return inherited | {
         "PYTHONPATH": os.pathsep.join(map(str, (tree, out / "tools", HERE))),
-        # Bytecode is kept, and outside the build: an import of vLLM without it
-        # takes twice as long, and a test of a new model imports in a subprocess.
-        "PYTHONPYCACHEPREFIX": str(out / "cache" / "bytecode"),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "HF_HOME": str(out / "hub"),
         "HF_HUB_OFFLINE": "1",
@@ -261,7 +259,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="write this run of an unpatched build to baseline/",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.mode == "pressed" and args.suite != "core":
+        parser.error(
+            f"--mode pressed is for --suite core, not {args.suite}: that has tests "
+            "of other offloaders, which keep BlockPools of their own on the host and "
+            "cannot be combined with the tier. Use --mode swapped."
+        )
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,9 +13,9 @@ come from the host.
 from typing import Any
 
 import pytest
+
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
-
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.kv_tier.host_table import HostSlot
 from vllm.v1.kv_tier.pool import TieredBlockPool
