@@ -110,16 +110,15 @@ def _tiles(tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int, in
 
 def _block_dim(tensor: torch.Tensor, num_blocks: int) -> int:
     """Which of the first two dimensions counts blocks, or parts of them."""
-    sizes = tensor.shape[:2]
-    for dims in (
-        [d for d, n in enumerate(sizes) if n == num_blocks],
-        [d for d, n in enumerate(sizes) if n % num_blocks == 0],
-    ):
-        if len(dims) == 1:
-            return dims[0]
+    first, second = tensor.shape[:2]
+    keys_and_values = first == 2 and second % num_blocks == 0
+    if first % num_blocks == 0 and not keys_and_values:
+        return 0
+    if second % num_blocks == 0:
+        return 1
     raise RuntimeError(
-        f"Which dimension of a KV cache of shape {tuple(tensor.shape)} counts its "
-        f"{num_blocks} blocks cannot be told."
+        f"No dimension of a KV cache of shape {tuple(tensor.shape)} counts "
+        f"{num_blocks} blocks."
     )
 
 
