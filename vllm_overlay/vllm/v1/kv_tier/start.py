@@ -46,7 +46,7 @@ def start_kv_tier(
     num_slots = config.size_bytes // block_bytes
     if num_slots == 0:
         raise ValueError(
-            f"--kv-offloading-size {config.size_bytes / GiB:.3g} is not enough for one "
+            f"--kv-offloading-size {config.size_bytes / GiB:g} is not enough for one "
             f"KV block: a block takes {block_bytes} bytes on all ranks together. "
             # One percent more than a block, since the number is rounded.
             f"Set it to {1.01 * block_bytes / GiB:.3g} GiB at least; "
