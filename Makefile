@@ -72,6 +72,13 @@ format: env ## ruff: format, and mend what it can [TAG=]
 	@build/env/$(TAG)/bin/ruff format --quiet .
 	@build/env/$(TAG)/bin/ruff check --quiet --fix .
 
+.PHONY: bench-off-path gpu-check
+bench-off-path: env ## a scheduler step, patched with the tier off against upstream [TAG=]
+	@build/env/$(TAG)/bin/python scripts/bench/off_path.py --tag $(TAG)
+
+gpu-check: ## outputs with the tier on this machine's GPU; vLLM must be installed
+	@$(PYTHON) scripts/bench/gpu_check.py --out build/gpu-check
+
 .PHONY: clean clean-cache
 clean: ## remove build/; downloads stay
 	@rm -rf build

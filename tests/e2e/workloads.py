@@ -169,8 +169,8 @@ def loras(engine: Engine) -> dict[str, Any]:
         answers = []
         for lora in (a, b, None):
             answers += engine.generate([prompt], lora=lora, max_tokens=8)
-        for lora in (a, b, None):
-            fill_device(engine)
+        for i, lora in enumerate((a, b, None)):
+            fill_device(engine, seed=900 + 10 * i)
             answers += engine.generate([prompt], lora=lora, max_tokens=8)
     return {"answers": answers}
 

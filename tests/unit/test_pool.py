@@ -255,7 +255,7 @@ def test_slots_of_this_plan_make_no_room() -> None:
     tier.pool.get_new_blocks(2)
     plan = tier.end()
     assert len(stores(plan)) == 1
-    assert sorted(tier.where(n) for n in "ab") == ["host", "nowhere"]
+    assert [tier.where(n) for n in "ab"] == ["host", "nowhere"]
 
 
 def test_a_victim_that_has_a_slot_is_not_stored_again() -> None:
@@ -431,6 +431,7 @@ def test_the_load_budget_is_shared_by_a_step() -> None:
     tier.demoted("abcd")
     tier.begin()
     assert tier.try_promote(tier.find("a")) is not None
+    assert tier.try_promote(tier.find("bcd")) is None
     assert tier.try_promote(tier.find("bc")) is not None
     assert tier.try_promote(tier.find("d")) is None
     # What the device has costs nothing.
@@ -888,9 +889,12 @@ def test_host_hits_of_several_groups_count_once() -> None:
     tier.begin()
     tier.free(tier.pool.get_new_blocks(4))
     tier.end()
+    tier.computed("a")
+    tier.computed("a", group_id=1)
     tier.begin()
     tier.promote(tier.find("ab"), tier.find("ab", 1))
-    assert tier.pool.take_stats().host_hit_tokens == 2 * BLOCK
+    stats = tier.pool.take_stats()
+    assert (stats.device_hit_tokens, stats.host_hit_tokens) == (BLOCK, BLOCK)
 
 
 def test_stats_tell_the_fill() -> None:

@@ -150,10 +150,13 @@ class TieredBlockPool(BlockPool):
             num_external_tokens: Tokens that a KV connector adds to it.
 
         Returns:
-            The hit with device (or null) blocks only, or None when its loads
-            exceed what is left of the step's load budget.
+            The hit with device (or null) blocks only, or None when the request
+            must wait for the next step: its loads exceed what is left of the
+            step's load budget, or its hit ends inside a block of this step.
 
         """
+        if self._copies_too_early(managers, computed_blocks, num_local_tokens):
+            return None
         if not any(type(b) is HostSlot for group in computed_blocks for b in group):
             self._stats.record_hit(request, num_local_tokens, 0)
             return computed_blocks
@@ -199,6 +202,30 @@ class TieredBlockPool(BlockPool):
         self._release(new_blocks)
         self._stats.record_hit(request, num_local_tokens, num_host_tokens)
         return tuple(groups)
+
+    def _copies_too_early(
+        self,
+        managers: Sequence[Any],
+        computed_blocks: tuple[Sequence[KVCacheBlock], ...],
+        num_local_tokens: int,
+    ) -> bool:
+        """Whether a hit ends inside a block that this step's forward pass computes.
+
+        Upstream copies such a block before the forward pass. Without a tier the
+        case does not arise: the Mamba state that a sub-block hit needs is evicted
+        before the attention blocks of the same prefix, but the host keeps it.
+        """
+        for manager, group in zip(managers, computed_blocks, strict=True):
+            if not group or num_local_tokens % manager.block_size == 0:
+                continue
+            tail = group[-1]
+            if (
+                type(tail) is not HostSlot
+                and self._computed_by[tail.block_id] == self._plan.seq
+                and tail.block_id not in self._loads
+            ):
+                return True
+        return False
 
     def _queue_load(self, slot: HostSlot, block: KVCacheBlock) -> None:
         plan = self._plan
