@@ -250,6 +250,17 @@ def test_a_connector_inside_a_multi_connector(model: str) -> None:
     names_all(text, "kv_connector='OffloadingConnector'")
 
 
+def test_a_connector_that_recomputes_failed_loads(model: str) -> None:
+    other = KVTransferConfig(
+        kv_connector="NixlConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+    text = message(model, kv_transfer_config=other)
+    names_all(text, "--kv-offloading-backend core", "Set it to 'fail'")
+    names_all(text, "--kv-transfer-config kv_load_failure_policy='recompute'")
+
+
 def test_kv_cache_events(model: str) -> None:
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     text = message(model, kv_events_config=events)
