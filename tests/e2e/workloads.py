@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .engine import Answer, Engine
+from .jobs import SMALL
 from .model import VOCAB_SIZE, make_lora
 
 BLOCK = 32
@@ -210,7 +211,7 @@ def load_fails(engine: Engine) -> dict[str, Any]:
 @workload
 def load_fails_in_a_crowd(engine: Engine) -> dict[str, Any]:
     """One load fails while other requests run. Asks what `overcommit` asks."""
-    engine.on_ranks(break_copy, "load", 1)
+    engine.on_ranks(break_copy, "load", 0)
     answers = overcommit(engine)["answers"]
     return {"answers": answers, "failures": engine.on_ranks(mend_copy, "load")}
 
@@ -256,16 +257,15 @@ def break_copy(wrapper: Any, name: str, skip: int) -> None:
     engine.failures = 0
     left = skip
 
-    def failing(*args: Any) -> None:
+    def failing(sources: Any, targets: Any) -> None:
         nonlocal left
-        left -= 1
-        if left == -1:
-            engine.failures += 1
-            # Half of the bytes are lost, as they might be on a device.
-            half = [a[: len(a) // 2] for a in args]
-            real(*half)
-            raise RuntimeError("a copy fails for the test")
-        real(*args)
+        left -= bool(sources)
+        if left >= 0 or engine.failures:
+            return real(sources, targets)
+        engine.failures += 1
+        # It leaves wrong bytes: those of the neighbours.
+        real([(source + 1) % SMALL for source in sources], targets)
+        raise RuntimeError("a copy fails for the test")
 
     setattr(engine, name, failing)
 

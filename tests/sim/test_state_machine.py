@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, note, settings
 
 from .scripts import SCRIPTS, Script
 
-EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "2000"))
 
 
 @settings(
