@@ -100,7 +100,11 @@ BUGS = [
     Bug(no_hold_before_promotion, CONTENTS),
     Bug(reuse_slots_in_a_plan, CONTENTS),
     Bug(demote_invalid_content, CONTENTS),
-    Bug(keep_invalid_slots, CONTENTS),
+    Bug(
+        keep_invalid_slots,
+        CONTENTS,
+        {"is_async": True, "store_policy": "write_through"},
+    ),
     Bug(store_before_computed, CONTENTS),
     Bug(
         keep_keys_of_preempted,
