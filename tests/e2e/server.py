@@ -109,17 +109,23 @@ class Server:
             return
         self.process.wait()
 
-    def alive(self) -> list[int]:
-        """Processes of the server that still run."""
+    def leftover_processes(self, timeout_s: float = 20) -> list[str]:
+        """Command lines of what still runs some time after the server's end."""
+        deadline = time.monotonic() + timeout_s
+        while (found := self._processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return found
+
+    def _processes(self) -> list[str]:
         found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
+        for folder in Path("/proc").glob("[0-9]*"):
             try:
-                fields = stat.read_text().rpartition(")")[2].split()
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                state, session = fields[0], int(fields[3])
+                if session == self.process.pid and state != "Z":
+                    found.append((folder / "cmdline").read_text().replace("\0", " "))
             except OSError:
                 continue
-            state, session = fields[0], int(fields[3])
-            if session == self.process.pid and state != "Z":
-                found.append(int(stat.parent.name))
         return found
 
     def stranded_shared_memory(self) -> set[str]:

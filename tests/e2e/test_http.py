@@ -74,7 +74,7 @@ def test_a_server_with_a_host_tier(server: Server) -> None:
     assert f"KV tier: {NUM_SLOTS} host slots" in server.log()
 
     assert server.terminate() == 0
-    assert server.alive() == []
+    assert server.leftover_processes() == []
     assert server.stranded_shared_memory() == set()
 
 
