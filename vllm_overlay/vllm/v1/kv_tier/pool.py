@@ -288,8 +288,7 @@ class TieredBlockPool(BlockPool):
         for key in self._keys(block):
             slot = self.host.get(key)
             if slot is not None:
-                self._stores.pop(slot.index, None)
-                self.host.remove(slot)
+                self._drop_slot(slot)
 
     def _queue_store(self, block: KVCacheBlock) -> bool:
         """Give `block` a slot and store it in this plan, if there is room."""
