@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anonymous memory: exact, zeroed, private, given back."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.v1.kv_tier import pages
+from vllm.v1.kv_tier.pages import HUGE_PAGE_BYTES, PAGE_BYTES, anonymous, touch
+
+MiB = 1 << 20
+
+
+def resident() -> int:
+    """Bytes of this process that pages back, counted one by one."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line[:4] == "Rss:")
+
+
+def mapping(address: int) -> dict[str, str]:
+    """What the kernel says of the mapping at an address."""
+    found: dict[str, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if "-" in name:
+            first, last = (int(part, 16) for part in name.split("-"))
+            inside = first <= address < last
+            if inside:
+                found["path"] = value
+        elif inside:
+            found[name.removesuffix(":")] = value.strip()
+    return found
+
+
+def test_the_size_is_exact_and_a_huge_page_starts_it() -> None:
+    memory = anonymous(3 * MiB + 64)
+    assert memory.shape == (3 * MiB + 64,) and memory.dtype == torch.uint8
+    assert memory.untyped_storage().nbytes() == 3 * MiB + 64
+    assert memory.data_ptr() % HUGE_PAGE_BYTES == 0
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_memory_is_taken_by_touching_and_given_back(huge_pages: bool) -> None:
+    before = resident()
+    memory = anonymous(64 * MiB, huge_pages)
+    assert resident() - before < MiB
+    touch(memory.data_ptr(), 64 * MiB)
+    assert abs(resident() - before - 64 * MiB) < MiB
+    assert not memory.any()
+    view = memory[5:]
+    del memory
+    gc.collect()
+    assert resident() - before > 63 * MiB
+    del view
+    gc.collect()
+    # The first sum of a process starts threads.
+    assert resident() - before < 8 * MiB
+
+
+def test_no_more_than_asked_is_touched() -> None:
+    memory = anonymous(64 * MiB, huge_pages=False)
+    before = resident()
+    touch(memory.data_ptr() + 16 * MiB, 8 * MiB)
+    assert abs(resident() - before - 8 * MiB) < MiB
+
+
+def test_memory_is_private_has_no_name_and_is_not_forked() -> None:
+    memory = anonymous(8 * MiB)
+    found = mapping(memory.data_ptr())
+    # Permissions, offset, device, inode and no path.
+    assert found["path"].split() == ["rw-p", "00000000", "00:00", "0"]
+    assert "dc" in found["VmFlags"].split()
+
+
+@pytest.mark.parametrize("huge_pages, flag", [(True, "hg"), (False, "nh")])
+def test_huge_pages_are_asked_for(huge_pages: bool, flag: str) -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("a kernel without huge pages")
+    memory = anonymous(8 * MiB, huge_pages)
+    assert flag in mapping(memory.data_ptr())["VmFlags"].split()
+
+
+def test_an_older_kernel_and_odd_starts_are_touched_by_writing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = anonymous(32 * MiB)
+    before = resident()
+    touch(memory.data_ptr() + 64, 16 * MiB)
+    assert resident() - before > 15 * MiB
+    # No kernel knows this advice.
+    monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", 9999)
+    touch(memory.data_ptr(), 32 * MiB)
+    assert resident() - before > 31 * MiB and not memory.any()
+
+
+def test_memory_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(OSError):
+        anonymous(1 << 60)
+    # The zero page of the address space is never mapped.
+    with pytest.raises(OSError, match=os.strerror(12)):
+        touch(0, PAGE_BYTES)
