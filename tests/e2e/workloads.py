@@ -203,25 +203,25 @@ def corrupt_slot(engine: Engine) -> dict[str, Any]:
 @workload
 def load_fails(engine: Engine) -> dict[str, Any]:
     """One load fails on the last rank. Asks what `conversations` asks."""
-    engine.on_ranks(break_copy, "load", 2)
+    engine.on_ranks(break_copy, "loads", 2)
     answers = talk(engine)
-    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "load")}
+    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "loads")}
 
 
 @workload
 def load_fails_in_a_crowd(engine: Engine) -> dict[str, Any]:
     """One load fails while other requests run. Asks what `overcommit` asks."""
-    engine.on_ranks(break_copy, "load", 0)
+    engine.on_ranks(break_copy, "loads", 0)
     answers = overcommit(engine)["answers"]
-    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "load")}
+    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "loads")}
 
 
 @workload
 def store_fails(engine: Engine) -> dict[str, Any]:
     """One store fails on the last rank. Asks what `conversations` asks."""
-    engine.on_ranks(break_copy, "store", 3)
+    engine.on_ranks(break_copy, "stores", 3)
     answers = talk(engine)
-    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "store")}
+    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "stores")}
 
 
 # These run on the ranks. `wrapper` is a WorkerWrapperBase with a HostTier.
@@ -232,46 +232,55 @@ def spoil_slot(wrapper: Any, index: int) -> None:
     slots[index].copy_(slots[index].roll(slots.shape[1] // 3))
 
 
+def copiers(wrapper: Any, name: str) -> list[Any]:
+    """The copy engines whose method `name` (`loads` or `stores`) is in use."""
+    engines = wrapper.kv_tier.engines
+    return [engines.stores] if name == "stores" else [engines.step_loads, engines.loads]
+
+
 def count_reads(wrapper: Any, index: int) -> int:
     """How often `index` was loaded since the first call."""
-    engine = wrapper.kv_tier.engine
-    if not hasattr(engine, "reads"):
-        engine.reads = []
-        real_load = engine.load
+    if not hasattr(wrapper, "reads"):
+        wrapper.reads = []
+        for engine in copiers(wrapper, "loads"):
 
-        def load(slots: Any, blocks: Any) -> None:
-            engine.reads += slots
-            real_load(slots, blocks)
+            def loads(slots: Any, blocks: Any, real: Any = engine.loads) -> Any:
+                wrapper.reads += slots
+                return real(slots, blocks)
 
-        engine.load = load
-    return engine.reads.count(index)
+            engine.loads = loads
+    return wrapper.reads.count(index)
 
 
 def break_copy(wrapper: Any, name: str, skip: int) -> None:
-    """Let one `store` or `load` of the last rank fail, after `skip` good ones."""
+    """Let one of the `stores` or `loads` of the last rank fail, after `skip` good
+    ones."""
     parallel = wrapper.vllm_config.parallel_config
     if wrapper.worker.rank != parallel.world_size - 1:
         return
-    engine = wrapper.kv_tier.engine
-    real = getattr(engine, name)
-    engine.failures = 0
+    wrapper.failures = 0
     left = skip
+    for engine in copiers(wrapper, name):
+        real = getattr(engine, name)
 
-    def failing(sources: Any, targets: Any) -> None:
-        nonlocal left
-        left -= bool(sources)
-        if left >= 0 or engine.failures:
-            return real(sources, targets)
-        engine.failures += 1
-        # It leaves wrong bytes: those of the neighbours.
-        real([(source + 1) % SMALL for source in sources], targets)
-        raise RuntimeError("a copy fails for the test")
+        def failing(
+            sources: Any, targets: Any, engine: Any = engine, real: Any = real
+        ) -> Any:
+            nonlocal left
+            left -= 1
+            if left >= 0 or wrapper.failures:
+                return real(sources, targets)
+            wrapper.failures += 1
+            # It leaves wrong bytes: those of the neighbours.
+            transfer = real([(source + 1) % SMALL for source in sources], targets)
+            transfer.copy(range(len(engine.regions)))
+            raise RuntimeError("a copy fails for the test")
 
-    setattr(engine, name, failing)
+        setattr(engine, name, failing)
 
 
 def mend_copy(wrapper: Any, name: str) -> int:
     """Undo `break_copy`; how many copies failed."""
-    engine = wrapper.kv_tier.engine
-    engine.__dict__.pop(name, None)
-    return engine.__dict__.pop("failures", 0)
+    for engine in copiers(wrapper, name):
+        engine.__dict__.pop(name, None)
+    return wrapper.__dict__.pop("failures", 0)

@@ -17,7 +17,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier import pool
+from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -27,6 +28,9 @@ from .layouts import MAX_MODEL_LEN, Layout
 from .worker import Step, Worker
 
 SLOT_BYTES = 1 << 20
+
+# Prefixes have few blocks here: let none be too few to be loaded ahead.
+pool._MIN_AHEAD = 1
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,10 @@ class Setup:
     num_slots: int
     store_policy: str = "write_back"
     eviction_policy: str = "lru"
-    max_loads: int | None = None
-    """Load budget of a step, in blocks."""
+    load_time: float = 0.0
+    """How long a block takes to load, in steps."""
+    max_stall: float = 0.0
+    """How long a step may wait for loads, in steps."""
     is_async: bool = False
     is_v2: bool = False
     """Speak to the worker as to model runner V2."""
@@ -87,6 +93,10 @@ class Engine:
         self._epoch = 0
         self._in_flight: deque[Step] = deque()
         self._scheduler = make_scheduler(setup)
+        self._num_steps = 0
+        tier = self._scheduler.kv_cache_manager.kv_tier
+        assert tier is not None
+        tier.loads.clock = lambda: float(self._num_steps)
         self._hasher = get_request_block_hasher(setup.layout.hash_block_size, sha256)
         self._roots: dict[str, int] = {}
         self._worker = Worker(
@@ -137,6 +147,7 @@ class Engine:
         """
         executed = False
         if self._scheduler.has_requests():
+            self._num_steps += 1
             output = self._scheduler.schedule()
             self._invariants.check_no_pins()
             step = self._worker.submit(output, self._epoch, rush, fail)
@@ -331,12 +342,11 @@ def make_scheduler(setup: Setup) -> Scheduler:
     config.cache_config.num_gpu_blocks = setup.num_blocks
     config.cache_config.block_size = layout.block_size
     config.cache_config.mamba_cache_mode = "align" if layout.has_states else "none"
-    max_loads = setup.max_loads
     tier = KVTierConfig(
         size_bytes=setup.num_slots * SLOT_BYTES,
         store_policy=setup.store_policy,  # type: ignore[arg-type]
         eviction_policy=setup.eviction_policy,
-        load_budget_gib=None if max_loads is None else max_loads * SLOT_BYTES / GiB,
+        max_load_stall_ms=1e3 * setup.max_stall,
     )
     kv_cache_config = KVCacheConfig(
         num_blocks=setup.num_blocks,
@@ -347,7 +357,13 @@ def make_scheduler(setup: Setup) -> Scheduler:
             if setup.retention is not None and layout.can_retain_less
             else None
         ),
-        kv_tier=KVTierLayout(tier, setup.num_slots, SLOT_BYTES),
+        kv_tier=KVTierLayout(
+            tier,
+            setup.num_slots,
+            SLOT_BYTES,
+            load_s=setup.load_time,
+            tokens_per_block=layout.block_size,
+        ),
     )
     scheduler = (AsyncScheduler if setup.is_async else Scheduler)(
         vllm_config=config,

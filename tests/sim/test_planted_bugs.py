@@ -95,10 +95,11 @@ class Bug:
     """Settings that bring rare bugs within reach of few scripts."""
 
 
+AHEAD = {"load_time": 1.0, "max_stall": 0.0}
 CONTENTS = ("device", "host", "read", "tokens")
 BUGS = [
     Bug(no_hold_before_promotion, CONTENTS),
-    Bug(reuse_slots_in_a_plan, CONTENTS),
+    Bug(reuse_slots_in_a_plan, (*CONTENTS, "plan")),
     Bug(demote_invalid_content, CONTENTS),
     Bug(
         keep_invalid_slots,
@@ -114,6 +115,10 @@ BUGS = [
     Bug(miss_fence("compute_after_stores"), CONTENTS),
     Bug(miss_fence("load_after_stores"), CONTENTS),
     Bug(miss_fence("store_after_loads"), CONTENTS, {"is_async": True, "num_slots": 6}),
+    Bug(miss_fence("store_after_compute"), CONTENTS, {"is_async": True}),
+    Bug(miss_fence("load_after_compute"), CONTENTS, {"is_async": True}),
+    Bug(miss_fence("compute_after_loads"), CONTENTS, AHEAD),
+    Bug(miss_fence("load_after_loads"), CONTENTS, AHEAD | {"spare_blocks": 0}),
 ]
 
 

@@ -5,11 +5,10 @@ Everything that a real worker takes from a `SchedulerOutput` is taken from it
 here: block tables, tokens, zeroing, copy-on-write and the host tier's plan. The
 order of execution is that of a device with streams:
 
-- forward passes run one after the other;
-- loads of a step run after all compute of earlier steps, before its own;
-- stores wait for the compute and the loads that wrote their blocks, and run in
-  the order of their plans, else whenever the fences of `StepPlan` let them. They
-  are as late as possible, or, in a step that rushes, as early as possible.
+- forward passes run one after the other, each after the loads of its step;
+- stores, loads of steps and loads ahead run in the order of their plans, each kind
+  for itself, else whenever the fences of `StepPlan` let them. They are as late as
+  possible, or, in a step that rushes, as early as possible.
 """
 
 from collections import deque
@@ -17,15 +16,19 @@ from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm.model_executor.layers.mamba.checkpoint import (
     compute_mamba_prefill_checkpoints,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_tier.calibrate import CopyEngines
+from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.streams import Copy, CopyOrder
+from vllm.v1.kv_tier.streams import InOrder
 from vllm.v1.kv_tier.worker import HostTier
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -50,36 +53,41 @@ class Step:
     """(device block, host slot); block -1 leaves garbage in the slot."""
     loads: list[tuple[int, int]] = field(default_factory=list)
     """(host slot, device block); slot -1 leaves garbage in the block."""
+    ahead: list[tuple[int, int]] = field(default_factory=list)
+    """As `loads`."""
     is_void: bool = False
     """It works on what a failure left, which the scheduler cannot know yet."""
     spoiled: set[str] = field(default_factory=set)
     """Requests that read a wrong value."""
-    stores_queued: bool = False
     is_done: bool = False
     result: ModelRunnerOutput = field(init=False)
 
 
-class _Recorder(CopyOrder):
-    """Copy engine and copy order of the real `HostTier`: keeps what they are
-    asked to do in the step."""
+class _Recorder(CopyEngine):
+    """In place of one copy engine of the real `HostTier`: keeps what it is asked to
+    do in the step."""
 
     step: Step
 
-    def run(self, plan: StepPlan, store: Copy, load: Copy) -> None:
-        store()
-        load()
+    def __init__(self, keep_in: str) -> None:
+        super().__init__([], torch.empty(0, 0))
+        self._keep_in = keep_in
 
-    def store(self, blocks: Seq[int], slots: Seq[int]) -> None:
-        self.step.stores = list(zip(blocks, slots, strict=True))
-        if slots and self.step.fail == "store":
-            self.step.stores = [(-1, slot) for slot in slots]
+    def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
+        blocks, slots = pairs.tolist()
+        sources, targets = (slots, blocks) if to_device else (blocks, slots)
+        fails = self.step.fail == ("load" if to_device else "store")
+        if fails:
+            sources = [-1] * len(sources)
+        setattr(self.step, self._keep_in, list(zip(sources, targets)))
+        if fails:
             raise RuntimeError("simulated")
+        return _Nothing()
 
-    def load(self, slots: Seq[int], blocks: Seq[int]) -> None:
-        self.step.loads = list(zip(slots, blocks, strict=True))
-        if slots and self.step.fail == "load":
-            self.step.loads = [(-1, block) for block in blocks]
-            raise RuntimeError("simulated")
+
+class _Nothing(Transfer):
+    def copy(self, regions: range) -> None:
+        pass
 
 
 @dataclass
@@ -115,14 +123,17 @@ class Worker:
         self.device = [[EMPTY] * self._width for _ in range(num_blocks)]
         self.host = [[EMPTY] * self._width for _ in range(num_slots)]
         self._steps: deque[Step] = deque()
-        # (seq of the plan, device block, host slot), not executed yet.
-        self._stores: deque[tuple[int, int, int]] = deque()
+        # Steps whose stores, loads or loads ahead have not been executed yet.
+        self._stores: deque[Step] = deque()
+        self._loads: deque[Step] = deque()
+        self._ahead: deque[Step] = deque()
+        self._computed = 0
         self._requests: dict[str, _Request] = {}
         self._last_seq = 0
-        self._tier = HostTier([], num_slots, torch.device("cpu"))
-        self._recorder = _Recorder()
-        self._tier.engine = self._recorder  # type: ignore[assignment]
-        self._tier._order = self._recorder
+        self._recorders = [_Recorder(kind) for kind in ("loads", "ahead", "stores")]
+        step_loads, loads, stores = self._recorders
+        engines = CopyEngines(step_loads, loads, stores, 1.0, 1.0)
+        self._tier = HostTier([], engines, InOrder())
 
     def submit(
         self, output: SchedulerOutput, epoch: int, rush: bool, fail: str | None
@@ -133,39 +144,44 @@ class Worker:
                 # The scheduler's own list; a message would hold a copy.
                 new.prefill_token_ids = new.prefill_token_ids.copy()
         plan = output.kv_tier_plan
-        if plan is not None:
-            self._check_plan(plan)
-        step = Step(output, epoch, rush, fail, plan or StepPlan(seq=0))
-        self._recorder.step = step
-        self._tier.begin_step(plan)
+        assert plan is not None
+        self._check_plan(plan)
+        step = Step(output, epoch, rush, fail, plan)
+        for recorder in self._recorders:
+            recorder.step = step
+        self._tier.begin_step(output)
         req_ids = list(output.num_scheduled_tokens)
         index = {req_id: i for i, req_id in enumerate(req_ids)}
-        step.result = self._tier.attach_report(ModelRunnerOutput(req_ids, index))
-        if rush:
-            self._store_before_pending(step)
+        step.result = self._tier.end_step(ModelRunnerOutput(req_ids, index))
+        for pairs, queue in (
+            (step.stores, self._stores),
+            (step.loads, self._loads),
+            (step.ahead, self._ahead),
+        ):
+            if pairs:
+                queue.append(step)
         self._steps.append(step)
+        if rush:
+            self._run_ready()
         return step
 
     def run_next(self) -> Step:
         """Execute the oldest step that was not."""
-        step = self._steps.popleft()
-        if not step.stores_queued:
-            self._queue_stores(step)
+        step = self._steps[0]
         if step.rush:
-            self._run_stores()
-        if step.loads:
-            self._run_stores(up_to=step.plan.load_after_stores)
-        for slot, block in step.loads:
-            self.device[block] = (
-                [GARBAGE] * self._width if slot < 0 else self.host[slot].copy()
-            )
-        self._run_stores(up_to=step.plan.compute_after_stores)
+            self._run_ready()
+        if step in self._loads:
+            self._run_loads(step.plan.seq)
+        self._run_stores(step.plan.compute_after_stores)
+        self._run_ahead(step.plan.compute_after_loads)
+        self._steps.popleft()
         for block in step.output.new_block_ids_to_zero or ():
             self.device[block] = [EMPTY] * self._width
         for cow in step.output.kv_cache_block_copies or ():
             self.device[cow.dst_block_id] = self.device[cow.src_block_id].copy()
         step.result.sampled_token_ids = self._forward(step)
         step.is_done = True
+        self._computed = step.plan.seq
         return step
 
     def run_until(self, step: Step) -> None:
@@ -183,11 +199,13 @@ class Worker:
 
     def settled(self) -> "Worker":
         """A copy in which everything queued has been executed."""
-        if not self._steps and not self._stores:
+        if not (self._steps or self._stores or self._ahead):
             return self
         worker = self._copy()
         worker.run_all()
-        worker._run_stores()
+        last = worker._last_seq
+        worker._run_stores(last)
+        worker._run_ahead(last)
         return worker
 
     def _copy(self) -> "Worker":
@@ -195,6 +213,8 @@ class Worker:
         new.device = [block.copy() for block in self.device]
         new.host = [block.copy() for block in self.host]
         new._stores = self._stores.copy()
+        new._loads = self._loads.copy()
+        new._ahead = self._ahead.copy()
         if self._steps:
             new._steps = deque(copy(step) for step in self._steps)
             for step in new._steps:
@@ -209,39 +229,92 @@ class Worker:
         if plan.seq <= self._last_seq:
             raise Violation("plan", f"{plan} follows the plan of {self._last_seq}")
         self._last_seq = plan.seq
-        for places in (plan.store_slots, plan.load_blocks):
+        filled = [*plan.load_blocks, *plan.ahead_blocks]
+        for places in (plan.store_slots, filled):
             if len(set(places)) != len(places):
                 raise Violation("plan", f"{plan} writes a place twice")
-        if 0 in plan.store_blocks or 0 in plan.load_blocks:
+        if min(plan.load_after_stores, plan.store_after_loads) >= plan.seq:
+            raise Violation("plan", f"{plan} has copies that wait for one another")
+        if 0 in plan.store_blocks or 0 in filled:
             raise Violation("plan", f"{plan} copies the null block")
 
-    def _queue_stores(self, step: Step) -> None:
-        step.stores_queued = True
-        for block, slot in step.stores:
-            self._stores.append((step.plan.seq, block, slot))
+    def _run_stores(self, up_to: int) -> None:
+        """Run the stores of plans up to `up_to`, and what they wait for."""
+        while self._stores and self._stores[0].plan.seq <= up_to:
+            step = self._stores[0]
+            self._need_compute(step, step.plan.store_after_compute)
+            self._run_loads(step.plan.store_after_loads)
+            self._run_ahead(step.plan.store_after_loads)
+            if self._stores and self._stores[0] is step:
+                self._stores.popleft()
+                self._store(step)
 
-    def _run_stores(self, up_to: float = float("inf")) -> None:
-        while self._stores and self._stores[0][0] <= up_to:
-            _, block, slot = self._stores.popleft()
+    def _run_loads(self, up_to: int) -> None:
+        while self._loads and self._loads[0].plan.seq <= up_to:
+            step = self._loads[0]
+            self._before_loads(step)
+            if self._loads and self._loads[0] is step:
+                self._loads.popleft()
+                self._load(step.loads)
+
+    def _run_ahead(self, up_to: int) -> None:
+        while self._ahead and self._ahead[0].plan.seq <= up_to:
+            step = self._ahead[0]
+            self._before_loads(step)
+            if self._ahead and self._ahead[0] is step:
+                self._ahead.popleft()
+                self._load(step.ahead)
+
+    def _before_loads(self, step: Step) -> None:
+        plan = step.plan
+        self._need_compute(step, plan.load_after_compute)
+        self._run_stores(plan.load_after_stores)
+        if plan.load_after_loads >= plan.seq:
+            raise Violation("plan", f"{plan} has loads that wait for one another")
+        self._run_ahead(plan.load_after_loads)
+
+    def _need_compute(self, step: Step, seq: int) -> None:
+        if seq > self._computed:
+            raise Violation("plan", f"{step.plan} has copies that come too late")
+
+    def _run_ready(self) -> None:
+        """Run whatever may run before the next forward pass, loads first."""
+        progress = True
+        while progress:
+            progress = False
+            for queue, run in (
+                (self._loads, self._run_loads),
+                (self._ahead, self._run_ahead),
+                (self._stores, self._run_stores),
+            ):
+                if queue and self._is_ready(queue[0], queue is self._stores):
+                    run(queue[0].plan.seq)
+                    progress = True
+
+    def _is_ready(self, step: Step, stores: bool) -> bool:
+        plan = step.plan
+        if stores:
+            done = [self._loads, self._ahead]
+            return plan.store_after_compute <= self._computed and not any(
+                queue and queue[0].plan.seq <= plan.store_after_loads for queue in done
+            )
+        if plan.load_after_compute > self._computed:
+            return False
+        if self._stores and self._stores[0].plan.seq <= plan.load_after_stores:
+            return False
+        return not (self._ahead and self._ahead[0].plan.seq <= plan.load_after_loads)
+
+    def _store(self, step: Step) -> None:
+        for block, slot in step.stores:
             self.host[slot] = (
                 [GARBAGE] * self._width if block < 0 else self.device[block].copy()
             )
 
-    def _store_before_pending(self, step: Step) -> None:
-        """Run the stores of `step` before the step ahead of it, if they may."""
-        if not step.stores or len(self._steps) != 1:
-            return
-        ahead = self._steps[0]
-        if ahead.loads and step.plan.store_after_loads >= ahead.plan.seq:
-            return
-        after = self._copy()
-        after.run_all()
-        if any(self.device[b] != after.device[b] for b, _ in step.stores if b >= 0):
-            return
-        for each in (ahead, step):
-            if not each.stores_queued:
-                self._queue_stores(each)
-        self._run_stores()
+    def _load(self, pairs: list[tuple[int, int]]) -> None:
+        for slot, block in pairs:
+            self.device[block] = (
+                [GARBAGE] * self._width if slot < 0 else self.host[slot].copy()
+            )
 
     # ----------------------------------------------------------------- compute
 

@@ -4,6 +4,7 @@
 import json
 import math
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def test_defaults(model: str) -> None:
         size_bytes=GiB // 2,
         store_policy="write_back",
         eviction_policy="lru",
-        load_budget_gib=None,
+        max_load_stall_ms=2.0,
+        copy_engine="auto",
+        layerwise_loads=True,
         check_memory=True,
     )
 
@@ -84,12 +87,22 @@ def test_every_key_is_taken(model: str) -> None:
     options = {
         "store_policy": "write_through",
         "eviction_policy": "arc",
-        "load_budget_gib": 0.25,
+        "max_load_stall_ms": 0.25,
+        "copy_engine": "dma",
+        "layerwise_loads": False,
         "check_memory": False,
     }
     found = tier(model, kv_offloading_config=options)
     assert found == KVTierConfig(size_bytes=GiB // 2, **options)
-    assert found is not None and found.load_budget_bytes == GiB // 4
+    assert options.keys() == {f.name for f in fields(KVTierConfig)} - {"size_bytes"}
+
+
+@pytest.mark.parametrize(
+    "limit, seconds", [(0, 0.0), (2, 0.002), (2.5, 0.0025), (None, math.inf)]
+)
+def test_limits_of_a_stall(model: str, limit: float | None, seconds: float) -> None:
+    found = tier(model, kv_offloading_config={"max_load_stall_ms": limit})
+    assert found is not None and found.max_load_stall_s == seconds
 
 
 def test_settings_from_the_command_line(model: str) -> None:
@@ -177,14 +190,24 @@ def test_a_size_above_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"eviction_policy": ["lru"]}, ["unknown eviction_policy ['lru']"]),
         ({"eviction_policy": "no.Such"}, ["'no.Such' cannot be imported"]),
         (
-            {"load_budget_gib": 0},
-            ["load_budget_gib must be a number above 0 or null", "got 0"],
+            {"max_load_stall_ms": -1.5},
+            [
+                "max_load_stall_ms must be a number of milliseconds from 0 on",
+                "got -1.5",
+            ],
         ),
-        ({"load_budget_gib": -1.5}, ["load_budget_gib", "got -1.5"]),
-        ({"load_budget_gib": "2"}, ["load_budget_gib", "got '2'"]),
-        ({"load_budget_gib": True}, ["load_budget_gib", "got True"]),
-        ({"load_budget_gib": math.nan}, ["load_budget_gib", "got nan"]),
-        ({"load_budget_gib": math.inf}, ["load_budget_gib", "got inf"]),
+        ({"max_load_stall_ms": "2"}, ["or null (no limit)", "got '2'"]),
+        ({"max_load_stall_ms": True}, ["max_load_stall_ms", "got True"]),
+        ({"max_load_stall_ms": math.nan}, ["max_load_stall_ms", "got nan"]),
+        ({"max_load_stall_ms": math.inf}, ["max_load_stall_ms", "got inf"]),
+        (
+            {"copy_engine": "cuda"},
+            ["unknown copy_engine 'cuda'", "one of auto, dma, kernel, torch"],
+        ),
+        ({"copy_engine": None}, ["unknown copy_engine None"]),
+        ({"copy_engine": ["dma"]}, ["unknown copy_engine ['dma']"]),
+        ({"layerwise_loads": 1}, ["layerwise_loads must be true or false", "got 1"]),
+        ({"load_budget_gib": 2}, ["unknown key 'load_budget_gib'"]),
         ({"check_memory": "no"}, ["check_memory must be true or false", "got 'no'"]),
         ({"check_memory": 0}, ["check_memory must be true or false", "got 0"]),
     ],

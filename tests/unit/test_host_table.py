@@ -56,7 +56,7 @@ def test_slots_are_distinct_until_one_must_make_room() -> None:
 def test_eviction_follows_use() -> None:
     host = table(2)
     a, b = insert(host, "a"), insert(host, "b")
-    host.touch(a)
+    host.mark_loaded(a, 5)
     assert insert(host, "c").index == b.index
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How reports of failed copies reach the scheduler, from all ranks."""
+"""How reports of the ranks reach the scheduler."""
 
 from copy import deepcopy
 
@@ -13,6 +13,14 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 LOAD_3 = StepReport(failed_load_seq=3)
 LOAD_5 = StepReport(failed_load_seq=5)
 STORE = StepReport(failed_store_slots={7: 4})
+
+
+def loads(num_blocks: int, seconds: float) -> StepReport:
+    return StepReport(loads=(num_blocks, seconds))
+
+
+def prefill(num_tokens: int, seconds: float) -> StepReport:
+    return StepReport(prefill=(num_tokens, seconds))
 
 
 def output() -> ModelRunnerOutput:
@@ -30,9 +38,20 @@ def output() -> ModelRunnerOutput:
         ([STORE, LOAD_5], StepReport(5, {7: 4})),
         ([STORE, StepReport(None, {8: 4})], StepReport(None, {7: 4, 8: 4})),
         ([StepReport()], StepReport()),
+        # Blocks and seconds of the slowest rank, for loads and prefill apart.
+        ([loads(4, 2.0), None], loads(4, 2.0)),
+        ([loads(4, 2.0), LOAD_3], StepReport(3, loads=(4, 2.0))),
+        ([LOAD_3, loads(4, 2.0)], StepReport(3, loads=(4, 2.0))),
+        ([loads(4, 2.0), loads(1, 1.0)], loads(1, 1.0)),
+        ([loads(1, 1.0), loads(4, 2.0)], loads(1, 1.0)),
+        ([loads(4, 2.0), loads(9, 3.0), loads(2, 0.9)], loads(4, 2.0)),
+        (
+            [StepReport(loads=(1, 1.0), prefill=(9, 1.0)), prefill(9, 2.0)],
+            StepReport(loads=(1, 1.0), prefill=(9, 2.0)),
+        ),
     ],
 )
-def test_a_copy_failed_if_it_failed_anywhere(
+def test_a_copy_failed_if_it_failed_anywhere_and_took_what_the_slowest_took(
     reports: list[StepReport | None], merged: StepReport | None
 ) -> None:
     before = deepcopy(reports)

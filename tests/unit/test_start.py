@@ -2,15 +2,17 @@
 """How many slots a size gives, over all ranks."""
 
 import re
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from vllm.v1.kv_tier import start
+from vllm.v1.kv_tier import layer_waits, start
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
 from vllm.v1.kv_tier.config import GiB, KVTierConfig
+from vllm.v1.kv_tier.layer_waits import LayerWaits
 from vllm.v1.kv_tier.start import start_kv_tier
 
 NUM_BLOCKS = 4
@@ -28,7 +30,7 @@ class Executor:
     def _rank(num_layers: int) -> Any:
         caches = [torch.zeros(NUM_BLOCKS, BLOCK_BYTES // 4) for _ in range(num_layers)]
         runner = SimpleNamespace(kv_caches=caches, device=torch.device("cpu"))
-        worker = SimpleNamespace(model_runner=runner)
+        worker = SimpleNamespace(model_runner=runner, vllm_config=None)
         return SimpleNamespace(worker=worker, kv_tier=None)
 
     def collective_rpc(self, method: Any, args: tuple = ()) -> list[Any]:
@@ -36,14 +38,23 @@ class Executor:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, executor: Executor, num_bytes: int
+    monkeypatch: pytest.MonkeyPatch,
+    executor: Executor,
+    num_bytes: int,
+    block_sizes: Sequence[int] = (16,),
+    **settings: Any,
 ) -> SimpleNamespace:
-    config = KVTierConfig(size_bytes=num_bytes)
+    config = KVTierConfig(size_bytes=num_bytes, **settings)
     monkeypatch.setattr(
         start.KVTierConfig, "from_vllm_config", lambda vllm_config: config
     )
     parallel = SimpleNamespace(nnodes=1)
-    kv_cache_config = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_tier=None)
+    specs = [SimpleNamespace(block_size=size) for size in block_sizes]
+    kv_cache_config = SimpleNamespace(
+        num_blocks=NUM_BLOCKS,
+        kv_tier=None,
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs],
+    )
     vllm_config: Any = SimpleNamespace(parallel_config=parallel)
     start_kv_tier(vllm_config, executor, kv_cache_config)
     return kv_cache_config
@@ -59,6 +70,41 @@ def test_the_size_is_that_of_all_ranks_together(
     assert config.kv_tier.slot_bytes == 3 * BLOCK_BYTES
     shapes = [w.kv_tier.buffer.slots.shape for w in executor.wrappers]
     assert shapes == [(10, BLOCK_BYTES), (10, 2 * BLOCK_BYTES)]
+
+
+def test_the_scheduler_hears_what_loads_cost_on_the_slowest_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = Executor(num_ranks=3)
+    config = run(monkeypatch, executor, 100 * BLOCK_BYTES)
+    times = [
+        (r + 1) * BLOCK_BYTES / w.kv_tier.engines.load_bytes_per_s
+        for r, w in enumerate(executor.wrappers)
+    ]
+    assert 0 < config.kv_tier.load_s == max(times)
+
+
+@pytest.mark.parametrize(
+    "block_sizes, num_tokens", [([16], 16), ([16, 16], 8), ([16, 48], 12)]
+)
+def test_tokens_of_a_block_where_groups_have_blocks_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, block_sizes: list[int], num_tokens: int
+) -> None:
+    config = run(monkeypatch, Executor(1), 100 * BLOCK_BYTES, block_sizes)
+    # 48 tokens take three blocks of one group and one of the other.
+    assert config.kv_tier.tokens_per_block == pytest.approx(num_tokens)
+
+
+def test_a_copy_engine_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="copy_engine 'dma' cannot be used here"):
+        run(monkeypatch, Executor(1), 100 * BLOCK_BYTES, copy_engine="dma")
+
+
+def test_without_streams_no_layer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an engine that this process ran before left there is gone."""
+    monkeypatch.setattr(layer_waits, "_waits", LayerWaits({}, 1))
+    run(monkeypatch, Executor(1), 100 * BLOCK_BYTES)
+    assert layer_waits._waits is None
 
 
 def test_reports_are_merged_where_there_are_several_ranks(

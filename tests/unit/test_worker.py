@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's host tier on CPU memory: copies, failures and their reports."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from vllm.v1.kv_tier.copy_engine import slot_bytes
-from vllm.v1.kv_tier.host_buffer import HostBuffer, _pieces
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_tier import worker
+from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer, slot_bytes
+from vllm.v1.kv_tier.layer_waits import LayerWaits
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.regions import build_regions
+from vllm.v1.kv_tier.streams import Copies, CopyOrder, InOrder
 from vllm.v1.kv_tier.worker import HostTier
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -21,23 +25,36 @@ from vllm.v1.outputs import (
 NUM_BLOCKS, NUM_SLOTS = 6, 4
 
 
+def step(
+    seq: int, tokens: Sequence[int] = (), copies_on_write: Any = None, **plan: Any
+) -> SchedulerOutput:
+    """What the scheduler sends: `tokens` of each request, and a plan."""
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {f"r{i}": n for i, n in enumerate(tokens)}
+    output.total_num_scheduled_tokens = sum(tokens)
+    output.kv_cache_block_copies = copies_on_write
+    output.kv_tier_plan = StepPlan(seq, **plan)
+    return output
+
+
 class Rank:
     """A host tier and the device memory it works on."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.caches = [torch.randn(2, NUM_BLOCKS, 3, 5), torch.randn(NUM_BLOCKS, 7)]
-        regions = build_regions(self.caches, NUM_BLOCKS)
-        self.tier = HostTier(regions, NUM_SLOTS, torch.device("cpu"))
+        self.regions = build_regions(self.caches, NUM_BLOCKS)
+        cpu = torch.device("cpu")
+        self.tier = HostTier.allocate(self.regions, NUM_SLOTS, cpu)
 
     def block(self, block_id: int) -> list[torch.Tensor]:
         return [self.caches[0][:, block_id].clone(), self.caches[1][block_id].clone()]
 
-    def run(self, seq: int, **copies: Any) -> None:
-        self.tier.begin_step(StepPlan(seq, **copies))
+    def run(self, seq: int, **plan: Any) -> None:
+        self.tier.begin_step(step(seq, **plan))
 
     def report(self) -> StepReport | None:
-        return self.tier.attach_report(output()).kv_tier_report
+        return self.tier.end_step(output()).kv_tier_report
 
 
 @pytest.fixture
@@ -54,13 +71,20 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, rank: Rank, name: str) -> None:
-    real: Callable = getattr(rank.tier.engine, name)
+    """Let the next copy of `step_loads`, `loads` (ahead) or `stores` stop half-way."""
+    engine: CopyEngine = getattr(rank.tier.engines, name)
+    real = engine.transfer
 
-    def failing(*args: Any) -> None:
-        monkeypatch.setattr(rank.tier.engine, name, real)
-        raise RuntimeError("a copy fails for the test")
+    class Failing(Transfer):
+        def __init__(self, pairs: Any, to_device: bool) -> None:
+            self.transfer = real(pairs, to_device)
 
-    monkeypatch.setattr(rank.tier.engine, name, failing)
+        def copy(self, regions: range) -> None:
+            monkeypatch.setattr(engine, "transfer", real)
+            self.transfer.copy(regions[:1])
+            raise RuntimeError("a copy fails for the test")
+
+    monkeypatch.setattr(engine, "transfer", Failing)
 
 
 def test_stored_blocks_come_back_elsewhere(rank: Rank) -> None:
@@ -85,20 +109,34 @@ def test_stores_of_a_plan_come_before_its_loads(rank: Rank) -> None:
     assert same(rank.block(2), one) and same(rank.block(3), two)
 
 
-def test_no_plan_is_no_work(rank: Rank) -> None:
-    rank.tier.begin_step(None)
+def test_loads_ahead_are_loads(rank: Rank) -> None:
+    one, two = rank.block(1), rank.block(2)
+    rank.run(1, store_blocks=[1, 2], store_slots=[3, 0])
+    rank.run(
+        2, load_slots=[3], load_blocks=[4], ahead_slots=[0, 3], ahead_blocks=[5, 2]
+    )
+    assert same(rank.block(4), one) and same(rank.block(5), two)
+    assert same(rank.block(2), one) and rank.report() is None
+
+
+def test_a_step_without_a_plan_is_none_of_the_tiers_business(rank: Rank) -> None:
+    """Such as the dummy steps of a profiler."""
+    rank.run(4)
+    rank.tier.begin_step(SchedulerOutput.make_empty())
     assert rank.report() is None
 
 
+@pytest.mark.parametrize("name, prefix", [("step_loads", "load"), ("loads", "ahead")])
 def test_a_failed_load_is_reported_once(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, name: str, prefix: str
 ) -> None:
+    copies = {f"{prefix}_slots": [0], f"{prefix}_blocks": [2]}
     rank.run(1, store_blocks=[1], store_slots=[0])
-    fail_once(monkeypatch, rank, "load")
-    rank.run(2, load_slots=[0], load_blocks=[2])
+    fail_once(monkeypatch, rank, name)
+    rank.run(2, **copies)
     assert rank.report() == StepReport(failed_load_seq=2)
     assert rank.report() is None
-    rank.run(3, load_slots=[0], load_blocks=[2])
+    rank.run(3, **copies)
     assert rank.report() is None and same(rank.block(2), rank.block(1))
 
 
@@ -107,7 +145,7 @@ def test_the_earliest_failed_load_is_reported(
 ) -> None:
     rank.run(1, store_blocks=[1], store_slots=[0])
     for seq in (2, 3):
-        fail_once(monkeypatch, rank, "load")
+        fail_once(monkeypatch, rank, "step_loads")
         rank.run(seq, load_slots=[0], load_blocks=[2])
     assert rank.report() == StepReport(failed_load_seq=2)
 
@@ -116,18 +154,21 @@ def test_a_failed_store_fails_later_loads_of_its_slots(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler may have planned them before it heard of the failure."""
-    fail_once(monkeypatch, rank, "store")
+    fail_once(monkeypatch, rank, "stores")
     rank.run(1, store_blocks=[1, 2], store_slots=[0, 1])
     before = rank.block(3)
     rank.run(2, load_slots=[1], load_blocks=[3])
     assert same(rank.block(3), before)
     assert rank.report() == StepReport(2, {0: 1, 1: 1})
+    rank.run(3, ahead_slots=[0], ahead_blocks=[3])
+    assert same(rank.block(3), before)
+    assert rank.report() == StepReport(3)
 
 
 def test_a_slot_is_good_again_after_a_good_store(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_once(monkeypatch, rank, "store")
+    fail_once(monkeypatch, rank, "stores")
     rank.run(1, store_blocks=[1, 2], store_slots=[0, 1])
     rank.report()
     rank.run(2, store_blocks=[1], store_slots=[0])
@@ -137,9 +178,15 @@ def test_a_slot_is_good_again_after_a_good_store(
     assert rank.report() == StepReport(4)
 
 
+def fail(rank: Rank, seq: int) -> None:
+    """A plan that loads from a slot that was never filled."""
+    rank.tier._bad_slots.add(0)
+    rank.run(seq, load_slots=[0], load_blocks=[1])
+
+
 def failed_rank() -> Rank:
     rank = Rank()
-    rank.tier._failed().failed_load_seq = 9
+    fail(rank, 9)
     return rank
 
 
@@ -169,7 +216,7 @@ def test_a_report_travels_with_an_async_output() -> None:
     assert isinstance(later, AsyncModelRunnerOutput)
     assert later.get_kv_connector_output() == "of the connector"  # type: ignore
     # What fails from now on belongs to the next output.
-    rank.tier._failed().failed_load_seq = 10
+    fail(rank, 10)
     assert later.get_output().kv_tier_report == StepReport(9)
     assert EMPTY_MODEL_RUNNER_OUTPUT.kv_tier_report is None
     assert rank.report() == StepReport(10)
@@ -190,19 +237,157 @@ def test_host_memory_is_exact_and_slots_are_aligned(rank: Rank) -> None:
     assert not rank.tier.buffer.pinned
 
 
-def test_memory_that_cannot_be_had_is_an_error_with_the_flag() -> None:
-    with pytest.raises(MemoryError, match="--kv-offloading-size.*Lower the size"):
-        HostBuffer(num_slots=1 << 30, slot_bytes=1 << 30, pin=False)
+# -------------------------------------------------------------- layers and times
 
 
-def test_memory_is_registered_in_pieces_without_gaps(
-    monkeypatch: pytest.MonkeyPatch,
+class Recorder(InOrder):
+    """Keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.layerwise: list[bool] = []
+        self.num_tokens: list[int] = []
+        self.num_parts = [0, 0, 0]
+        self.times: tuple[tuple[int, float], tuple[int, float]] = (0, 0.0), (0, 0.0)
+        self.all_waited = True
+
+    def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
+        self.layerwise.append(layerwise)
+        self.copies = copies
+        for i, copy in enumerate((copies.store, copies.load, copies.load_ahead)):
+            copy(partial(self._count, i))
+
+    def _count(self, i: int) -> None:
+        self.num_parts[i] += 1
+
+    def end_step(self) -> bool:
+        return self.all_waited
+
+    def take_times(
+        self, num_tokens: int
+    ) -> tuple[tuple[int, float], tuple[int, float]]:
+        self.num_tokens.append(num_tokens)
+        return self.times
+
+
+def with_order(
+    rank: Rank, order: CopyOrder, waits: LayerWaits | None = None
+) -> HostTier:
+    """Another tier on the memory of `rank`."""
+    return HostTier(rank.regions, rank.tier.engines, order, waits)
+
+
+LOAD = {"load_slots": [0], "load_blocks": [1]}
+
+
+def test_copies_go_by_layers_where_a_step_waits_else_by_blocks(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm.v1.kv_tier.host_buffer._REGISTER_BYTES", 100)
-    memory = torch.empty(250, dtype=torch.uint8)
-    start = memory.data_ptr()
-    assert list(_pieces(memory)) == [
-        (start, 100),
-        (start + 100, 100),
-        (start + 200, 50),
-    ]
+    # Keys, values, and the other layer: 60, 60 and 28 bytes of each block.
+    order, waits = Recorder(), LayerWaits({}, max_decode_tokens=1)
+    tier = with_order(rank, order, waits)
+    monkeypatch.setattr(worker, "_PART_BYTES", 130)
+    monkeypatch.setattr(worker, "_CHUNK_BYTES", 150)
+    one, two = rank.block(1), rank.block(2)
+    tier.begin_step(step(1, store_slots=[0, 1], store_blocks=[1, 2]))
+    tier.begin_step(step(2, ahead_slots=[0], ahead_blocks=[3]))
+    tier.begin_step(step(3, [5], load_slots=[1, 0], load_blocks=[4, 5]))
+    # Two blocks of two regions are more than a part, one block of all is a chunk.
+    assert order.num_parts == [2, 2, 1]
+    assert waits.parts == [range(0, 2), range(2, 3)]
+    assert order.copies.num_load_parts == 2
+    assert same(rank.block(3), one)
+    assert same(rank.block(4), two) and same(rank.block(5), one)
+    monkeypatch.setattr(worker, "_PART_BYTES", 1)
+    tier.begin_step(step(4, [5], **LOAD))
+    assert waits.parts == [range(0, 1), range(1, 2), range(2, 3)]
+
+
+@pytest.mark.parametrize("num_blocks, is_long", [(2, False), (3, True)])
+def test_long_launches_are_left_to_a_thread(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, num_blocks: int, is_long: bool
+) -> None:
+    # 5 us a piece, of three regions.
+    monkeypatch.setattr(worker, "_LONG_LAUNCH_S", 40e-6)
+    order = Recorder()
+    ids = list(range(num_blocks))
+    with_order(rank, order).begin_step(step(1, load_slots=ids, load_blocks=ids))
+    assert order.copies.load_launches_long == is_long
+
+
+@pytest.mark.parametrize(
+    "output, is_layerwise",
+    [
+        (step(1, [5], **LOAD), True),
+        (step(1, [1, 2], **LOAD), True),
+        # One CUDA graph may hold such a step.
+        (step(1, [1, 1], **LOAD), False),
+        (step(1, **LOAD), False),
+        # They come before the first layer.
+        (step(1, [5], copies_on_write=["a copy"], **LOAD), False),
+        (step(1, [5], ahead_slots=[0], ahead_blocks=[1]), False),
+        (step(1, [5]), False),
+    ],
+)
+def test_when_layers_wait_for_their_own_loads(
+    rank: Rank, output: SchedulerOutput, is_layerwise: bool
+) -> None:
+    order = Recorder()
+    with_order(rank, order, LayerWaits({}, max_decode_tokens=1)).begin_step(output)
+    with_order(rank, order).begin_step(output)
+    assert order.layerwise == [is_layerwise, False]
+
+
+def test_a_layer_that_did_not_wait_fails_its_step(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    order = Recorder()
+    tier = with_order(rank, order, LayerWaits({}, max_decode_tokens=1))
+    tier.begin_step(step(1, [5], **LOAD))
+    assert tier.end_step(output()).kv_tier_report is None
+    tier.begin_step(step(2, [5], **LOAD))
+    order.all_waited = False
+    # No model output yet: `sample_tokens` brings it.
+    assert tier.end_step(None) is None
+    assert "layerwise_loads" in caplog.text
+    assert tier.attach_report(output()).kv_tier_report == StepReport(2)
+    # Once is enough.
+    order.all_waited = True
+    tier.begin_step(step(3, [5], **LOAD))
+    assert tier.end_step(output()).kv_tier_report is None
+    assert order.layerwise == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "output, num_tokens",
+    [
+        (step(1, [1024]), 1024),
+        (step(1, [1023]), 0),
+        (step(1, [1000, 80, 80]), 1160),
+        # Most of its requests decode.
+        (step(1, [1024, *[1] * 16]), 0),
+        # It waits for loads.
+        (step(1, [1024], **LOAD), 0),
+        (step(1, [1024], compute_after_loads=1), 0),
+        # Beside which others load.
+        (step(1, [1024], ahead_slots=[0], ahead_blocks=[1]), 1024),
+    ],
+)
+def test_which_steps_tell_what_prefill_costs(
+    rank: Rank, output: SchedulerOutput, num_tokens: int
+) -> None:
+    order = Recorder()
+    with_order(rank, order).begin_step(output)
+    assert order.num_tokens == [num_tokens]
+
+
+def test_times_travel_with_the_next_output(rank: Rank) -> None:
+    order = Recorder()
+    tier = with_order(rank, order)
+    for times in (((3, 0.5), (0, 0.0)), ((0, 0.0), (2048, 0.25))):
+        order.times = times
+        tier.begin_step(step(1))
+        found = tier.end_step(output()).kv_tier_report
+        assert found == StepReport(loads=times[0], prefill=times[1])
+    order.times = (0, 0.0), (0, 0.0)
+    tier.begin_step(step(2))
+    assert tier.end_step(output()).kv_tier_report is None

@@ -16,6 +16,7 @@ BACKEND = "core"
 GiB = 1 << 30
 
 StorePolicy = Literal["write_back", "write_through"]
+COPY_ENGINES = ("auto", "dma", "kernel", "torch")
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,19 @@ class KVTierConfig:
     """Which host slot makes room: `lru`, `arc`, or the import path
     (`package.module.Class`) of an `EvictionPolicy`."""
 
-    load_budget_gib: float | None = None
-    """GiB, all ranks together, that one step may load. A request that would
-    exceed it waits for the next step, unless it is the first of its step.
-    None: no limit."""
+    max_load_stall_ms: float | None = 2.0
+    """How long a step with other requests may wait for the loads of a request that
+    joins it, in milliseconds. A request whose loads take longer waits for them
+    outside, while the others run on. None: no limit."""
+
+    copy_engine: str = "auto"
+    """What copies on a GPU: `dma` (copy engines, batched), `kernel` (a Triton
+    kernel), `torch` (one copy for each block and region), or `auto`: what
+    measures best at start for each direction and size."""
+
+    layerwise_loads: bool = True
+    """Let each layer wait for its own part of the loads of a step, where the engine
+    allows it, instead of the step for all of them."""
 
     check_memory: bool = True
     """Refuse a size that exceeds the memory available at start. Turn it off on
@@ -80,8 +90,9 @@ class KVTierConfig:
         return config
 
     @property
-    def load_budget_bytes(self) -> int | None:
-        return None if self.load_budget_gib is None else int(self.load_budget_gib * GiB)
+    def max_load_stall_s(self) -> float:
+        limit = self.max_load_stall_ms
+        return math.inf if limit is None else limit / 1e3
 
     def _check_values(self) -> None:
         flag = "--kv-offloading-config"
@@ -91,17 +102,23 @@ class KVTierConfig:
                 f"Use one of {', '.join(get_args(StorePolicy))}."
             )
         make_policy(self.eviction_policy, num_slots=1)
-        budget = self.load_budget_gib
-        if budget is not None and not (_is_number(budget) and 0 < budget < math.inf):
+        stall = self.max_load_stall_ms
+        if stall is not None and not (_is_number(stall) and 0 <= stall < math.inf):
             raise ValueError(
-                f"{flag}: load_budget_gib must be a number above 0 or null "
-                f"(no limit), got {budget!r}."
+                f"{flag}: max_load_stall_ms must be a number of milliseconds from 0 "
+                f"on, or null (no limit), got {stall!r}."
             )
-        if not isinstance(self.check_memory, bool):
+        if self.copy_engine not in COPY_ENGINES:
             raise ValueError(
-                f"{flag}: check_memory must be true or false, got "
-                f"{self.check_memory!r}."
+                f"{flag}: unknown copy_engine {self.copy_engine!r}. "
+                f"Use one of {', '.join(COPY_ENGINES)}."
             )
+        for name in ("layerwise_loads", "check_memory"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(
+                    f"{flag}: {name} must be true or false, got {value!r}."
+                )
 
     def _check_engine(self, vllm_config: "VllmConfig") -> None:
         backend = f"--kv-offloading-backend {BACKEND}"
@@ -192,6 +209,11 @@ class KVTierLayout:
     num_slots: int
     slot_bytes: int
     """Bytes of one slot on all ranks together."""
+    load_s: float = 0.0
+    """Seconds to load one slot, on the slowest rank, as measured at start."""
+    tokens_per_block: float = 0.0
+    """Tokens whose KV takes one block; less than the block size where several
+    groups of layers have blocks of their own."""
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

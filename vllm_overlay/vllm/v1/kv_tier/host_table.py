@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which KV block lies in which host slot."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -39,6 +40,8 @@ class HostTable:
         self.evictions = 0
         self._policy = policy
         self._slots: dict[BlockHashWithGroupId, HostSlot] = {}
+        # No method: asked for every block of every prefix, and for every victim.
+        self.get: Callable[[BlockHashWithGroupId], HostSlot | None] = self._slots.get
         self._by_index: dict[int, HostSlot] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         # When each slot was last read; outlives its content, because a store
@@ -51,19 +54,12 @@ class HostTable:
     def __len__(self) -> int:
         return len(self._by_index)
 
-    def get(self, key: BlockHashWithGroupId) -> HostSlot | None:
-        return self._slots.get(key)
-
     def at(self, index: int) -> HostSlot | None:
         """The content of slot `index`, if it is filled."""
         return self._by_index.get(index)
 
     def filled(self) -> list[HostSlot]:
         return list(self._by_index.values())
-
-    def touch(self, slot: HostSlot) -> None:
-        """The block of `slot` was used."""
-        self._policy.hit(slot.keys[0])
 
     def pin(self, slot: HostSlot) -> None:
         """Keep `slot` until `unpin_all`: the plan in the making uses it."""
@@ -78,7 +74,9 @@ class HostTable:
         return slot.keys[0] in self._pinned
 
     def mark_loaded(self, slot: HostSlot, seq: int) -> None:
+        """The plan `seq` loads the block of `slot`."""
         slot.load_seq = self._load_seq[slot.index] = seq
+        self._policy.hit(slot.keys[0])
 
     def last_load(self, slot: HostSlot) -> int:
         """Last plan that read the memory of `slot`, for whatever content."""

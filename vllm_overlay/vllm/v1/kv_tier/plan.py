@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler tells the workers for one step, and what they tell it.
 
-Workers carry out the plans in the order of their `seq`, each before the forward
-pass of its step: first the stores, then the loads. A copy may still run when
-later plans arrive; the three fences say which earlier copies must have ended
-before memory that they use is used again.
+Every step has a plan. Workers take the plans in the order of their `seq`. A copy
+may still run when later plans arrive; the fences say which earlier copies and
+forward passes must have ended before memory that they use is used again.
 """
 
 from collections.abc import Iterable
@@ -13,7 +12,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StepPlan:
-    """Copies of one step. `seq` starts at 1; a fence of 0 asks for nothing."""
+    """Copies of one step. `seq` starts at 1; a fence of 0 asks for nothing.
+
+    The loads of a step end before its forward pass reads what they load. Loads
+    ahead and stores end some time; later plans have fences for them. What no fence
+    orders may run in any order, or at once. Stores that the loads of the same plan
+    wait for do not wait for these.
+    """
 
     seq: int
     store_blocks: list[int] = field(default_factory=list)
@@ -22,25 +27,44 @@ class StepPlan:
     load_slots: list[int] = field(default_factory=list)
     """Host slots to copy from; pairs with `load_blocks`."""
     load_blocks: list[int] = field(default_factory=list)
+    ahead_slots: list[int] = field(default_factory=list)
+    """As above, for requests of later steps; pairs with `ahead_blocks`."""
+    ahead_blocks: list[int] = field(default_factory=list)
 
     compute_after_stores: int = 0
     """The forward pass overwrites device blocks that stores of plans up to this
     `seq` (it may be this plan's own) still read."""
+    compute_after_loads: int = 0
+    """The forward pass uses device blocks that loads ahead of plans up to this
+    `seq` fill."""
     load_after_stores: int = 0
-    """The loads read slots, or overwrite device blocks, that stores of plans up
-    to this `seq` use."""
+    """The loads, ahead or not, read slots, or overwrite device blocks, that stores
+    of plans up to this `seq` use."""
+    load_after_loads: int = 0
+    """The loads overwrite device blocks that loads ahead of plans up to this `seq`
+    fill."""
+    load_after_compute: int = 0
+    """The loads overwrite device blocks that forward passes up to this `seq` use."""
+    store_after_compute: int = 0
+    """The stores read what forward passes up to this `seq` wrote."""
     store_after_loads: int = 0
-    """The stores overwrite slots that loads of plans up to this `seq` read."""
+    """The stores overwrite slots that loads of plans up to this `seq` read, or read
+    device blocks that they fill."""
 
 
 @dataclass
 class StepReport:
-    """Copies that failed on some rank. Absent from a step without failures."""
+    """What the scheduler must hear of. Absent from a step with nothing to tell."""
 
     failed_load_seq: int | None = None
-    """Lowest `seq` of a plan with a failed load."""
+    """Lowest `seq` of a plan with a failed load on some rank."""
     failed_store_slots: dict[int, int] = field(default_factory=dict)
-    """Host slot to `seq` of the store that failed to fill it."""
+    """Host slot to `seq` of the store that failed to fill it on some rank."""
+    loads: tuple[int, float] = (0, 0.0)
+    """Blocks of loads ahead that ended, and the seconds that they took."""
+    prefill: tuple[int, float] = (0, 0.0)
+    """Tokens of steps that were mostly prefill and waited for no load, and the
+    seconds that they took."""
 
 
 def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
@@ -53,4 +77,11 @@ def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
         seqs = (merged.failed_load_seq, report.failed_load_seq)
         merged.failed_load_seq = min((s for s in seqs if s is not None), default=None)
         merged.failed_store_slots.update(report.failed_store_slots)
+        # The slowest rank is what a step waits for.
+        merged.loads = _slower(merged.loads, report.loads)
+        merged.prefill = _slower(merged.prefill, report.prefill)
     return merged
+
+
+def _slower(a: tuple[int, float], b: tuple[int, float]) -> tuple[int, float]:
+    return a if a[1] * max(b[0], 1) >= b[1] * max(a[0], 1) and a[0] else b

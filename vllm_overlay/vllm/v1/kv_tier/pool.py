@@ -5,7 +5,8 @@ The life of a block beyond the device:
 
     get_new_blocks takes a victim ── demote ──▶ store queued, key → host slot
     get_cached_block finds only the slot ─────▶ the slot stands in the hit
-    allocate_slots keeps that request ─ promote ▶ device block, load queued
+    allocate_slots keeps that request ─ promote ▶ device block, load queued; the
+                                                  request may wait for it
     take_plan ends the step ── clean ─────────▶ next victims stored ahead
 
 Everything a step needs moved is in its `StepPlan`. A key is registered the moment
@@ -13,6 +14,7 @@ its copy is queued, since the workers put copies and compute in order.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -24,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_tier.config import KVTierLayout
 from vllm.v1.kv_tier.host_table import HostSlot, HostTable
+from vllm.v1.kv_tier.load_policy import LoadPolicy
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.policy import make_policy
 from vllm.v1.kv_tier.stats import KVTierStats
@@ -42,6 +45,45 @@ def kv_tier_of(pool: BlockPool) -> "TieredBlockPool | None":
     return pool if isinstance(pool, TieredBlockPool) else None
 
 
+@dataclass
+class _Ahead:
+    """Loads ahead of one plan."""
+
+    end: float
+    """When they will have ended, as far as one can tell."""
+    unclaimed: set[int]
+    """Ids of the blocks that no request has taken yet."""
+
+
+# Blocks at the head of the free queue that may be in use by a step in flight.
+_RECENT = 16
+
+# How often a request may wait for loads before it is admitted with them. And how many
+# may wait before the list is looked through.
+_MAX_WAITS = 4
+_MANY_WAITS = 1024
+
+# Loads ahead of what cannot run yet are not worth a plan below so many blocks.
+_MIN_AHEAD = 64
+
+# Part of the device blocks that loads ahead leave to the requests that run: one
+# that takes a block loaded ahead waits for the load.
+_SPARE = 1 / 32
+
+# Blocks that write_back may store in a step, even when steps take fewer, and how many
+# it keeps clean for hits at most: they are looked through now and then.
+_MIN_STORES = 128
+_MAX_WINDOW = 2048
+
+# How long blocks loaded ahead are kept for the request that waits for them. It
+# may have been aborted.
+_CLAIM_WITHIN_S = 1.0
+
+
+_Hole = tuple[list[KVCacheBlock], int, HostSlot]
+"""Where a loaded block belongs: index in a list, and the slot that is there."""
+
+
 class TieredBlockPool(BlockPool):
     """A `BlockPool` whose evicted blocks live on in host slots.
 
@@ -58,8 +100,8 @@ class TieredBlockPool(BlockPool):
         self.host = HostTable(layout.num_slots, policy)
         self.write_through = config.store_policy == "write_through"
         self.slot_bytes = layout.slot_bytes
-        budget = config.load_budget_bytes
-        self._max_loads = None if budget is None else max(1, budget // self.slot_bytes)
+        self.loads = LoadPolicy(layout.load_s, config.max_load_stall_s)
+        self._tokens_per_block = layout.tokens_per_block
 
         # The plan in the making. `_stores` and `_loads` are keyed by what they
         # overwrite (slot, device block), so that a later copy to the same place
@@ -67,18 +109,34 @@ class TieredBlockPool(BlockPool):
         self._plan = StepPlan(seq=1)
         self._stores: dict[int, KVCacheBlock] = {}
         self._loads: dict[int, HostSlot] = {}
+        self._loads_ahead: dict[int, HostSlot] = {}
 
         self._in_step = False
         self._demoting = False
+        self._serves_host = True
+        # Blocks freed by the step in the making, by id.
+        self._freed: dict[int, KVCacheBlock] = {}
+        self._deferred: Request | None = None
+        # Requests that wait for loads, by id: until when, and how often they did.
+        self._waits: dict[str, tuple[float, int]] = {}
         # Per device block: the plan whose forward pass computes it (hashed
-        # blocks), and the last plan that stores it.
+        # blocks), the last plan that stores it, the last plan that loads it ahead,
+        # and the last plan whose forward pass may use it (free blocks).
         self._computed_by = [0] * self.num_gpu_blocks
         self._stored_by = [0] * self.num_gpu_blocks
+        self._ahead_by = [0] * self.num_gpu_blocks
+        self._used_by = [0] * self.num_gpu_blocks
+        # By plan. Forward passes after the fence need not wait for them.
+        self._ahead: dict[int, _Ahead] = {}
+        self._ahead_fence = 0
         # write_through: blocks hashed since the last plan.
         self._fresh: list[KVCacheBlock] = []
         # write_back: device blocks taken per step, a maximum that decays.
         self._taken = 0
+        self._taken_by_loads = 0
         self._take_rate = 0.0
+        # Victims that were clean when last looked at; a guess since then.
+        self._clean_ahead = 0
         self._stats = KVTierStats()
 
     # ------------------------------------------------------------------ a step
@@ -86,30 +144,47 @@ class TieredBlockPool(BlockPool):
     def begin_step(self) -> None:
         """The scheduler starts to plan a step."""
         self._in_step = True
+        self._serves_host = not self.loads.recompute
+        if len(self._waits) > _MANY_WAITS:
+            # Some were aborted.
+            limit = self.loads.clock() - _CLAIM_WITHIN_S
+            self._waits = {k: w for k, w in self._waits.items() if w[0] > limit}
 
-    def take_plan(self) -> StepPlan | None:
-        """End the step: its copies, or None when it has none."""
+    def take_plan(self) -> StepPlan:
+        """End the step: its copies and fences."""
         self._in_step = False
+        self._deferred = None
+        self._freed.clear()
         if self.write_through:
             self._store_fresh()
         else:
             self._clean_next_victims()
-        plan, seq = self._plan, self._plan.seq
-        self._plan = StepPlan(seq=seq + 1)
-        for index, block in self._stores.items():
-            plan.store_slots.append(index)
-            plan.store_blocks.append(block.block_id)
-        for block_id, slot in self._loads.items():
-            plan.load_slots.append(slot.index)
-            plan.load_blocks.append(block_id)
+        plan = self._plan
+        self._plan = StepPlan(seq=plan.seq + 1)
+        plan.store_slots = list(self._stores)
+        plan.store_blocks = [block.block_id for block in self._stores.values()]
+        plan.load_blocks = list(self._loads)
+        plan.load_slots = [slot.index for slot in self._loads.values()]
+        plan.ahead_blocks = list(self._loads_ahead)
+        plan.ahead_slots = [slot.index for slot in self._loads_ahead.values()]
         self._stats.stored_blocks += len(self._stores)
         self._stats.loaded_blocks += len(self._loads)
+        self._stats.loaded_ahead_blocks += len(self._loads_ahead)
         self._stores.clear()
         self._loads.clear()
+        self._loads_ahead.clear()
         self.host.unpin_all()
-        # Even without copies, a step may overwrite what an earlier plan reads.
-        idle = not (plan.store_slots or plan.load_slots or plan.compute_after_stores)
-        return None if idle else plan
+        if plan.compute_after_loads > self._ahead_fence:
+            self._ahead_fence = plan.compute_after_loads
+        # Their blocks wait for a request even when the loads have ended.
+        over = [
+            seq
+            for seq, ahead in self._ahead.items()
+            if seq <= self._ahead_fence and not self._are_kept(ahead)
+        ]
+        for seq in over:
+            del self._ahead[seq]
+        return plan
 
     # ------------------------------------------------------------------ lookup
 
@@ -121,8 +196,13 @@ class TieredBlockPool(BlockPool):
         for group_id in kv_cache_group_ids:
             key = make_block_hash_with_group_id(block_hash, group_id)
             block = self.cached_block_hash_to_block.get_one_block(key)
-            if block is None and (block := self.host.get(key)) is None:
-                return None
+            if block is None:
+                block = self.host.get(key)
+                if block is None:
+                    return None
+                if not self._serves_host:
+                    self._stats.recomputed_lookups += 1
+                    return None
             blocks.append(block)
         return blocks
 
@@ -135,6 +215,7 @@ class TieredBlockPool(BlockPool):
         computed_blocks: tuple[Sequence[KVCacheBlock], ...],
         num_local_tokens: int,
         num_external_tokens: int,
+        has_scheduled_reqs: bool,
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:
         """Turn the host slots of a prefix hit into cached device blocks.
 
@@ -148,60 +229,267 @@ class TieredBlockPool(BlockPool):
                 them in this step.
             num_local_tokens: Tokens of the hit.
             num_external_tokens: Tokens that a KV connector adds to it.
+            has_scheduled_reqs: Whether the step has other requests, which would
+                wait for the loads of this one.
 
         Returns:
             The hit with device (or null) blocks only, or None when the request
-            must wait for the next step: its loads exceed what is left of the
-            step's load budget, or its hit ends inside a block of this step.
+            must wait for a later step (see `defers`): the others would wait too
+            long for its loads, which begin now, or its hit ends inside a block of
+            this step.
 
         """
         if self._copies_too_early(managers, computed_blocks, num_local_tokens):
+            self._deferred = request
             return None
-        if not any(type(b) is HostSlot for group in computed_blocks for b in group):
+        if not self._ahead and not any(
+            type(block) is HostSlot for group in computed_blocks for block in group
+        ):
             self._stats.record_hit(request, num_local_tokens, 0)
             return computed_blocks
+        groups, hits, holes = self._find_holes(
+            managers, computed_blocks, num_local_tokens + num_external_tokens
+        )
+        num_host_tokens = max(
+            manager.block_size * sum(map(self._is_from_host, group))
+            for manager, group in zip(managers, groups, strict=True)
+        )
+        last_ahead = self._last_ahead(hits)
+        if has_scheduled_reqs and self._stalls(last_ahead, len(holes)):
+            _, num_waits = self._waits.get(request.request_id, (0.0, 0))
+            # Those who overtook it may have taken its blocks again.
+            if num_waits < _MAX_WAITS:
+                if len(holes) > self._room_ahead(hits):
+                    # It lacks blocks after all: those that others wait for.
+                    return None
+                if holes:
+                    last_ahead = self._load(holes, hits, ahead=True)
+                self._waits[request.request_id] = (
+                    self._ahead[last_ahead].end,
+                    num_waits + 1,
+                )
+                self._deferred = request
+                self._stats.deferred_requests += 1
+                return None
+        if holes and len(holes) > self._room(hits):
+            # Too many blocks were freed by this step, which still uses them.
+            return None
+        self._waits.pop(request.request_id, None)
+        if holes:
+            self._load(holes, hits, ahead=False)
+        self._claim(hits, last_ahead)
+        self._stats.record_hit(request, num_local_tokens, num_host_tokens)
+        return tuple(groups)
+
+    def defers(self, request: Request) -> bool:
+        """Whether `promote` made `request` wait in this step. Those behind it need
+        not: it lacks time, not blocks."""
+        return self._deferred is request
+
+    def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
+        """Whether `request` waits for loads that are still on their way. Saves the
+        lookup of its prefix."""
+        if request.request_id not in self._waits or not has_scheduled_reqs:
+            return False
+        return self.loads.stalls(self._waits[request.request_id][0])
+
+    def load_ahead(
+        self,
+        managers: Sequence[Any],
+        computed_blocks: tuple[Sequence[KVCacheBlock], ...],
+        num_tokens: int,
+    ) -> None:
+        """Begin to load the hit of a request that lacks blocks, as far as they go.
+
+        Args:
+            managers: As for `promote`.
+            computed_blocks: As for `promote`.
+            num_tokens: Tokens of the hit.
+
+        """
+        spare = int(_SPARE * self.num_gpu_blocks)
+        # A request that can run soon would wait for all loads of the plan.
+        if self._loads_ahead or self._room_ahead(()) - spare < _MIN_AHEAD:
+            return
+        _, hits, holes = self._find_holes(managers, computed_blocks, num_tokens)
+        num_loads = min(len(holes), self._room_ahead(hits) - spare)
+        if num_loads >= min(len(holes), _MIN_AHEAD) > 0:
+            self._load(holes[:num_loads], hits, ahead=True)
+
+    def _find_holes(
+        self,
+        managers: Sequence[Any],
+        computed_blocks: tuple[Sequence[KVCacheBlock], ...],
+        num_tokens: int,
+    ) -> tuple[list[list[KVCacheBlock]], list[KVCacheBlock], list[_Hole]]:
+        """Take a hit of `num_tokens` apart.
+
+        Returns:
+            Its blocks by group, without what attention windows have left behind;
+            those of them that the device has; and where the others belong.
+
+        """
         groups = [list(group) for group in computed_blocks]
         hits: list[KVCacheBlock] = []
-        holes: list[tuple[list[KVCacheBlock], int, HostSlot]] = []
-        num_host_tokens = 0
+        holes: list[_Hole] = []
         for manager, group in zip(managers, groups, strict=True):
             # Upstream drops the head that the attention window has left behind.
-            skipped = manager.get_num_skipped_tokens(
-                num_local_tokens + num_external_tokens
-            )
-            first = skipped // manager.block_size
-            num_holes = -len(holes)
+            first = manager.get_num_skipped_tokens(num_tokens) // manager.block_size
             for i, block in enumerate(group):
-                if isinstance(block, HostSlot):
+                if type(block) is HostSlot:
                     if i < first:
                         group[i] = self.null_block
                     else:
                         holes.append((group, i, block))
                 elif i >= first and not block.is_null:
                     hits.append(block)
-            num_holes += len(holes)
-            num_host_tokens = max(num_host_tokens, num_holes * manager.block_size)
-        num_loads = len(self._loads)
-        if (
-            self._max_loads is not None
-            and num_loads
-            and num_loads + len(holes) > self._max_loads
-        ):
-            return None
+        return groups, hits, holes
 
+    def _load(
+        self,
+        holes: list[_Hole],
+        hits: list[KVCacheBlock],
+        ahead: bool,
+    ) -> int:
+        """Fill `holes` with device blocks whose loads are queued. Returns the plan."""
         # Taking blocks evicts others: neither the device part of this hit nor
         # its slots may be among them.
         self._hold(hits)
         for _, _, slot in holes:
             self.host.pin(slot)
-        new_blocks = self.get_new_blocks(len(holes))
+        new_blocks = self._new_blocks_to_load(len(holes))
+        self._taken -= len(holes)
+        self._taken_by_loads += len(holes)
+        plan = self._plan
+        queue = self._loads_ahead if ahead else self._loads
         for (group, i, slot), block in zip(holes, new_blocks):
-            self._queue_load(slot, block)
             group[i] = block
+            queue[block.block_id] = slot
+            self.host.mark_loaded(slot, plan.seq)
+            self._register(slot, block)
+        plan.load_after_stores = max(
+            plan.load_after_stores, *(slot.store_seq for _, _, slot in holes)
+        )
+        plan.load_after_compute = max(
+            plan.load_after_compute, *(self._used_by[b.block_id] for b in new_blocks)
+        )
+        end = self.loads.queue(len(holes))
+        if ahead:
+            entry = self._ahead.setdefault(plan.seq, _Ahead(end, set()))
+            entry.end = end
+            for block in new_blocks:
+                self._ahead_by[block.block_id] = plan.seq
+                entry.unclaimed.add(block.block_id)
         self._release(hits)
         self._release(new_blocks)
-        self._stats.record_hit(request, num_local_tokens, num_host_tokens)
-        return tuple(groups)
+        return plan.seq
+
+    def _register(self, slot: HostSlot, block: KVCacheBlock) -> None:
+        """Give `block` the keys of the slot that is loaded into it."""
+        num_tokens = slot.block_hash_num_tokens
+        for key in slot.keys:
+            super()._insert_block_hash(key, block, num_tokens)
+            # The tokens are those of the primary key, which comes first.
+            num_tokens = None
+        self._computed_by[block.block_id] = self._plan.seq
+
+    def _new_blocks_to_load(self, num_blocks: int) -> list[KVCacheBlock]:
+        """New blocks, none of which this step uses."""
+        queue, in_flight = self.free_block_queue, self._plan.seq - 1
+        set_aside = [block for block in self._freed.values() if block.ref_cnt == 0]
+        for block in set_aside:
+            queue.remove(block)
+        # Loads into these would wait for the step in flight. Upstream reuses blocks
+        # without keys first.
+        recent = [
+            block
+            for block in self._free_blocks(_RECENT)
+            if self._used_by[block.block_id] == in_flight
+        ]
+        if num_blocks + len(recent) <= self.get_num_free_blocks():
+            for block in recent:
+                queue.remove(block)
+            set_aside += recent
+        new_blocks = self.get_new_blocks(num_blocks)
+        queue.append_n(set_aside)
+        return new_blocks
+
+    def _last_ahead(self, hits: Iterable[KVCacheBlock]) -> int:
+        """Latest plan, not known to have ended, that loads one of `hits` ahead."""
+        if not self._ahead:
+            return 0
+        ahead_by = self._ahead_by
+        last = max((ahead_by[block.block_id] for block in hits), default=0)
+        return last if last > self._ahead_fence else 0
+
+    def _stalls(self, last_ahead: int, num_holes: int) -> bool:
+        if num_holes:
+            return self.loads.stalls(self.loads.end_of(num_holes))
+        if not last_ahead:
+            return False
+        # The loads of the plan in the making have not even begun.
+        has_begun = last_ahead < self._plan.seq
+        return not has_begun or self.loads.stalls(self._ahead[last_ahead].end)
+
+    def _room(self, hits: Iterable[KVCacheBlock]) -> int:
+        """Blocks that can be loaded now without `hits`."""
+        kept = {block.block_id for block in hits if block.ref_cnt == 0}
+        kept.update(b.block_id for b in self._freed.values() if b.ref_cnt == 0)
+        return self.get_num_free_blocks() - len(kept)
+
+    def _room_ahead(self, hits: Iterable[KVCacheBlock]) -> int:
+        """As `_room`, and without what others wait for."""
+        ids = {block.block_id for block in hits}
+        kept: set[int] = set()
+        for ahead in self._ahead.values():
+            if self._are_kept(ahead):
+                kept |= ahead.unclaimed
+        return self._room(hits) - len(kept - ids)
+
+    def _claim(self, hits: Iterable[KVCacheBlock], last_ahead: int) -> None:
+        """A request takes `hits`: its forward pass waits for what loads them."""
+        plan = self._plan
+        plan.compute_after_loads = max(plan.compute_after_loads, last_ahead)
+        if self._ahead:
+            for block in hits:
+                self._claim_block(block)
+
+    def _is_from_host(self, block: KVCacheBlock) -> bool:
+        """Whether a block of a hit is a slot, or was loaded ahead and not used yet."""
+        if type(block) is HostSlot:
+            return True
+        ahead = self._ahead.get(self._ahead_by[block.block_id])
+        return ahead is not None and block.block_id in ahead.unclaimed
+
+    def _claim_block(self, block: KVCacheBlock) -> None:
+        ahead = self._ahead.get(self._ahead_by[block.block_id])
+        if ahead is not None:
+            ahead.unclaimed.discard(block.block_id)
+
+    def _are_kept(self, ahead: _Ahead) -> bool:
+        """Whether blocks of `ahead` still wait for the request that they are for."""
+        return bool(ahead.unclaimed) and (
+            ahead.end > self.loads.clock() - _CLAIM_WITHIN_S
+        )
+
+    def _pass_over_kept(self, num_blocks: int) -> None:
+        """Put blocks that wait for a request behind the next `num_blocks` victims."""
+        kept = {seq: a.unclaimed for seq, a in self._ahead.items() if self._are_kept(a)}
+        if not kept:
+            return
+        queue = self.free_block_queue
+        passed = []
+        for block in self._free_blocks(queue.num_free_blocks):
+            if num_blocks == 0:
+                break
+            if block.block_id in kept.get(self._ahead_by[block.block_id], ()):
+                passed.append(block)
+            else:
+                num_blocks -= 1
+        for block in passed:
+            queue.remove(block)
+        queue.append_n(passed)
+        self._clean_ahead -= len(passed)
 
     def _copies_too_early(
         self,
@@ -223,20 +511,10 @@ class TieredBlockPool(BlockPool):
                 type(tail) is not HostSlot
                 and self._computed_by[tail.block_id] == self._plan.seq
                 and tail.block_id not in self._loads
+                and tail.block_id not in self._loads_ahead
             ):
                 return True
         return False
-
-    def _queue_load(self, slot: HostSlot, block: KVCacheBlock) -> None:
-        plan = self._plan
-        self._loads[block.block_id] = slot
-        plan.load_after_stores = max(plan.load_after_stores, slot.store_seq)
-        self.host.mark_loaded(slot, plan.seq)
-        self.host.touch(slot)
-        primary, *others = slot.keys
-        self._insert_block_hash(primary, block, num_tokens=slot.block_hash_num_tokens)
-        for key in others:
-            self._insert_block_hash(key, block, num_tokens=None)
 
     def _hold(self, blocks: Iterable[KVCacheBlock]) -> None:
         for block in blocks:
@@ -256,6 +534,8 @@ class TieredBlockPool(BlockPool):
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """As upstream; the content of cached victims goes to host slots."""
+        if self._ahead:
+            self._pass_over_kept(num_blocks)
         self._demoting = True
         try:
             blocks = super().get_new_blocks(num_blocks)
@@ -275,13 +555,17 @@ class TieredBlockPool(BlockPool):
     def _demote(self, block: KVCacheBlock) -> None:
         # A load into the block, queued for a request that was preempted since,
         # must not overwrite what comes next.
-        self._loads.pop(block.block_id, None)
-        if block.block_hash is None:
-            return
-        slot = self.host.get(block.block_hash)
-        if slot is not None and self._is_clean(block):
-            self.host.touch(slot)
-        elif self._computed_by[block.block_id] < self._plan.seq:
+        if self._loads:
+            self._loads.pop(block.block_id, None)
+        if block.block_id in self._loads_ahead:
+            del self._loads_ahead[block.block_id]
+            self._claim_block(block)
+            self._ahead_by[block.block_id] = 0
+        if (
+            block.block_hash is not None
+            and not self._is_clean(block)
+            and self._computed_by[block.block_id] < self._plan.seq
+        ):
             self._queue_store(block)
 
     def _invalidate(self, block: KVCacheBlock) -> None:
@@ -292,7 +576,7 @@ class TieredBlockPool(BlockPool):
 
     def _queue_store(self, block: KVCacheBlock) -> bool:
         """Give `block` a slot and store it in this plan, if there is room."""
-        keys = tuple(self._keys(block))
+        keys = self._keys(block)
         for key in keys:
             # A slot that has only some of the keys may lack the bytes of others.
             stale = self.host.get(key)
@@ -307,19 +591,46 @@ class TieredBlockPool(BlockPool):
         self.host.pin(slot)
         self._stores[slot.index] = block
         self._stored_by[block.block_id] = plan.seq
-        last_load = self.host.last_load(slot)
-        plan.store_after_loads = max(plan.store_after_loads, last_load)
+        computed_by = self._computed_by[block.block_id]
+        plan.store_after_compute = max(plan.store_after_compute, computed_by)
+        plan.store_after_loads = max(
+            plan.store_after_loads,
+            self.host.last_load(slot),
+            self._ahead_by[block.block_id],
+        )
         return True
 
     def _remove_cached_block_hashes(
         self, block: KVCacheBlock
     ) -> list[BlockHashWithGroupId]:
         # Whoever takes the keys away is about to overwrite the block.
-        plan, stored_by = self._plan, self._stored_by[block.block_id]
-        plan.compute_after_stores = max(plan.compute_after_stores, stored_by)
-        plan.load_after_stores = max(plan.load_after_stores, stored_by)
-        self._stored_by[block.block_id] = 0
+        plan = self._plan
+        if stored_by := self._stored_by[block.block_id]:
+            plan.compute_after_stores = max(plan.compute_after_stores, stored_by)
+            plan.load_after_stores = max(plan.load_after_stores, stored_by)
+            self._stored_by[block.block_id] = 0
+        if ahead_by := self._ahead_by[block.block_id]:
+            # The fence is one of forward passes; loads run beside them.
+            plan.load_after_loads = max(plan.load_after_loads, ahead_by)
+            self._claim_block(block)
+            if ahead_by > self._ahead_fence:
+                plan.compute_after_loads = max(plan.compute_after_loads, ahead_by)
+            self._ahead_by[block.block_id] = 0
         return super()._remove_cached_block_hashes(block)
+
+    def free_blocks(
+        self, ordered_blocks: Iterable[KVCacheBlock], **kwargs: Any
+    ) -> None:
+        """As upstream; remembers which steps may still use the blocks."""
+        blocks = list(ordered_blocks)
+        used_by, last = self._used_by, self._plan.seq - 1
+        if self._in_step:
+            # A copy on write may still read it.
+            last += 1
+            self._freed.update((b.block_id, b) for b in blocks if not b.is_null)
+        for block in blocks:
+            used_by[block.block_id] = last
+        super().free_blocks(blocks, **kwargs)
 
     # ----------------------------------------------------------------- cleaner
 
@@ -329,7 +640,8 @@ class TieredBlockPool(BlockPool):
         block: KVCacheBlock,
         num_tokens: int | None,
     ) -> None:
-        if self.cached_block_hash_to_block.contain(
+        # A block without a primary key has no other.
+        if block.block_hash is not None and self.cached_block_hash_to_block.contain(
             block_hash_with_group_id, block.block_id
         ):
             return
@@ -354,17 +666,31 @@ class TieredBlockPool(BlockPool):
     def _clean_next_victims(self) -> None:
         """write_back: store the blocks that the next steps will evict."""
         self._take_rate = max(float(self._taken), 0.9 * self._take_rate)
-        self._taken = 0
-        for block in self._next_victims(int(2 * self._take_rate)):
-            if (
-                block.block_hash is not None
-                and self._computed_by[block.block_id] < self._plan.seq
-                and not self._is_clean(block)
-                and not self._queue_store(block)
-            ):
-                return
+        # Hits come in any size, and their loads wait for the stores of victims. What
+        # they take says nothing of the steps to come.
+        window = min(self.num_gpu_blocks // 2, self.host.num_slots // 4, _MAX_WINDOW)
+        window = max(int(2 * self._take_rate), window)
+        # The other half is for what the device no longer has.
+        window = min(window, self.host.num_slots // 2)
+        max_stores = max(self._taken, _MIN_STORES)
+        self._clean_ahead -= self._taken + self._taken_by_loads
+        self._taken = self._taken_by_loads = 0
+        if 4 * self._clean_ahead >= 3 * window:
+            return
+        seq, computed_by = self._plan.seq, self._computed_by
+        num_clean = 0
+        for block in self._free_blocks(window):
+            if block.block_hash is not None and not self._is_clean(block):
+                if computed_by[block.block_id] == seq:
+                    continue
+                if max_stores == 0 or not self._queue_store(block):
+                    break
+                max_stores -= 1
+            num_clean += 1
+        self._clean_ahead = num_clean
 
-    def _next_victims(self, num_blocks: int) -> Iterator[KVCacheBlock]:
+    def _free_blocks(self, num_blocks: int) -> Iterator[KVCacheBlock]:
+        """The first of the free blocks, the next victim first."""
         queue = self.free_block_queue
         block = queue.fake_free_list_head.next_free_block
         for _ in range(min(num_blocks, queue.num_free_blocks)):
@@ -373,12 +699,17 @@ class TieredBlockPool(BlockPool):
             block = block.next_free_block
 
     def _is_clean(self, block: KVCacheBlock) -> bool:
-        return all(self.host.get(key) is not None for key in self._keys(block))
+        """Whether the host has every key of a hashed block."""
+        if self.host.get(block.block_hash) is None:  # type: ignore[arg-type]
+            return False
+        others = self.cached_block_hashes_by_block.get(block.block_id)
+        return others is None or all(self.host.get(key) is not None for key in others)
 
-    def _keys(self, block: KVCacheBlock) -> Iterator[BlockHashWithGroupId]:
-        if block.block_hash is not None:
-            yield block.block_hash
-            yield from self.cached_block_hashes_by_block.get(block.block_id, ())
+    def _keys(self, block: KVCacheBlock) -> tuple[BlockHashWithGroupId, ...]:
+        if block.block_hash is None:
+            return ()
+        others = self.cached_block_hashes_by_block.get(block.block_id)
+        return (block.block_hash, *others) if others else (block.block_hash,)
 
     # ------------------------------------------------------------ what is void
 
@@ -411,6 +742,7 @@ class TieredBlockPool(BlockPool):
             caller must make every running request start over.
 
         """
+        self.loads.measured(report.loads, report.prefill, self._tokens_per_block)
         for index, seq in report.failed_store_slots.items():
             slot = self.host.at(index)
             if slot is not None and slot.store_seq == seq:
@@ -445,5 +777,7 @@ class TieredBlockPool(BlockPool):
         stats.slots_total = self.host.num_slots
         stats.slots_used = len(self.host)
         stats.slot_bytes = self.slot_bytes
+        stats.load_seconds_per_block = self.loads.load_s
+        stats.prefill_seconds_per_block = self.loads.prefill_s
         stats.evicted_slots, self.host.evictions = self.host.evictions, 0
         return stats

@@ -47,7 +47,7 @@ def build_regions(kv_caches: Any, num_blocks: int) -> list[Region]:
     tiles: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     storages: dict[int, torch.UntypedStorage] = {}
     device = torch.device("cpu")
-    for tensor in _flatten(kv_caches):
+    for tensor in flatten(kv_caches):
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage
         device = tensor.device
@@ -78,13 +78,14 @@ def build_regions(kv_caches: Any, num_blocks: int) -> list[Region]:
     return regions
 
 
-def _flatten(kv_caches: Any) -> Iterator[torch.Tensor]:
+def flatten(kv_caches: Any) -> Iterator[torch.Tensor]:
+    """All tensors with content in nested lists of them."""
     if isinstance(kv_caches, torch.Tensor):
         if kv_caches.numel():
             yield kv_caches
         return
     for item in kv_caches:
-        yield from _flatten(item)
+        yield from flatten(item)
 
 
 def _tiles(tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int, int]]:

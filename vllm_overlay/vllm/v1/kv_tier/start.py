@@ -7,6 +7,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
 from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
 from vllm.v1.kv_tier.copy_engine import slot_bytes
+from vllm.v1.kv_tier.layer_waits import make_layer_waits, set_layer_waits
 from vllm.v1.kv_tier.regions import build_regions
 from vllm.v1.kv_tier.worker import HostTier
 
@@ -55,10 +56,22 @@ def start_kv_tier(
         )
     if vllm_config.parallel_config.nnodes == 1:
         config.check_available_memory()
-    executor.collective_rpc(_start_rank, args=(num_blocks, num_slots))
+    load_s = max(
+        executor.collective_rpc(
+            _start_rank,
+            args=(num_blocks, num_slots, config.copy_engine, config.layerwise_loads),
+        )
+    )
     if len(per_rank) > 1:
         executor.kv_tier_aggregator = StepReportAggregator()
-    kv_cache_config.kv_tier = KVTierLayout(config, num_slots, block_bytes)
+    block_sizes = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
+    kv_cache_config.kv_tier = KVTierLayout(
+        config,
+        num_slots,
+        block_bytes,
+        load_s,
+        tokens_per_block=1 / sum(1 / size for size in block_sizes),
+    )
     logger.info(
         "KV tier: %d host slots (%.2f GiB on %d ranks) behind %d device blocks; "
         "%s, %s.",
@@ -78,7 +91,19 @@ def _block_bytes(wrapper: Any, num_blocks: int) -> int:
     return slot_bytes(build_regions(wrapper.worker.model_runner.kv_caches, num_blocks))
 
 
-def _start_rank(wrapper: Any, num_blocks: int, num_slots: int) -> None:
+def _start_rank(
+    wrapper: Any,
+    num_blocks: int,
+    num_slots: int,
+    copy_engine: str,
+    layerwise_loads: bool,
+) -> float:
     runner = wrapper.worker.model_runner
     regions = build_regions(runner.kv_caches, num_blocks)
-    wrapper.kv_tier = HostTier(regions, num_slots, runner.device)
+    waits = None
+    if layerwise_loads and runner.device.type == "cuda":
+        waits = make_layer_waits(wrapper.worker.vllm_config, regions)
+    set_layer_waits(waits)
+    tier = HostTier.allocate(regions, num_slots, runner.device, copy_engine, waits)
+    wrapper.kv_tier = tier
+    return slot_bytes(regions) / tier.engines.load_bytes_per_s

@@ -23,10 +23,15 @@ class KVTierStats:
     resumed_host_hit_tokens: int = 0
     stored_blocks: int = 0
     loaded_blocks: int = 0
+    loaded_ahead_blocks: int = 0
+    deferred_requests: int = 0
+    recomputed_lookups: int = 0
     evicted_slots: int = 0
     slots_used: int = 0
     slots_total: int = 0
     slot_bytes: int = 0
+    load_seconds_per_block: float = 0.0
+    prefill_seconds_per_block: float = 0.0
 
     def record_hit(
         self, request: "Request", num_tokens: int, num_host_tokens: int
@@ -52,13 +57,23 @@ _COUNTERS = {
         "Tokens of resumed (preempted) requests served from the host KV tier."
     ),
     "stored_blocks": "KV blocks copied from device to host.",
-    "loaded_blocks": "KV blocks copied from host to device.",
+    "loaded_blocks": "KV blocks copied from host to device for their own step.",
+    "loaded_ahead_blocks": "KV blocks copied from host to device for a later step.",
+    "deferred_requests": (
+        "Times that a waiting request was passed over in a step because the others "
+        "would have waited too long for its loads."
+    ),
+    "recomputed_lookups": (
+        "Prefix lookups that ended at a host slot because computing was cheaper."
+    ),
     "evicted_slots": "Host slots evicted to make room.",
 }
 _GAUGES = {
     "slots_used": "Host slots that hold a KV block.",
     "slots_total": "Host slots.",
     "slot_bytes": "Bytes of one host slot, all ranks together.",
+    "load_seconds_per_block": "Measured cost of loading one KV block.",
+    "prefill_seconds_per_block": "Measured cost of computing one KV block; 0: not yet.",
 }
 
 

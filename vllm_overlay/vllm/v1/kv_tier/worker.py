@@ -1,101 +1,279 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host tier of one rank."""
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier.copy_engine import TorchCopyEngine, slot_bytes
+from vllm.v1.kv_tier.calibrate import CopyEngines, choose_engines
+from vllm.v1.kv_tier.copy_engine import slot_bytes
 from vllm.v1.kv_tier.host_buffer import HostBuffer
+from vllm.v1.kv_tier.layer_waits import LayerWaits
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.regions import Region
-from vllm.v1.kv_tier.streams import CopyOrder, CudaStreams, InOrder
+from vllm.v1.kv_tier.streams import Copies, CopyOrder, CudaStreams, InOrder
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
 logger = init_logger(__name__)
+
+# A part of a load is large enough for its launch not to count (a third of a
+# millisecond on a fast link). That of a step's load has not more than so many parts.
+_PART_BYTES = 16 << 20
+_MAX_PARTS = 16
+
+# What is copied where no step waits goes in chunks, few of them queued at a time:
+# the small copies of a step, its inputs and outputs, wait in the same queues.
+_CHUNK_BYTES = 32 << 20
+
+# A thread takes over where the launch of loads would hold up a step for longer.
+_LONG_LAUNCH_S = 0.5e-3
+
+# What a step must have to say what prefill costs: so many tokens, and so many for
+# each request.
+_PREFILL_TOKENS, _PREFILL_TOKENS_EACH = 1024, 64
 
 
 class HostTier:
     """Carries out the `StepPlan`s of one rank.
 
     Args:
-        regions: KV memory of the rank.
-        num_slots: Host slots, the same on every rank.
-        device: Where the regions are.
-
-    Raises:
-        MemoryError: The host memory cannot be had.
+        regions: KV memory of the rank, in the order of the layers.
+        engines: What copies between them and the host slots.
+        order: When.
+        layer_waits: Where the layers wait for loads, if they can.
 
     """
 
     def __init__(
-        self, regions: list[Region], num_slots: int, device: torch.device
+        self,
+        regions: Sequence[Region],
+        engines: CopyEngines,
+        order: CopyOrder,
+        layer_waits: LayerWaits | None = None,
     ) -> None:
-        on_gpu = device.type == "cuda"
-        self.buffer = HostBuffer(num_slots, slot_bytes(regions), pin=on_gpu)
-        self.engine = TorchCopyEngine(regions, self.buffer.slots)
-        self._order: CopyOrder = CudaStreams(device) if on_gpu else InOrder()
+        self.engines = engines
+        self._regions = regions
+        self._order = order
+        self._layer_waits = layer_waits
+        self._seq = 0
+        # Lanes report failures too.
+        self._lock = threading.Lock()
         self._report: StepReport | None = None
         # Slots whose last store failed: a load from them must fail too.
         self._bad_slots: set[int] = set()
 
-    @torch.inference_mode()
-    def begin_step(self, plan: StepPlan | None) -> None:
-        """Queue the copies of a step. Call it before anything else of the step."""
-        if plan is not None:
-            self._order.run(plan, lambda: self._store(plan), lambda: self._load(plan))
+    @classmethod
+    def allocate(
+        cls,
+        regions: Sequence[Region],
+        num_slots: int,
+        device: torch.device,
+        copy_engine: str = "auto",
+        layer_waits: LayerWaits | None = None,
+    ) -> "HostTier":
+        """A tier with host memory of its own.
 
-    def _store(self, plan: StepPlan) -> None:
-        slots = plan.store_slots
+        Args:
+            regions: KV memory of the rank, in the order of the layers.
+            num_slots: Host slots, the same on every rank.
+            device: Where the regions are.
+            copy_engine: `auto`, or the engine that must be used.
+            layer_waits: Where the layers wait for loads, if they can.
+
+        Raises:
+            MemoryError: The host memory cannot be had.
+            ValueError: The copy engine cannot be used.
+
+        """
+        on_gpu = device.type == "cuda"
+        buffer = HostBuffer(
+            num_slots,
+            slot_bytes(regions),
+            pin=on_gpu,
+            device=device if on_gpu else None,
+        )
+        engines = choose_engines(
+            regions, buffer.slots, copy_engine, device, pinned=buffer.pinned
+        )
+        order = CudaStreams(device, layer_waits) if on_gpu else InOrder()
+        tier = cls(regions, engines, order, layer_waits)
+        tier.buffer = buffer
+        return tier
+
+    buffer: HostBuffer
+    """Kept as long as the tier is."""
+
+    @torch.inference_mode()
+    def begin_step(self, scheduler_output: "SchedulerOutput") -> None:
+        """Queue the copies of a step. Call it before anything else of the step."""
+        plan = scheduler_output.kv_tier_plan
+        if plan is None:
+            return
+        self._seq = plan.seq
+        copies = Copies(
+            lambda after_part: self._store(plan, after_part),
+            lambda after_part: self._load(plan, after_part),
+            lambda after_part: self._load_ahead(plan, after_part),
+        )
+        layerwise = False
+        if plan.load_slots:
+            parts = self._parts(len(plan.load_slots))
+            copies.num_load_parts = len(parts)
+            copies.load_launches_long = self._launches_long(len(plan.load_slots))
+            layerwise = self._can_wait_by_layer(scheduler_output)
+            if layerwise and self._layer_waits is not None:
+                self._layer_waits.parts = parts
+        self._order.begin_step(plan, copies, layerwise)
+        self._take_times(plan, scheduler_output)
+
+    def end_step(self, output: Any) -> Any:
+        """The step's forward pass is queued. Returns `output`, maybe with a report."""
+        if not self._order.end_step():
+            logger.error(
+                "KV tier: a layer did not wait for its loads. The step is computed "
+                "again, and from now on steps wait for all their loads at once. "
+                "Please report it with the model and the attention backend; "
+                "--kv-offloading-config '{\"layerwise_loads\": false}' avoids it."
+            )
+            self._layer_waits = None
+            self._load_failed(self._seq)
+        return self.attach_report(output)
+
+    def _can_wait_by_layer(self, scheduler_output: "SchedulerOutput") -> bool:
+        waits = self._layer_waits
+        if waits is None or getattr(scheduler_output, "kv_cache_block_copies", None):
+            # Copies on write come before the forward pass.
+            return False
+        tokens = scheduler_output.num_scheduled_tokens.values()
+        return max(tokens, default=0) > waits.max_decode_tokens
+
+    def _take_times(self, plan: StepPlan, scheduler_output: "SchedulerOutput") -> None:
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        each = len(scheduler_output.num_scheduled_tokens) * _PREFILL_TOKENS_EACH
+        waits = plan.load_slots or plan.compute_after_loads
+        is_prefill = num_tokens >= max(_PREFILL_TOKENS, each) and not waits
+        loads, prefill = self._order.take_times(num_tokens if is_prefill else 0)
+        if loads[0] or prefill[0]:
+            with self._lock:
+                report = self._reported()
+                report.loads = _sum(report.loads, loads)
+                report.prefill = _sum(report.prefill, prefill)
+
+    # ------------------------------------------------------------------ copies
+
+    def _parts(self, num_blocks: int) -> list[range]:
+        """Regions that a step waits for together, in the order of the layers."""
+        sizes = [num_blocks * region.block_bytes for region in self._regions]
+        part_bytes = max(_PART_BYTES, sum(sizes) // _MAX_PARTS)
+        parts, start, size = [], 0, 0
+        for i, region_bytes in enumerate(sizes):
+            size += region_bytes
+            if size >= part_bytes or i + 1 == len(self._regions):
+                parts.append(range(start, i + 1))
+                start, size = i + 1, 0
+        return parts
+
+    def _chunks(self, num_blocks: int) -> Iterator[slice]:
+        """Blocks that are copied together where no step waits."""
+        block_bytes = sum(region.block_bytes for region in self._regions)
+        size = max(1, _CHUNK_BYTES // max(block_bytes, 1))
+        return (slice(i, i + size) for i in range(0, num_blocks, size))
+
+    def _launches_long(self, num_blocks: int) -> bool:
+        pieces = num_blocks * len(self._regions)
+        return self.engines.step_loads.launch_s(pieces) > _LONG_LAUNCH_S
+
+    def _store(self, plan: StepPlan, after_part: Callable[[], None]) -> None:
+        blocks, slots = plan.store_blocks, plan.store_slots
         try:
-            self.engine.store(plan.store_blocks, slots)
+            for chunk in self._chunks(len(slots)):
+                transfer = self.engines.stores.stores(blocks[chunk], slots[chunk])
+                transfer.copy(range(len(self._regions)))
+                after_part()
             self._bad_slots.difference_update(slots)
-        except RuntimeError:
+        except Exception:
             logger.exception("KV tier: storing %d blocks failed.", len(slots))
             self._bad_slots.update(slots)
-            report = self._failed()
-            report.failed_store_slots.update(dict.fromkeys(slots, plan.seq))
+            with self._lock:
+                failed = self._reported().failed_store_slots
+                failed.update(dict.fromkeys(slots, plan.seq))
 
-    def _load(self, plan: StepPlan) -> None:
-        slots = plan.load_slots
+    def _load(self, plan: StepPlan, after_part: Callable[[], None]) -> None:
+        blocks, slots = plan.load_blocks, plan.load_slots
+        if not slots:
+            return
+        with self._loading(plan.seq, slots):
+            self._check_filled(slots)
+            transfer = self.engines.step_loads.loads(slots, blocks)
+            for part in self._parts(len(slots)):
+                transfer.copy(part)
+                after_part()
+
+    def _load_ahead(self, plan: StepPlan, after_part: Callable[[], None]) -> None:
+        blocks, slots = plan.ahead_blocks, plan.ahead_slots
+        with self._loading(plan.seq, slots):
+            self._check_filled(slots)
+            for chunk in self._chunks(len(slots)):
+                transfer = self.engines.loads.loads(slots[chunk], blocks[chunk])
+                transfer.copy(range(len(self._regions)))
+                after_part()
+
+    def _check_filled(self, slots: list[int]) -> None:
+        if not self._bad_slots.isdisjoint(slots):
+            raise RuntimeError("The slot was never filled.")
+
+    @contextmanager
+    def _loading(self, seq: int, slots: list[int]) -> Iterator[None]:
         try:
-            if not self._bad_slots.isdisjoint(slots):
-                raise RuntimeError("The slot was never filled.")
-            self.engine.load(slots, plan.load_blocks)
-        except RuntimeError:
+            yield
+        except Exception:
             logger.exception(
                 "KV tier: loading %d blocks failed. What depends on them is "
                 "computed again.",
                 len(slots),
             )
-            report = self._failed()
-            report.failed_load_seq = min(report.failed_load_seq or plan.seq, plan.seq)
+            self._load_failed(seq)
 
-    def _failed(self) -> StepReport:
+    # ------------------------------------------------------------------ report
+
+    def _reported(self) -> StepReport:
         if self._report is None:
             self._report = StepReport()
         return self._report
 
+    def _load_failed(self, seq: int) -> None:
+        with self._lock:
+            report = self._reported()
+            report.failed_load_seq = min(report.failed_load_seq or seq, seq)
+
     def attach_report(self, output: Any) -> Any:
-        """Put the failures since the last output on `output`, if there are any.
+        """Put what is to report since the last output on `output`, if anything is.
 
         An output that is no model output yet (None between `execute_model` and
         `sample_tokens`) passes as it is, and the report waits for the next one.
         """
         if self._report is None:
             return output
+        if not isinstance(output, AsyncModelRunnerOutput | ModelRunnerOutput):
+            return output
+        with self._lock:
+            report, self._report = self._report, None
         if isinstance(output, AsyncModelRunnerOutput):
-            report, self._report = self._report, None
             return _ReportingOutput(output, report)
-        if isinstance(output, ModelRunnerOutput):
-            report, self._report = self._report, None
-            return with_report(output, report)
-        return output
+        return with_report(output, report)
+
+
+def _sum(a: tuple[int, float], b: tuple[int, float]) -> tuple[int, float]:
+    return a[0] + b[0], a[1] + b[1]
 
 
 def with_report(
@@ -109,7 +287,9 @@ def with_report(
 
 
 class _ReportingOutput(AsyncModelRunnerOutput):
-    def __init__(self, output: AsyncModelRunnerOutput, report: StepReport) -> None:
+    def __init__(
+        self, output: AsyncModelRunnerOutput, report: StepReport | None
+    ) -> None:
         # Some releases ask an output for more than `get_output`.
         self._output: Any = output
         self._step_report = report

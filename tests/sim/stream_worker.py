@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated worker with the real `HostTier` and `CudaStreams` on a fake device.
+
+Other than in `Worker`, memory has layers, and what a step does is queued: copies by
+the tier on its streams, compute, layer by layer, on the stream of the engine. Every
+piece of work checks the fences of its plan when it is executed.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_tier.calibrate import CopyEngines
+from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer
+from vllm.v1.kv_tier.lane import Copy
+from vllm.v1.kv_tier.layer_waits import LayerWaits
+from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.regions import Region
+from vllm.v1.kv_tier.streams import Copies, CopyOrder, CudaStreams
+from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.outputs import ModelRunnerOutput
+
+from .content import EMPTY, GARBAGE, Violation
+from .engine import Engine, Setup
+from .fake_cuda import Event, FakeCuda, pause
+from .worker import Step, Worker
+
+NUM_LAYERS = 6
+# Two layers of one block make a part of a load, else each one.
+_LAYER_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Luck:
+    """How the tier is used."""
+
+    layerwise: bool
+    """Layers wait for the loads of a step, each for its own."""
+    launches_long: bool
+    """A thread launches the loads of a step."""
+    slowest_launch_s: float = 1e-3
+    """Of one part of a copy."""
+
+
+class StreamEngine(Engine):
+    """An engine with a `StreamWorker`.
+
+    Args:
+        setup: As of `Engine`.
+        cuda: Where the worker runs.
+        luck: See there.
+        seed: Of when memory is looked at, and of what the worker does at random.
+
+    """
+
+    def __init__(self, setup: Setup, cuda: FakeCuda, luck: Luck, seed: int = 0) -> None:
+        super().__init__(setup)
+        self._rng = Random(seed)
+        self._worker: StreamWorker = StreamWorker(
+            setup, self._roots, cuda, luck, self._rng
+        )
+
+    def drain(self) -> None:
+        super().drain()
+        self._worker.settled()
+
+    def _check(self) -> None:
+        self._invariants.check_counts()
+        # A look at memory lets everything end, so it must be rare. What fails
+        # meanwhile is not on any output yet.
+        if self._rng.random() < 0.1:
+            self._worker.settled()
+            if self._worker.unreported() is None:
+                super()._check()
+
+
+class StreamWorker(Worker):
+    """A worker whose copies and compute are queued on streams."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        roots: dict[str, int],
+        cuda: FakeCuda,
+        luck: Luck,
+        rng: Random,
+    ) -> None:
+        super().__init__(setup.layout, setup.num_blocks, setup.num_slots, roots)
+        self.cuda = cuda
+        self.rng = rng
+        self.luck = luck
+        self.layers = [self.device, *self._more_memory(setup.num_blocks)]
+        self.slots = [self.host, *self._more_memory(setup.num_slots)]
+        self.of_thread = threading.local()
+        """`copy`: kind and step of the copy that a thread launches."""
+        self.loading: dict[int, set[int]] = {}
+        """By seq, layers that the loads of a step must still fill."""
+        self.pending: dict[str, set[int]] = defaultdict(set)
+        """By kind, plans with copies that have not ended."""
+        self._launched: list[threading.Event] = []
+        self._misread: dict[int, set[str]] = defaultdict(set)
+        self._sampled: dict[int, list[list[int]]] = {}
+        self._ends: dict[int, Event] = {}
+        shape = (setup.num_blocks, _LAYER_BYTES)
+        blocks = torch.empty(shape, dtype=torch.uint8, device="meta")
+        slots = torch.empty(setup.num_slots, 0, dtype=torch.uint8, device="meta")
+        regions = [Region(blocks) for _ in range(NUM_LAYERS)]
+        engine = _Engine(self, regions, slots)
+        waits = None
+        if luck.layerwise:
+            layers = {str(i): i for i in range(NUM_LAYERS)}
+            waits = LayerWaits(layers, max_decode_tokens=-1)
+        self._waits = waits
+        self._order = _Watched(self, CudaStreams(torch.device("cpu"), waits))
+        engines = CopyEngines(engine, engine, engine, 1.0, 1.0)
+        self._tier = HostTier(regions, engines, self._order, waits)
+
+    def _more_memory(self, size: int) -> list[list[list[int]]]:
+        return [
+            [[EMPTY] * self._width for _ in range(size)] for _ in range(NUM_LAYERS - 1)
+        ]
+
+    # ------------------------------------------------------- what the engine asks
+
+    def submit(
+        self, output: SchedulerOutput, epoch: int, rush: bool, fail: str | None
+    ) -> Step:
+        for new in output.scheduled_new_reqs:
+            if new.prefill_token_ids is not None:
+                new.prefill_token_ids = new.prefill_token_ids.copy()
+        plan = output.kv_tier_plan
+        assert plan is not None
+        self._check_plan(plan)
+        step = Step(output, epoch, rush, fail, plan)
+        self._order.step = step
+        self._tier.begin_step(output)
+        for layer in range(NUM_LAYERS):
+            if self._waits is not None and self._waits.is_armed:
+                self._waits.wait(str(layer))
+            self.cuda.launch(partial(self._compute, step, layer))
+        req_ids = list(output.num_scheduled_tokens)
+        index = {req_id: i for i, req_id in enumerate(req_ids)}
+        step.result = self._tier.end_step(ModelRunnerOutput(req_ids, index))
+        end = self._ends[plan.seq] = torch.cuda.Event()
+        end.record()
+        self._steps.append(step)
+        self.cuda.check()
+        return step
+
+    def run_until(self, step: Step) -> None:
+        seq = step.plan.seq
+        self._ends.pop(seq).synchronize()
+        self.cuda.check()
+        self._steps.remove(step)
+        step.result.sampled_token_ids = self._sampled.pop(seq)
+        step.is_done = True
+        misread = self._misread.pop(seq, None)
+        if misread and not step.is_void:
+            raise Violation("read", f"{misread} read a wrong value in {step}")
+
+    def run_all(self) -> None:
+        self.settled()
+
+    def garbage(self) -> set[int]:
+        return {
+            i
+            for memory in self.layers
+            for i, block in enumerate(memory)
+            if GARBAGE in block
+        }
+
+    def settled(self) -> "StreamWorker":
+        """Lets everything end that was queued."""
+        for launched in self._launched:
+            launched.wait()
+        self._launched.clear()
+        self.cuda.wait_for_all()
+        self.cuda.check()
+        late = {kind: seqs for kind, seqs in self.pending.items() if seqs}
+        if late:
+            raise Violation("plan", f"never copied: {late}")
+        return self
+
+    def unreported(self) -> object:
+        """Failures that no output has told of."""
+        return self._tier._report
+
+    # ------------------------------------------------------------------ compute
+
+    def _compute(self, step: Step, layer: int) -> None:
+        plan, output = step.plan, step.output
+        if layer == 0:
+            self.need(plan, "compute", stores=plan.compute_after_stores)
+            self.need(plan, "compute", ahead=plan.compute_after_loads)
+            for memory in self.layers:
+                for block in output.new_block_ids_to_zero or ():
+                    memory[block] = [EMPTY] * self._width
+                for cow in output.kv_cache_block_copies or ():
+                    memory[cow.dst_block_id] = memory[cow.src_block_id].copy()
+        if layer in self.loading.get(plan.seq, ()):
+            raise Violation("fence", f"layer {layer} comes before its load: {plan}")
+        # Layers see the same requests; the last one leaves them as the step does.
+        worker = self
+        if layer + 1 < NUM_LAYERS:
+            worker = copy(self)
+            worker._requests = {k: r.copy() for k, r in self._requests.items()}
+        worker.device = self.layers[layer]
+        sampled = worker._forward(step)
+        if worker is self:
+            self._sampled[plan.seq] = sampled
+            self._computed = plan.seq
+
+    def _spoil(self, step: Step, req_id: str) -> None:
+        # Whether the step is void is known when it has been submitted.
+        self._misread[step.plan.seq].add(req_id)
+        step.spoiled.add(req_id)
+
+    def need(
+        self,
+        plan: StepPlan,
+        what: str,
+        compute: int = 0,
+        stores: int = 0,
+        loads: int = 0,
+        ahead: int = 0,
+    ) -> None:
+        """Copies up to these plans must have ended."""
+        fences = {"store": stores, "load": loads, "load_ahead": ahead}
+        for kind, seq in fences.items():
+            if early := [each for each in self.pending[kind] if each <= seq]:
+                raise Violation("fence", f"{what} before {kind} of {early}: {plan}")
+        if self._computed < compute:
+            raise Violation("fence", f"{what} before compute of {compute}: {plan}")
+
+    # ------------------------------------------------------------------- copies
+
+    def watched(self, kind: str, step: Step, run: Copy) -> Copy:
+        """`run`, with all that is to be known of it."""
+        seq = step.plan.seq
+        launched = threading.Event()
+        self._launched.append(launched)
+        with self.cuda.lock:
+            self.pending[kind].add(seq)
+            if kind == "load":
+                self.loading[seq] = set(range(NUM_LAYERS))
+
+        def end() -> None:
+            self.pending[kind].remove(seq)
+            if kind == "load":
+                del self.loading[seq]
+
+        def watched(after_part: Callable[[], None]) -> None:
+            self.of_thread.copy = kind, step
+            try:
+                run(after_part)
+            finally:
+                self.cuda.launch(end)
+                launched.set()
+
+        return watched
+
+
+class _Watched(CopyOrder):
+    """The order of another, and what it does with the copies."""
+
+    step: Step
+
+    def __init__(self, worker: StreamWorker, order: CopyOrder) -> None:
+        self._worker = worker
+        self._order = order
+
+    def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
+        for kind, pairs in (
+            ("store", plan.store_slots),
+            ("load", plan.load_slots),
+            ("load_ahead", plan.ahead_slots),
+        ):
+            if pairs:
+                run = self._worker.watched(kind, self.step, getattr(copies, kind))
+                setattr(copies, kind, run)
+        self._order.begin_step(plan, copies, layerwise)
+
+    def end_step(self) -> bool:
+        return self._order.end_step()
+
+    def take_times(
+        self, num_tokens: int
+    ) -> tuple[tuple[int, float], tuple[int, float]]:
+        loads, prefill = self._order.take_times(num_tokens)
+        if loads[1] < 0 or prefill[1] < 0:
+            raise Violation("plan", f"times run backwards: {loads}, {prefill}")
+        # Simulated time is another one.
+        return (0, 0.0), (0, 0.0)
+
+
+class _Engine(CopyEngine):
+    def __init__(
+        self, worker: StreamWorker, regions: list[Region], slots: torch.Tensor
+    ) -> None:
+        super().__init__(regions, slots)
+        self._worker = worker
+
+    def launch_s(self, num_pieces: int) -> float:
+        return 1.0 if self._worker.luck.launches_long else 0.0
+
+    def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
+        worker = self._worker
+        kind, step = worker.of_thread.copy
+        fail_at = NUM_LAYERS
+        if step.fail == ("load" if to_device else "store"):
+            fail_at = worker.rng.randrange(NUM_LAYERS)
+        return _Transfer(worker, kind, step.plan, pairs.T.tolist(), fail_at)
+
+
+class _Transfer(Transfer):
+    """Fails at a layer, and leaves garbage from there on."""
+
+    def __init__(
+        self,
+        worker: StreamWorker,
+        kind: str,
+        plan: StepPlan,
+        pairs: list[tuple[int, int]],
+        fail_at: int,
+    ) -> None:
+        self._worker = worker
+        self._kind = kind
+        self._plan = plan
+        self._pairs = pairs
+        self._fail_at = fail_at
+
+    def copy(self, regions: range) -> None:
+        worker = self._worker
+        pause(worker.rng, worker.luck.slowest_launch_s)
+        for layer in regions:
+            if layer == self._fail_at:
+                for rest in range(layer, NUM_LAYERS):
+                    worker.cuda.launch(partial(self._run, rest, True))
+                raise RuntimeError("simulated")
+            worker.cuda.launch(partial(self._run, layer, False))
+
+    def _run(self, layer: int, fails: bool) -> None:
+        worker, plan = self._worker, self._plan
+        device, host = worker.layers[layer], worker.slots[layer]
+        if self._kind == "store":
+            loads = plan.store_after_loads
+            compute = plan.store_after_compute
+            worker.need(plan, "store", compute, loads=loads, ahead=loads)
+            for block, slot in self._pairs:
+                host[slot] = device[block].copy()
+                if fails:
+                    host[slot] = [GARBAGE] * len(host[slot])
+            return
+        stores, ahead = plan.load_after_stores, plan.load_after_loads
+        worker.need(plan, self._kind, plan.load_after_compute, stores, ahead=ahead)
+        for block, slot in self._pairs:
+            device[block] = host[slot].copy()
+            if fails:
+                device[block] = [GARBAGE] * len(device[block])
+        if self._kind == "load":
+            worker.loading[plan.seq].discard(layer)

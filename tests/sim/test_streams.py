@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real streams and lanes under random scripts, on a device of no fixed order.
+
+No thread of the host may wait for ever, no copy may come before what its fences ask
+for, and every forward pass must read what it should.
+"""
+
+import gc
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_tier import streams
+from vllm.v1.kv_tier.lane import Job, Lane
+from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.streams import Copies, CudaStreams
+
+from .content import Violation
+from .engine import Setup
+from .fake_cuda import PACES, Event, FakeCuda, Pace, Stream, Stuck
+from .layouts import LAYOUTS
+from .scripts import random_script
+from .stream_worker import Luck, StreamEngine, StreamWorker
+from .worker import Step
+
+NUM_SCRIPTS = 10
+NUM_PLAYS = 6
+MAX_SCRIPTS = 200
+
+LUCKS = [
+    Luck(layerwise, launches_long)
+    for layerwise in (False, True)
+    for launches_long in (False, True)
+]
+# Many loads ahead, and many fences.
+BUSY = {"load_time": 1.0, "max_stall": 0.0, "is_async": True}
+
+
+@pytest.fixture(autouse=True)
+def _no_logs() -> Iterator[None]:
+    """pytest keeps them, with tracebacks that hold the streams."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_fast() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def _play(cuda: FakeCuda, luck: Luck, seed: int, **setup: Any) -> None:
+    script = random_script(Random(seed))
+    engine = StreamEngine(replace(script.setup, **setup), cuda, luck, seed)
+    for action in script.actions:
+        action.run(engine)
+    engine.drain()
+
+
+def _end_lanes(cuda: FakeCuda) -> None:
+    """Nothing holds the streams any more: their threads end.
+
+    Returns when they have ended. What is queued still, after an error, is dropped.
+    """
+    end = time.monotonic() + 5.0
+    while True:
+        gc.collect()
+        if not _lanes():
+            return
+        assert time.monotonic() < end, "threads of lanes do not end"
+        # These hold the streams too.
+        cuda.wait_for_all()
+        cuda.errors.clear()
+        time.sleep(0.01)
+
+
+_STUCK: set[threading.Thread] = set()
+
+
+def _lanes() -> list[threading.Thread]:
+    lanes = (each for each in threading.enumerate() if each.name.startswith("kv-tier"))
+    return [each for each in lanes if each not in _STUCK]
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("luck", LUCKS, ids=str)
+def test_scripts(luck: Luck, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(NUM_SCRIPTS):
+        cuda = FakeCuda(pace, seed)
+        with monkeypatch.context() as patch:
+            cuda.install(patch)
+            _play(cuda, luck, seed, **(BUSY if seed % 2 else {}))
+            cuda.check()
+            _end_lanes(cuda)
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("luck", LUCKS, ids=str)
+def test_random_plans(luck: Luck, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fences that a scheduler may ask for, far more of them than one does."""
+    for seed in range(NUM_PLAYS):
+        cuda = FakeCuda(pace, seed)
+        with monkeypatch.context() as patch:
+            cuda.install(patch)
+            _run_plans(cuda, luck, seed)
+            cuda.check()
+            _end_lanes(cuda)
+
+
+def _run_plans(cuda: FakeCuda, luck: Luck, seed: int) -> None:
+    rng = Random(seed)
+    setup = Setup(LAYOUTS[0], spare_blocks=10, num_slots=20)
+    worker = StreamWorker(setup, {}, cuda, luck, rng)
+    steps: deque[Step] = deque()
+    for seq in range(1, 50):
+        output = SchedulerOutput.make_empty()
+        output.kv_tier_plan = _random_plan(rng, seq, setup)
+        fail = rng.choice([None] * 8 + ["load", "store"])
+        steps.append(worker.submit(output, 0, False, fail))
+        if len(steps) == 2:
+            worker.run_until(steps.popleft())
+    worker.settled()
+
+
+def _random_plan(rng: Random, seq: int, setup: Setup) -> StepPlan:
+    blocks = rng.sample(range(1, setup.num_blocks), 9)
+    slots = rng.sample(range(setup.num_slots), 9)
+    store, load, ahead = (
+        slice(start, start + rng.choice([0, 1, 3])) for start in (0, 3, 6)
+    )
+    stores_first = rng.random() < 0.5
+
+    def up_to(last: int) -> int:
+        return rng.choice([0, 0, rng.randint(max(0, last - 3), last)])
+
+    return StepPlan(
+        seq,
+        store_blocks=blocks[store],
+        store_slots=slots[store],
+        load_blocks=blocks[load],
+        load_slots=slots[load],
+        ahead_blocks=blocks[ahead],
+        ahead_slots=slots[ahead],
+        compute_after_stores=up_to(seq if stores_first else seq - 1),
+        compute_after_loads=up_to(seq),
+        load_after_stores=up_to(seq if stores_first else seq - 1),
+        load_after_loads=up_to(seq - 1),
+        load_after_compute=up_to(seq - 1),
+        store_after_compute=up_to(seq - 1),
+        store_after_loads=up_to(seq - 1 if stores_first else seq),
+    )
+
+
+def test_events_of_the_fake() -> None:
+    cuda = FakeCuda("late")
+    ran: list[str] = []
+    a, b = Stream(cuda), Stream(cuda)
+    event = Event(cuda)
+    b.wait_event(event)  # Never recorded: waits for nothing.
+    cuda.enqueue(a, partial(ran.append, "a1"))
+    event.record(a)
+    b.wait_event(event)
+    cuda.enqueue(a, partial(ran.append, "a2"))
+    event.record(a)  # Not what b waits for.
+    cuda.enqueue(b, partial(ran.append, "b"))
+    end = Event(cuda)
+    end.record(b)
+    assert not end.query() and not ran
+    end.synchronize()
+    assert ran == ["a1", "b"] and end.query() and not event.query()
+    event.synchronize()
+    assert ran == ["a1", "b", "a2"]
+
+
+def miss_fence(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """The streams do not see a fence."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        begin_step = CudaStreams.begin_step
+
+        def begin(
+            self: CudaStreams, plan: StepPlan, copies: Copies, layerwise: bool
+        ) -> None:
+            begin_step(self, replace(plan, **{name: 0}), copies, layerwise)
+
+        patch.setattr(CudaStreams, "begin_step", begin)
+
+    plant.__name__ = f"miss_{name}"
+    return plant
+
+
+def gate_on_any_load(patch: pytest.MonkeyPatch) -> None:
+    """Loads ahead let loads of steps go first, even those that wait for them."""
+    last_load: list[Job] = []
+
+    def wait_for_load() -> None:
+        for job in last_load:
+            job.wait_on_host()
+
+    class GatedLane(Lane):
+        def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
+            self.name = name
+            if name == "kv-tier-ahead":
+                kwargs["gate"] = wait_for_load
+            super().__init__(name, *args, **kwargs)
+
+        def submit(self, job: Job) -> Job:
+            if self.name == "kv-tier-load":
+                last_load[:] = [job]
+            return super().submit(job)
+
+    patch.setattr(streams, "Lane", GatedLane)
+
+
+FENCES = [name for name in StepPlan(1).__dict__ if "_after_" in name]
+
+
+@pytest.mark.parametrize("pace", ["late", "random"])
+@pytest.mark.parametrize("name", FENCES)
+def test_missed_fence(name: str, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+    miss_fence(name)(monkeypatch)
+    _find(Violation, pace, Luck(True, True), monkeypatch)
+
+
+def test_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_on_any_load(monkeypatch)
+    _find(Stuck, "late", Luck(False, True, 5e-3), monkeypatch)
+
+
+def _find(
+    kind: type[BaseException], pace: Pace, luck: Luck, patch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(MAX_SCRIPTS):
+        cuda = FakeCuda(pace, seed)
+        with patch.context() as inner:
+            cuda.install(inner, patience_s=1.0)
+            found: BaseException | None = None
+            try:
+                _play(cuda, luck, seed, **BUSY, spare_blocks=0)
+            except (Exception, Stuck) as error:
+                # Tracebacks hold the streams.
+                found = error.with_traceback(None)
+                found.__context__ = found.__cause__ = None
+            if isinstance(found, Stuck):
+                # Whatever waits in their queues, nobody will end it.
+                _STUCK.update(_lanes())
+            _end_lanes(cuda)
+        if found is not None:
+            assert isinstance(found, kind), found
+            return
+    pytest.fail(f"{MAX_SCRIPTS} scripts found nothing")

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which copy engine does what: measured at start, on the memory it will work on."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.copy_engine import (
+    BySizeCopyEngine,
+    CopyEngine,
+    CopyEngineUnavailable,
+    TorchCopyEngine,
+    slot_bytes,
+)
+from vllm.v1.kv_tier.dma import DmaCopyEngine
+from vllm.v1.kv_tier.gather import GatherCopyEngine
+from vllm.v1.kv_tier.regions import Region
+
+logger = init_logger(__name__)
+
+# Values of the setting, and what is measured for each.
+_CANDIDATES: dict[str, tuple[str, ...]] = {
+    "auto": ("dma", "dma on 2 streams", "kernel"),
+    "dma": ("dma", "dma on 2 streams"),
+    "kernel": ("kernel",),
+    "torch": ("torch",),
+}
+_MAKERS: dict[str, Callable[[Sequence[Region], torch.Tensor], CopyEngine]] = {
+    "dma": DmaCopyEngine,
+    "dma on 2 streams": lambda regions, slots: DmaCopyEngine(regions, slots, 2),
+    "kernel": GatherCopyEngine,
+    "torch": TorchCopyEngine,
+}
+_DMA = _CANDIDATES["dma"]
+
+# What one measured copy moves at most. Torch takes 5 us for a piece.
+_BYTES = {"cuda": 512 << 20, "cpu": 4 << 20}
+_PIECES = {"torch": 1024}
+_ANY_PIECES = 16384
+_REPEATS = 3
+
+# Which part of the best rate an engine must reach to be preferred for what else it
+# spares: the DMA multiprocessors (the kernel slows compute by a quarter), the kernel
+# launches.
+_WORTH = 0.7
+# What a second stream must gain.
+_STREAM_WORTH = 1.05
+# 0.3 ms of the worker's time, at 0.45 us each.
+_DMA_PIECES = 600
+
+
+@dataclass(frozen=True)
+class CopyEngines:
+    """Who copies what on a rank."""
+
+    step_loads: CopyEngine
+    """Loads that the compute of a step waits for."""
+    loads: CopyEngine
+    """Loads beside the compute of other requests."""
+    stores: CopyEngine
+    load_bytes_per_s: float
+    """Of the slower one of the two that load."""
+    store_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class LoadChoice:
+    """Names of what loads."""
+
+    few: str
+    """Where a step waits for no more than 600 pieces."""
+    many: str
+    """Where a step waits for more."""
+    beside: str
+    """Where no step waits."""
+
+
+def choose_beside_compute(rates: Mapping[str, float]) -> str:
+    """The engine for copies that run while others compute.
+
+    Args:
+        rates: Bytes per second of at least one engine, by name.
+
+    """
+    best = max(rates, key=lambda name: rates[name])
+    dma = _best_dma(rates)
+    return dma if dma and rates[dma] >= _WORTH * rates[best] else best
+
+
+def choose_loads(rates: Mapping[str, float]) -> LoadChoice:
+    """The engines for loads.
+
+    A step that waits for its loads leaves the multiprocessors to them, but its
+    worker has other launches to do.
+
+    Args:
+        rates: Bytes per second of at least one engine, by name.
+
+    """
+    beside = choose_beside_compute(rates)
+    kernel = rates.get("kernel", 0.0) >= _WORTH * rates[beside]
+    return LoadChoice(beside, "kernel" if kernel else beside, beside)
+
+
+def _best_dma(rates: Mapping[str, float]) -> str | None:
+    one, two = (rates.get(name, 0.0) for name in _DMA)
+    if not one and not two:
+        return None
+    return _DMA[two >= _STREAM_WORTH * one]
+
+
+def choose_engines(
+    regions: Sequence[Region],
+    slots: torch.Tensor,
+    requested: str,
+    device: torch.device,
+    pinned: bool,
+) -> CopyEngines:
+    """Measure the engines that this machine has, and choose.
+
+    Slots are overwritten: call it before they hold anything. On a GPU it takes some
+    tenths of a second, and a second more when Triton first compiles.
+
+    Args:
+        regions: Device memory.
+        slots: `[num_slots, slot_bytes(regions)]` host memory.
+        requested: One of `config.COPY_ENGINES`.
+        device: Where the regions are.
+        pinned: Whether the GPU driver has registered the host memory.
+
+    Raises:
+        ValueError: The requested engine cannot run here.
+
+    """
+    if not regions:
+        # A rank without KV memory (pipeline parallel) has nothing to copy.
+        none = _MAKERS["torch"](regions, slots)
+        return CopyEngines(none, none, none, math.inf, math.inf)
+    rates = _measure(_CANDIDATES[requested], regions, slots, requested, device, pinned)
+    if not rates:
+        rates = _measure(("torch",), regions, slots, requested, device, pinned)
+    load_rates = {name: load for name, (load, _) in rates.items()}
+    store_rates = {name: store for name, (_, store) in rates.items()}
+    loads = choose_loads(load_rates)
+    stores = choose_beside_compute(store_rates)
+    logger.info(
+        "KV tier: copy engines for pieces of %s bytes: load %s; store %s GB/s. Loads "
+        "that a step waits for: %s; loads ahead: %s; stores: %s.",
+        _sizes(regions),
+        _gigabytes(load_rates),
+        _gigabytes(store_rates),
+        loads.many
+        if loads.few == loads.many
+        else f"{loads.many} above {_DMA_PIECES} pieces, else {loads.few}",
+        loads.beside,
+        stores,
+    )
+    # An engine for each purpose: streams that an engine holds are not to be shared.
+    step_loads = _MAKERS[loads.many](regions, slots)
+    if loads.few != loads.many:
+        few = _MAKERS[loads.few](regions, slots)
+        step_loads = BySizeCopyEngine(few, step_loads, _DMA_PIECES)
+    return CopyEngines(
+        step_loads=step_loads,
+        loads=_MAKERS[loads.beside](regions, slots),
+        stores=_MAKERS[stores](regions, slots),
+        load_bytes_per_s=min(load_rates[loads.many], load_rates[loads.beside]),
+        store_bytes_per_s=store_rates[stores],
+    )
+
+
+def _measure(
+    names: Sequence[str],
+    regions: Sequence[Region],
+    slots: torch.Tensor,
+    requested: str,
+    device: torch.device,
+    pinned: bool,
+) -> dict[str, tuple[float, float]]:
+    """Bytes per second of loads and of stores, for each engine that runs here."""
+    rates = {}
+    for name in names:
+        try:
+            if name != "torch":
+                _check_memory(device, pinned)
+            engine = _MAKERS[name](regions, slots)
+            pairs = _random_pairs(
+                regions, slots, device, _PIECES.get(name, _ANY_PIECES)
+            )
+            # In this order loads write what is there already.
+            store = _bytes_per_s(engine, pairs, device, to_device=False)
+            load = _bytes_per_s(engine, pairs, device, to_device=True)
+            rates[name] = load, store
+        except CopyEngineUnavailable as e:
+            if name == requested:
+                raise ValueError(
+                    f"--kv-offloading-config: copy_engine {name!r} cannot be used "
+                    f"here. {e} Or set copy_engine to 'auto'."
+                ) from e
+            logger.debug("KV tier: no copy engine %r here: %s", name, e)
+        except Exception:
+            if name in (requested, "torch"):
+                raise
+            # Whatever it is, another engine can do the work.
+            logger.warning("KV tier: copy engine %r failed.", name, exc_info=True)
+    return rates
+
+
+def _check_memory(device: torch.device, pinned: bool) -> None:
+    if device.type != "cuda":
+        raise CopyEngineUnavailable(
+            f"It is for GPUs, and the KV cache is on {device.type}. Run on a GPU."
+        )
+    if not pinned:
+        raise CopyEngineUnavailable(
+            "It needs pinned host memory, which the driver refused. Raise the memlock "
+            "limit (ulimit -l unlimited)."
+        )
+
+
+def _random_pairs(
+    regions: Sequence[Region],
+    slots: torch.Tensor,
+    device: torch.device,
+    max_pieces: int,
+) -> NDArray[np.int64]:
+    """`[2, n]`: distinct blocks and slots, in no order."""
+    num_blocks, num_slots = regions[0].blocks.shape[0], slots.shape[0]
+    wanted = min(_BYTES[device.type] // slot_bytes(regions), max_pieces // len(regions))
+    num_pairs = min(max(wanted, 1), num_blocks, num_slots)
+    rng = np.random.default_rng(0)
+    ids = [rng.choice(n, num_pairs, replace=False) for n in (num_blocks, num_slots)]
+    return np.array(ids, dtype=np.int64)
+
+
+def _bytes_per_s(
+    engine: CopyEngine,
+    pairs: NDArray[np.int64],
+    device: torch.device,
+    to_device: bool,
+) -> float:
+    stream = None
+    if device.type == "cuda":
+        stream = torch.cuda.Stream(device)
+        # Whatever fills the KV cache is over before the first copy.
+        stream.wait_stream(torch.cuda.current_stream(device))
+    times = []
+    with torch.cuda.stream(stream) if stream else nullcontext():
+        transfer = engine.transfer(pairs, to_device)
+        for _ in range(1 + _REPEATS):
+            started = time.perf_counter()
+            transfer.copy(range(len(engine.regions)))
+            if stream:
+                stream.synchronize()
+            times.append(time.perf_counter() - started)
+    num_bytes = pairs.shape[1] * sum(region.block_bytes for region in engine.regions)
+    # The first one compiles, and touches memory.
+    return num_bytes / statistics.median(times[1:])
+
+
+def _gigabytes(rates: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.items())
+
+
+def _sizes(regions: Sequence[Region]) -> str:
+    sizes = [region.block_bytes for region in regions]
+    low, high = min(sizes), max(sizes)
+    return str(low) if low == high else f"{low} to {high}"

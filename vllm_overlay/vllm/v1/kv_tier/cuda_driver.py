@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of the CUDA driver that torch does not offer."""
+
+import ctypes
+from typing import Any
+
+import torch
+
+from vllm.v1.kv_tier.copy_engine import CopyEngineUnavailable
+
+
+class _Location(ctypes.Structure):
+    """`CUmemLocation`."""
+
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Attributes(ctypes.Structure):
+    """`CUmemcpyAttributes`."""
+
+    _fields_ = [
+        ("src_access_order", ctypes.c_int),
+        ("src_hint", _Location),
+        ("dst_hint", _Location),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+_ACCESS_ORDER_STREAM = 1
+
+
+class CudaDriver:
+    """`libcuda`, for one device.
+
+    Args:
+        device: A CUDA device.
+
+    Raises:
+        CopyEngineUnavailable: There is no such library.
+
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            # A call may take as long as the queue of the device is full: CDLL lets
+            # other threads run meanwhile.
+            self._lib = ctypes.CDLL("libcuda.so.1")
+        except OSError as e:
+            raise CopyEngineUnavailable(f"The CUDA driver cannot be loaded: {e}") from e
+        self._attributes = _Attributes(src_access_order=_ACCESS_ORDER_STREAM)
+        self._attributes_start = ctypes.c_size_t(0)
+        self._one_attribute = (
+            ctypes.byref(self._attributes),
+            ctypes.byref(self._attributes_start),
+            1,
+        )
+        # CUDA 13 dropped the index of the copy that failed, and kept the first form
+        # for what was built with 12.8.
+        self._failed: tuple[Any, ...] = ()
+        self._copy_batch: Any = getattr(self._lib, "cuMemcpyBatchAsync_v2", None)
+        if self._copy_batch is None:
+            self._failed = (ctypes.byref(ctypes.c_size_t()),)
+            self._copy_batch = getattr(self._lib, "cuMemcpyBatchAsync", None)
+        if self._copy_batch is not None:
+            # Told once: this is called for every few copies.
+            address, size = ctypes.c_void_p, ctypes.c_size_t
+            failed = [address] * len(self._failed)
+            self._copy_batch.argtypes = [
+                *(address, address, address, size),
+                *(address, address, size),
+                *failed,
+                address,
+            ]
+        # The driver knows a device by its context, which a thread that torch has not
+        # used yet does not have.
+        self._context = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            code = self._lib.cuCtxGetCurrent(ctypes.byref(self._context))
+        self._check("cuCtxGetCurrent", code)
+
+    def device_address(self, host_address: int) -> int:
+        """Where the device sees pinned host memory."""
+        self._enter()
+        found = ctypes.c_void_p()
+        code = self._lib.cuMemHostGetDevicePointer_v2(
+            ctypes.byref(found), ctypes.c_void_p(host_address), ctypes.c_uint(0)
+        )
+        self._check("cuMemHostGetDevicePointer", code)
+        return found.value or 0
+
+    def has_batches(self) -> bool:
+        """Whether `copy_batch` can be called."""
+        return self._copy_batch is not None
+
+    def copy_batch(
+        self, dst: int, src: int, sizes: int, count: int, stream: int
+    ) -> None:
+        """Queue copies in one call, in no order among themselves.
+
+        Args:
+            dst: Address of an array of `count` 64-bit addresses to copy to. It is
+                read before the call returns, as are the other two.
+            src: Address of the addresses to copy from.
+            sizes: Address of the sizes in bytes.
+            count: Number of copies.
+            stream: Handle of a stream other than the default one.
+
+        Raises:
+            RuntimeError: The driver refused it.
+
+        """
+        self._enter()
+        code = self._copy_batch(
+            dst, src, sizes, count, *self._one_attribute, *self._failed, stream
+        )
+        self._check("cuMemcpyBatchAsync", code)
+
+    def _enter(self) -> None:
+        self._check("cuCtxSetCurrent", self._lib.cuCtxSetCurrent(self._context))
+
+    def _check(self, function: str, code: int) -> None:
+        if code:
+            name = ctypes.c_char_p()
+            self._lib.cuGetErrorName(code, ctypes.byref(name))
+            text = (name.value or b"unknown error").decode()
+            raise RuntimeError(f"{function} failed: {text} ({code}).")

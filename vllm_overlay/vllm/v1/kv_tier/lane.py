@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies that are launched beside the step, by a thread of their own.
+
+A batch of small copies takes the CPU about half a microsecond for each of them, a
+long one more than a decoding step has. The driver call runs without the GIL.
+"""
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+Copy = Callable[[Callable[[], None]], None]
+"""Queues copies on the current stream, part by part, and calls its argument after
+each part. Never raises: a failure is the business of whoever wrote it."""
+
+# Parts of a copy that are queued on the device at a time: enough for it to go on.
+# The small copies of a step wait behind them, and more of them fill the launch queue,
+# for which whoever launches next would wait with the driver's lock.
+_PARTS_IN_FLIGHT = 2
+
+_END_WITHIN_S = 10.0
+
+
+class Done:
+    """The end of work on a stream, which may not have been launched yet."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._launched = threading.Event()
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """All work that is on `stream` by now."""
+        self.event.record(stream)
+        self._launched.set()
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Make `stream` wait for the end; the caller for the launch only."""
+        self._launched.wait()
+        stream.wait_event(self.event)
+
+    def wait_for_launch(self) -> None:
+        self._launched.wait()
+
+    def wait_on_host(self) -> None:
+        self._launched.wait()
+        self.event.synchronize()
+
+    def has_come(self) -> bool:
+        return self._launched.is_set() and self.event.query()
+
+
+class Job(Done):
+    """A copy on a lane.
+
+    Args:
+        copy: What to do.
+        after: What must have ended before.
+        num_blocks: Size of the copy.
+
+    """
+
+    def __init__(self, copy: Copy, after: Sequence[Done], num_blocks: int) -> None:
+        super().__init__()
+        self.copy = copy
+        self.after = after
+        self.num_blocks = num_blocks
+        self.begun = torch.cuda.Event(enable_timing=True)
+
+    def forget(self) -> None:
+        """It was launched. Without it, jobs would keep all before them."""
+        self.copy = lambda after_part: None
+        self.after = ()
+
+    @property
+    def seconds(self) -> float:
+        """How long the copy took; it must have ended."""
+        return self.begun.elapsed_time(self.event) / 1e3
+
+
+class Lane:
+    """A stream of copies. They run in the order of their jobs.
+
+    Args:
+        name: Of the thread.
+        device: Where the stream is.
+        paced: Wait on the host for what a job waits for, and for its own parts.
+        gate: Called before each part, to wait for what is more urgent.
+
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        paced: bool = True,
+        gate: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._last: Job | None = None
+        self._launcher = _Launcher(torch.cuda.Stream(device), paced, gate)
+        thread = threading.Thread(
+            target=_run, args=(self._jobs, self._launcher), name=name, daemon=True
+        )
+        thread.start()
+        # The thread keeps no reference to the lane. Runs at exit at the latest: a
+        # thread that waits for the device then ends the process with an abort.
+        weakref.finalize(self, _end, self._jobs, thread)
+
+    def submit(self, job: Job) -> Job:
+        """Let the thread launch `job`."""
+        self._last = job
+        self._jobs.put(job)
+        return job
+
+    def launch(self, job: Job) -> Job:
+        """Launch `job` here and now."""
+        if self._last is not None:
+            self._last.wait_for_launch()
+            self._last = None
+        self._launcher.launch(job)
+        return job
+
+
+class _Launcher:
+    def __init__(
+        self, stream: torch.cuda.Stream, paced: bool, gate: Callable[[], object]
+    ) -> None:
+        self.stream = stream
+        self._paced = paced
+        self._gate = gate
+        self._parts: deque[torch.cuda.Event] = deque()
+
+    def launch(self, job: Job) -> None:
+        try:
+            for done in job.after:
+                if self._paced:
+                    # What waits on the device fills the launch queue.
+                    done.wait_on_host()
+                else:
+                    done.wait(self.stream)
+            self._gate()
+            with torch.inference_mode(), torch.cuda.stream(self.stream):
+                job.begun.record(self.stream)
+                job.copy(self._after_part)
+        finally:
+            # Others wait for it, come what may.
+            job.record(self.stream)
+            job.forget()
+            self._parts.clear()
+
+    def _after_part(self) -> None:
+        if self._paced:
+            event = torch.cuda.Event(blocking=True)
+            event.record(self.stream)
+            self._parts.append(event)
+            if len(self._parts) > _PARTS_IN_FLIGHT:
+                self._parts.popleft().synchronize()
+        self._gate()
+
+
+def _end(jobs: "queue.SimpleQueue[Job | None]", thread: threading.Thread) -> None:
+    jobs.put(None)
+    thread.join(timeout=_END_WITHIN_S)
+
+
+def _run(jobs: "queue.SimpleQueue[Job | None]", launcher: _Launcher) -> None:
+    torch.cuda.set_device(launcher.stream.device)
+    while (job := jobs.get()) is not None:
+        try:
+            launcher.launch(job)
+        except Exception:
+            # Copies report their own failures; this is one of the device.
+            logger.exception("KV tier: a thread could not wait for the device.")
+        del job
