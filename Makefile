@@ -72,7 +72,19 @@ format: env ## ruff: format, and mend what it can [TAG=]
 	@build/env/$(TAG)/bin/ruff format --quiet .
 	@build/env/$(TAG)/bin/ruff check --quiet --fix .
 
-.PHONY: bench-off-path gpu-check
+.PHONY: bench bench-copy bench-memory bench-scheduler bench-off-path gpu-check
+bench: ## the tier beside upstream's connectors on this machine's GPU, an hour or two [ARGS=]
+	@$(PYTHON) scripts/bench/compare.py --out build/bench $(ARGS)
+
+bench-copy: ## rates of the copy engines on this machine's GPU
+	@$(PYTHON) scripts/bench/copy_rate.py --out build/bench-copy
+
+bench-memory: ## host memory at start on this machine's GPU
+	@$(PYTHON) scripts/bench/host_memory.py
+
+bench-scheduler: env ## what the tier adds to a scheduler step, against upstream's connectors [TAG=]
+	@build/env/$(TAG)/bin/python scripts/bench/scheduler_step.py --out build/bench-scheduler/$(TAG)
+
 bench-off-path: env ## a scheduler step, patched with the tier off against upstream [TAG=]
 	@build/env/$(TAG)/bin/python scripts/bench/off_path.py --tag $(TAG)
 

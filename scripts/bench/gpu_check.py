@@ -25,92 +25,41 @@ import time
 from pathlib import Path
 from typing import Any
 
+from suite.model import INDEX, SHAPES, write_model
+
 TIER = {"kv_offloading_backend": "core"}
+
+
+def tier(**options: Any) -> dict[str, Any]:
+    return {"llm": TIER | {"kv_offloading_config": options}}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "large": {"device_scale": 8},
     "none": {},
-    "write_back": {"llm": TIER},
-    "write_through": {
-        "llm": TIER | {"kv_offloading_config": {"store_policy": "write_through"}},
-    },
-    "slow": {"llm": TIER, "delay": True},
-    "race": {"llm": TIER, "delay": True, "no_fences": True},
-    "unpinned": {"llm": TIER, "unpinned": True},
-    "v1": {"llm": TIER, "env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
+    "write_back": tier(),
+    "write_through": tier(store_policy="write_through"),
+    "ahead": tier(max_load_stall_ms=0),
+    "in_step": tier(max_load_stall_ms=None),
+    "whole_step": tier(max_load_stall_ms=None, layerwise_loads=False),
+    "dma": tier(copy_engine="dma"),
+    "kernel": tier(copy_engine="kernel"),
+    "torch": tier(copy_engine="torch"),
+    "slow": tier() | {"delay": True},
+    "slow_ahead": tier(max_load_stall_ms=0) | {"delay": True},
+    "race": tier() | {"delay": True, "no_fences": True},
+    "race_ahead": tier(max_load_stall_ms=0) | {"delay": True, "no_fences": True},
+    "unpinned": tier() | {"unpinned": True},
+    "v1": tier() | {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
     "OffloadingConnector": {"llm": {"kv_offloading_backend": "native"}},
     "SimpleCPUOffload": {
         "llm": {"kv_offloading_backend": "native"},
         "env": {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"},
     },
 }
-MAY_DIFFER = ("none", "race")
+RACES = ("race", "race_ahead")
+MAY_DIFFER = ("none", *RACES)
 """Computed in other pieces than the reference, or wrong on purpose."""
-
-
-def make_model(folder: Path, size: str, device: str) -> None:
-    """A Llama whose greedy outputs depend on the whole prompt."""
-    import torch
-    from safetensors.torch import save_file
-
-    hidden, inner, layers, heads, kv_heads, vocab = {
-        "tiny": (128, 256, 4, 4, 2, 1024),
-        "1b": (2048, 8192, 16, 16, 8, 32000),
-        "8b": (4096, 14336, 32, 32, 8, 32000),
-    }[size]
-    dim = 128 if size != "tiny" else 32
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": dim,
-        "vocab_size": vocab,
-        "max_position_embeddings": 65536,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    g = torch.Generator(device).manual_seed(0)
-
-    def normal(rows: int, columns: int, gain: float) -> torch.Tensor:
-        w = torch.randn(rows, columns, generator=g, device=device, dtype=dtype)
-        return (w * (gain / columns**0.5)).cpu()
-
-    names: dict[str, str] = {}
-    for i in range(layers):
-        p, kv = f"model.layers.{i}.", kv_heads * dim
-        weights = {
-            p + "self_attn.q_proj.weight": normal(heads * dim, hidden, 2.0),
-            p + "self_attn.k_proj.weight": normal(kv, hidden, 2.0),
-            p + "self_attn.v_proj.weight": normal(kv, hidden, 1.0),
-            p + "self_attn.o_proj.weight": normal(hidden, heads * dim, 2.0),
-            p + "mlp.gate_proj.weight": normal(inner, hidden, 1.0),
-            p + "mlp.up_proj.weight": normal(inner, hidden, 1.0),
-            p + "mlp.down_proj.weight": normal(hidden, inner, 1.0),
-            p + "input_layernorm.weight": torch.ones(hidden, dtype=dtype),
-            p + "post_attention_layernorm.weight": torch.ones(hidden, dtype=dtype),
-        }
-        save_file(weights, folder / f"layer-{i}.safetensors")
-        names |= dict.fromkeys(weights, f"layer-{i}.safetensors")
-    weights = {
-        "model.embed_tokens.weight": normal(vocab, hidden, hidden**0.5),
-        "model.norm.weight": torch.ones(hidden, dtype=dtype),
-        "lm_head.weight": normal(vocab, hidden, 4.0),
-    }
-    save_file(weights, folder / "rest.safetensors")
-    names |= dict.fromkeys(weights, "rest.safetensors")
-    index = {"metadata": {}, "weight_map": names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -197,17 +146,21 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _remove_fences() -> None:
+    import torch
+
+    from vllm.v1.kv_tier.lane import Job
     from vllm.v1.kv_tier.streams import CudaStreams
 
-    def run(self: Any, plan: Any, store: Any, load: Any) -> None:
-        import torch
+    def begin_step(self: Any, plan: Any, copies: Any, layerwise: bool) -> None:
+        if plan.store_slots:
+            self._store_lane.submit(Job(copies.store, [], len(plan.store_slots)))
+        if plan.load_slots:
+            with torch.cuda.stream(self._load_stream):
+                copies.load(lambda: None)
+        if plan.ahead_slots:
+            self._load_lane.submit(Job(copies.load_ahead, [], len(plan.ahead_slots)))
 
-        with torch.cuda.stream(self._store_stream):
-            store()
-        with torch.cuda.stream(self._load_stream):
-            load()
-
-    CudaStreams.run = run  # type: ignore[method-assign]
+    CudaStreams.begin_step = begin_step  # type: ignore[method-assign]
 
 
 def _refuse_to_pin() -> None:
@@ -230,7 +183,7 @@ def _delay_copies() -> None:
     """Keep every copy waiting on the device, for longer than its launch takes."""
     import torch
 
-    from vllm.v1.kv_tier.copy_engine import TorchCopyEngine
+    from vllm.v1.kv_tier.worker import HostTier
 
     def delayed(copy: Any) -> Any:
         def run(*args: Any) -> None:
@@ -239,8 +192,8 @@ def _delay_copies() -> None:
 
         return run
 
-    TorchCopyEngine.store = delayed(TorchCopyEngine.store)  # type: ignore[method-assign]
-    TorchCopyEngine.load = delayed(TorchCopyEngine.load)  # type: ignore[method-assign]
+    for name in ("_store", "_load", "_load_ahead"):
+        setattr(HostTier, name, delayed(getattr(HostTier, name)))
 
 
 def main() -> int:
@@ -275,8 +228,8 @@ def main() -> int:
         (args.out / f"{args.one}.json").write_text(json.dumps(result))
         return 0
 
-    if not (args.model / "model.safetensors.index.json").exists():
-        make_model(args.model, args.size, args.device)
+    if not (args.model / INDEX).exists():
+        write_model(args.model, SHAPES[args.size], args.device)
     failed = False
     results = {}
     for name in args.configs.split(","):
@@ -307,9 +260,9 @@ def main() -> int:
         )
         if name not in MAY_DIFFER:
             failed |= wrong > 0
-        elif name == "race" and not wrong:
+        elif name in RACES and not wrong:
             failed = True
-            print("race: the planted race was not noticed")
+            print(f"{name}: the planted race was not noticed")
     return int(failed)
 
 

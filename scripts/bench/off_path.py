@@ -15,110 +15,36 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 LIMIT = 1.02
 NUM_REQUESTS = 256
-BLOCK_SIZE = 16
 PROMPT_LEN = 64
 STEPS_PER_SAMPLE = 10
 
 
 def measure(samples: int) -> list[float]:
     """Seconds of a step, one value for every few steps."""
-    import torch
+    from scheduler_setup import BLOCK_SIZE, make_request, make_scheduler, timed_step
 
-    from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
-    from vllm.sampling_params import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
+    max_len = PROMPT_LEN + samples * STEPS_PER_SAMPLE + 100
+    scheduler = make_scheduler(
+        num_blocks=NUM_REQUESTS * (max_len // BLOCK_SIZE + 2),
+        max_num_seqs=NUM_REQUESTS,
+        max_num_batched_tokens=NUM_REQUESTS * PROMPT_LEN,
+        max_model_len=max_len,
     )
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    steps = samples * STEPS_PER_SAMPLE
-    max_len = PROMPT_LEN + steps + 100
-    with tempfile.TemporaryDirectory() as folder:
-        config = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "max_position_embeddings": max_len,
-            "vocab_size": 1000,
-        }
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        model = ModelConfig(model=folder, skip_tokenizer_init=True)
-    vllm_config = VllmConfig(
-        model_config=model,
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=NUM_REQUESTS,
-            max_num_batched_tokens=NUM_REQUESTS * PROMPT_LEN,
-            max_model_len=max_len,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-        ),
-    )
-    num_blocks = NUM_REQUESTS * (max_len // BLOCK_SIZE + 2)
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
-    )
-    vllm_config.cache_config.num_gpu_blocks = num_blocks
-    scheduler = Scheduler(
-        vllm_config=vllm_config,
-        kv_cache_config=KVCacheConfig(
-            num_blocks=num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        ),
-        structured_output_manager=StructuredOutputManager(vllm_config),
-        block_size=BLOCK_SIZE,
-        log_stats=True,
-    )
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
     for i in range(NUM_REQUESTS):
-        params = SamplingParams(max_tokens=max_len, ignore_eos=True)
-        params.update_from_generation_config({}, 2)
-        scheduler.add_request(
-            Request(
-                request_id=str(i),
-                prompt_token_ids=[i % 997] * PROMPT_LEN,
-                sampling_params=params,
-                pooling_params=None,
-                block_hasher=hasher,
-            )
-        )
-
-    def step() -> float:
-        started = time.perf_counter()
-        output = scheduler.schedule()
-        ids = list(output.num_scheduled_tokens)
-        scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
-                sampled_token_ids=[[7]] * len(ids),
-            ),
-        )
-        return time.perf_counter() - started
+        scheduler.add_request(make_request(str(i), [i % 997] * PROMPT_LEN, max_len))
 
     for _ in range(STEPS_PER_SAMPLE):
-        step()
+        timed_step(scheduler)
     # The minimum of a few steps: the machine does other things too.
-    return [min(step() for _ in range(STEPS_PER_SAMPLE)) for _ in range(samples)]
+    return [
+        min(timed_step(scheduler) for _ in range(STEPS_PER_SAMPLE))
+        for _ in range(samples)
+    ]
 
 
 def in_tree(tree: Path, samples: int) -> float:

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast are the tier's copy engines on this machine's GPU?
+
+    python scripts/bench/copy_rate.py --out DIR
+
+Moves random blocks of 32 regions to random slots and back, for each size of a piece (a
+block of one region) and each engine, and compares with plain copies of as many bytes
+between pinned memory and the device. `auto` is what the tier chooses at start for
+copies beside compute. `both` is the sum of loads and stores that run at once, launched
+region by region from one thread. Every number is the median of some runs.
+
+Before its rates are taken, every engine proves that it moves the right bytes: random
+slots to poisoned blocks and on to poisoned slots, and nothing else is written.
+
+The last table is the time that the worker spends on a load of 16,384 tokens of an
+8B-shape Llama: 32 regions, 1,024 blocks, 64 KiB. Results go to DIR as JSON lines and
+markdown. Without a GPU the script rehearses with the only engine there is.
+"""
+
+import argparse
+import contextlib
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.v1.kv_tier.calibrate import choose_engines
+from vllm.v1.kv_tier.copy_engine import (
+    CopyEngine,
+    CopyEngineUnavailable,
+    TorchCopyEngine,
+    Transfer,
+)
+from vllm.v1.kv_tier.dma import DmaCopyEngine
+from vllm.v1.kv_tier.gather import GatherCopyEngine
+from vllm.v1.kv_tier.host_buffer import HostBuffer
+from vllm.v1.kv_tier.regions import Region
+
+GiB, KiB = 1 << 30, 1 << 10
+REGIONS = 32
+SIZES = [4, 8, 16, 32, 64, 128, 256]
+# Enough for a steady rate, where pieces are so small that each costs more than its
+# bytes.
+MAX_PIECES = 1 << 17
+CHECKED_BYTES = 32 << 20
+PROMPT_TOKENS, BLOCK_TOKENS, PROMPT_PIECE = 16384, 16, 64 * KiB
+
+Maker = Callable[[Sequence[Region], torch.Tensor], CopyEngine]
+GPU_ENGINES: dict[str, Maker] = {
+    "dma": DmaCopyEngine,
+    "dma, 2 streams": lambda regions, slots: DmaCopyEngine(regions, slots, 2),
+    "kernel": GatherCopyEngine,
+}
+CPU_ENGINES: dict[str, Maker] = {"torch": TorchCopyEngine}
+
+
+class Bench:
+    """The memory that all measurements share, and two streams.
+
+    Args:
+        device: Where the regions are.
+        num_bytes: What is moved in one direction at a time, at most. Device and host
+            memory are twice as large.
+        repeats: Runs of which the median is taken.
+
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int, repeats: int) -> None:
+        self.device = device
+        self.num_bytes = num_bytes
+        self.repeats = repeats
+        self.on_gpu = device.type == "cuda"
+        # One slot: plain copies must not cross from one registration to the next.
+        self.buffer = HostBuffer(1, 2 * num_bytes, pin=self.on_gpu)
+        self.host = self.buffer.slots.view(-1)
+        self.memory = torch.zeros(2 * num_bytes, dtype=torch.uint8, device=device)
+        self.load_stream, self.store_stream = (
+            torch.cuda.Stream(device) if self.on_gpu else None for _ in range(2)
+        )
+        self._plain: dict[int, tuple[float, float, float]] = {}
+
+    def layout(self, piece: int, num_blocks: int) -> tuple[list[Region], torch.Tensor]:
+        """Regions and slots of one number of blocks, at the start of the memory."""
+        size = num_blocks * piece
+        rows = self.memory[: REGIONS * size].view(REGIONS, num_blocks, piece)
+        slots = self.host[: REGIONS * size].view(num_blocks, REGIONS * piece)
+        return [Region(rows[i]) for i in range(REGIONS)], slots
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def on(self, stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
+        return torch.cuda.stream(stream) if stream else contextlib.nullcontext()
+
+    def seconds(self, launch: Callable[[], None]) -> float:
+        """Until all is copied. The first run does not count."""
+        times = []
+        for _ in range(1 + self.repeats):
+            self.synchronize()
+            started = time.perf_counter()
+            launch()
+            self.synchronize()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
+
+    def plain(self, num_bytes: int) -> tuple[float, float, float]:
+        """Bytes per second of one large copy: load, store, both of them at once."""
+        if num_bytes not in self._plain:
+            half = self.num_bytes
+
+            def load() -> None:
+                with self.on(self.load_stream):
+                    self.memory[:num_bytes].copy_(
+                        self.host[:num_bytes], non_blocking=True
+                    )
+
+            def store() -> None:
+                with self.on(self.store_stream):
+                    self.host[half : half + num_bytes].copy_(
+                        self.memory[half : half + num_bytes], non_blocking=True
+                    )
+
+            def both() -> None:
+                load()
+                store()
+
+            self._plain[num_bytes] = (
+                num_bytes / self.seconds(load),
+                num_bytes / self.seconds(store),
+                2 * num_bytes / self.seconds(both),
+            )
+        return self._plain[num_bytes]
+
+    def check(self, make: Maker, piece: int) -> bool:
+        """Whether bytes come back from a trip, and no others are written."""
+        n = max(1, min(CHECKED_BYTES, self.num_bytes) // (REGIONS * piece))
+        regions, slots = self.layout(piece, 2 * n)
+        rng = np.random.default_rng(piece)
+        content = torch.from_numpy(
+            rng.integers(0, 256, (n, slots.shape[1]), dtype=np.uint8)
+        )
+        slots[:n], slots[n:] = content, 0xA5
+        everything = range(REGIONS)
+        blocks = rng.permutation(2 * n)[:n]
+        order = rng.permutation(n)
+        for region in regions:
+            region.blocks.fill_(0x5A)
+        self.synchronize()
+        engine = make(regions, slots)
+        with self.on(self.load_stream):
+            engine.loads(order.tolist(), blocks.tolist()).copy(everything)
+        self.synchronize()
+        loaded = content[order].view(n, REGIONS, piece)
+        equal = True
+        for i, region in enumerate(regions):
+            wanted = torch.full((2 * n, piece), 0x5A, dtype=torch.uint8)
+            wanted[blocks] = loaded[:, i]
+            equal &= torch.equal(region.blocks.cpu(), wanted)
+        with self.on(self.store_stream):
+            engine.stores(blocks.tolist(), (n + order).tolist()).copy(everything)
+        self.synchronize()
+        return equal and all(torch.equal(half, content) for half in slots.split(n))
+
+    def transfers(
+        self, loads: CopyEngine, stores: CopyEngine, num_pairs: int
+    ) -> tuple[Transfer, Transfer]:
+        """Loads within one half of blocks and slots, stores within the other."""
+        half = loads.slots.shape[0] // 2
+        rng = np.random.default_rng(0)
+        a, b, c, d = (rng.permutation(half)[:num_pairs] for _ in range(4))
+        with self.on(self.load_stream):
+            load = loads.loads(a.tolist(), b.tolist())
+        with self.on(self.store_stream):
+            store = stores.stores((half + c).tolist(), (half + d).tolist())
+        return load, store
+
+    def rates(
+        self, loads: CopyEngine, stores: CopyEngine, piece: int
+    ) -> tuple[float, float, float]:
+        """Bytes per second as of `plain`. One direction alone moves half as much."""
+        num_pairs = loads.slots.shape[0] // 2
+        load, store = self.transfers(loads, stores, max(1, num_pairs // 2))
+        load_both, store_both = self.transfers(loads, stores, num_pairs)
+        alone = max(1, num_pairs // 2) * REGIONS * piece
+
+        def run(load: Transfer | None, store: Transfer | None) -> None:
+            for i in range(REGIONS):
+                if load:
+                    with self.on(self.load_stream):
+                        load.copy(range(i, i + 1))
+                if store:
+                    with self.on(self.store_stream):
+                        store.copy(range(i, i + 1))
+
+        return (
+            alone / self.seconds(lambda: run(load, None)),
+            alone / self.seconds(lambda: run(None, store)),
+            2
+            * num_pairs
+            * REGIONS
+            * piece
+            / self.seconds(lambda: run(load_both, store_both)),
+        )
+
+    def worker_ms(self, engine: CopyEngine, num_blocks: int) -> dict[str, float]:
+        """What a load costs the thread that asks for it, in milliseconds."""
+        rng = np.random.default_rng(0)
+        slots, blocks = (rng.permutation(num_blocks).tolist() for _ in range(2))
+        found: dict[str, list[float]] = {
+            "plan": [],
+            "launch": [],
+            "launch by region": [],
+        }
+        for _ in range(1 + self.repeats):
+            with self.on(self.load_stream):
+                for name, parts in (
+                    ("launch", [range(REGIONS)]),
+                    ("launch by region", [range(i, i + 1) for i in range(REGIONS)]),
+                ):
+                    self.synchronize()
+                    started = time.perf_counter()
+                    transfer = engine.loads(slots, blocks)
+                    planned = time.perf_counter()
+                    for part in parts:
+                        transfer.copy(part)
+                    launched = time.perf_counter()
+                    found["plan"].append(1e3 * (planned - started))
+                    found[name].append(1e3 * (launched - planned))
+        self.synchronize()
+        return {name: statistics.median(times[1:]) for name, times in found.items()}
+
+
+def available_engines(bench: Bench) -> dict[str, Maker]:
+    """What runs here; says why the others do not."""
+    regions, slots = bench.layout(64 * KiB, 1)
+    found = {}
+    for name, make in (GPU_ENGINES if bench.on_gpu else CPU_ENGINES).items():
+        try:
+            make(regions, slots)
+            found[name] = make
+        except CopyEngineUnavailable as e:
+            print(f"{name}: {e}")
+    return found
+
+
+@dataclass
+class Row:
+    piece_kib: int
+    engine: str
+    equal: bool | None
+    """None: made of engines that were checked."""
+    rates: tuple[float, float, float]
+    plain: tuple[float, float, float]
+
+    def record(self) -> dict[str, Any]:
+        names = "load", "store", "both"
+        return {
+            "piece_kib": self.piece_kib,
+            "engine": self.engine,
+            "equal": self.equal,
+            **{f"{n}_gb_s": round(r / 1e9, 2) for n, r in zip(names, self.rates)},
+            **{f"plain_{n}_gb_s": round(r / 1e9, 2) for n, r in zip(names, self.plain)},
+        }
+
+    def markdown(self) -> str:
+        cells = [
+            f"{rate / 1e9:.1f} ({rate / plain:.0%})"
+            for rate, plain in zip(self.rates, self.plain)
+        ]
+        plain = " / ".join(f"{rate / 1e9:.1f}" for rate in self.plain)
+        cells = [f"{self.piece_kib}", self.engine, *cells, plain]
+        equal = {True: "yes", False: "**NO**", None: ""}[self.equal]
+        return f"| {' | '.join(cells)} | {equal} |"
+
+
+HEADER = """\
+| piece, KiB | engine | load, GB/s | store, GB/s | both, GB/s | plain copies | equal |
+|---|---|---|---|---|---|---|"""
+
+
+def measure_rates(
+    bench: Bench, sizes: Sequence[int], engines: dict[str, Maker]
+) -> Iterator[Row]:
+    for kib in sizes:
+        piece = kib * KiB
+        num_pairs = max(1, min(bench.num_bytes // piece, MAX_PIECES) // REGIONS)
+        regions, slots = bench.layout(piece, 2 * num_pairs)
+        plain = bench.plain(num_pairs * REGIONS * piece)
+        for name, make in engines.items():
+            equal = bench.check(make, piece)
+            # Directions do not share the streams of an engine.
+            engine = make(regions, slots)
+            yield Row(kib, name, equal, bench.rates(engine, engine, piece), plain)
+        auto = choose_engines(regions, slots, "auto", bench.device, bench.buffer.pinned)
+        rates = bench.rates(auto.loads, auto.stores, piece)
+        yield Row(kib, "auto", None, rates, plain)
+
+
+def bars(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """(bar, the lowest that was measured) over the best engines and for `auto`."""
+
+    def worst(auto: bool, sizes: Callable[[int], bool], i: int, share: bool) -> str:
+        best: dict[int, float] = {}
+        for row in rows:
+            if sizes(row.piece_kib) and (row.engine == "auto" or not auto):
+                rate = row.rates[i] / (row.plain[i] if share else 1e9)
+                best[row.piece_kib] = max(best.get(row.piece_kib, 0.0), rate)
+        if not best:
+            return "not measured"
+        return (
+            f"{min(best.values()):.0%}" if share else f"{min(best.values()):.1f} GB/s"
+        )
+
+    for auto in (False, True):
+        of = "auto" if auto else "the best engine"
+        for i, name in enumerate(("load", "store")):
+            text = f"{name} of {of}, share of a plain copy"
+            yield f"{text}, from 32 KiB: ≥ 95%", worst(auto, lambda k: k >= 32, i, True)
+            yield f"{text}, at 8 KiB: ≥ 80%", worst(auto, lambda k: k == 8, i, True)
+        text = f"both at once of {of}, from 32 KiB: ≥ 80 GB/s"
+        yield text, worst(auto, lambda k: k >= 32, 2, False)
+
+
+def measure_worker(bench: Bench, engines: dict[str, Maker]) -> Iterator[dict[str, Any]]:
+    num_blocks = PROMPT_TOKENS // BLOCK_TOKENS
+    num_blocks = min(num_blocks, 2 * bench.num_bytes // (REGIONS * PROMPT_PIECE))
+    regions, slots = bench.layout(PROMPT_PIECE, num_blocks)
+    auto = choose_engines(regions, slots, "auto", bench.device, bench.buffer.pinned)
+    made = {name: make(regions, slots) for name, make in engines.items()}
+    made |= {"auto, a step waits": auto.step_loads, "auto, ahead": auto.loads}
+    for name, engine in made.items():
+        ms = {k: round(v, 3) for k, v in bench.worker_ms(engine, num_blocks).items()}
+        yield {"engine": name, "blocks": num_blocks, "worker_ms": ms}
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    gpu = device.type == "cuda"
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(device) if gpu else platform.machine(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gib", type=float, help="moved in each direction at once")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in KiB")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    # The copies of a rehearsal are not worth a thread.
+    torch.set_num_threads(1)
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else None
+    started = time.perf_counter()
+    num_bytes = int((args.gib or (2 if gpu else 1 / 32)) * GiB)
+    bench = Bench(device or torch.device("cpu"), num_bytes, args.repeats)
+    if gpu and not bench.buffer.pinned:
+        print("The driver refused to pin host memory: see above.", file=sys.stderr)
+        return 1
+    engines = available_engines(bench)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    lines = [HEADER]
+    print(HEADER, flush=True)
+    rows, records = [], [versions(bench.device)]
+    for row in measure_rates(bench, args.sizes, engines):
+        rows.append(row)
+        records.append(row.record())
+        lines.append(row.markdown())
+        print(lines[-1], flush=True)
+    rest = ["", "| bar | measured |", "|---|---|"]
+    rest += [f"| {bar} | {measured} |" for bar, measured in bars(rows)]
+    rest += ["", "| engine | plan, ms | launch, ms | launch by region, ms |"]
+    rest += ["|---|---|---|---|"]
+    for record in measure_worker(bench, engines):
+        records.append(record)
+        cells = " | ".join(f"{ms:.2f}" for ms in record["worker_ms"].values())
+        rest.append(f"| {record['engine']} | {cells} |")
+    rest += ["", f"{records[0]}, {time.perf_counter() - started:.0f} s"]
+    print("\n".join(rest))
+
+    (args.out / "copy_rate.md").write_text("\n".join([*lines, *rest]) + "\n")
+    with (args.out / "copy_rate.jsonl").open("w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    if wrong := [row for row in rows if row.equal is False]:
+        print(f"{len(wrong)} rows moved wrong bytes")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

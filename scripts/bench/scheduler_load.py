@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler with full caches, and the steps that `scheduler_step.py` measures."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+from connector_worker import ConnectorWorker
+from scheduler_setup import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    make_request,
+    make_scheduler,
+    timed_step,
+)
+
+from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+NUM_REQUESTS = 256
+NUM_SLOTS = 100_000
+NUM_BLOCKS = 32_768
+PREFIX_BLOCKS = 64
+MAX_BATCHED_TOKENS = 8192
+MAX_MODEL_LEN = 4096
+# Of the decoding requests, in each step: block boundaries are spread evenly.
+NEW_BLOCKS = NUM_REQUESTS // BLOCK_SIZE
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What keeps evicted blocks: the tier, a connector, or nothing."""
+
+    store_policy: StorePolicy | None = None
+    connector: str | None = None
+    extra_config: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def has_host(self) -> bool:
+        return self.store_policy is not None or self.connector is not None
+
+
+class Step(NamedTuple):
+    """CPU seconds of a step, and the blocks that it copies."""
+
+    seconds: float
+    num_loaded: int
+    num_stored: int
+
+
+class Load:
+    """256 decoding requests; every free block is cached, every host slot filled.
+
+    Call the workloads in the order in which they stand here.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._scheduler = make_scheduler(
+            num_blocks=NUM_BLOCKS,
+            # A connector admits a request steps before it runs.
+            max_num_seqs=NUM_REQUESTS + 8,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            max_model_len=MAX_MODEL_LEN,
+            kv_tier=_tier_layout(setup),
+            kv_transfer_config=_connector_config(setup),
+        )
+        self._worker = ConnectorWorker()
+        self._num_requests = 0
+        # As the engine does when it has started: what is there by now is not the
+        # garbage collector's to walk, what the caches will hold is.
+        gc.collect()
+        gc.freeze()
+        self._num_prefixes = self._fill()
+        self._known = self._known_prefixes()
+        for i in range(NUM_REQUESTS):
+            prompt = [-1 - i] * (4 * BLOCK_SIZE + i % BLOCK_SIZE)
+            self._add(prompt, MAX_MODEL_LEN - len(prompt))
+        while self._scheduler.waiting:
+            self._step()
+
+    # --------------------------------------------------------------- workloads
+
+    def decode(self, steps: int) -> list[Step]:
+        """256 requests decode; each new block evicts a cached one."""
+        return [self._step() for _ in range(steps)]
+
+    def admit_dirty(self) -> list[Step]:
+        """As `admit`, while the device still evicts what it was filled with.
+
+        The host has seen none of those blocks, unless it stores every block at
+        once. Ends when evictions have reached what this workload itself brought in.
+        """
+        last = self._scheduler.running[-1].request_id
+        self._scheduler.finish_requests(last, RequestStatus.FINISHED_ABORTED)
+        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        turnover = free // (PREFIX_BLOCKS + NEW_BLOCKS)
+        self.admit(NEW_BLOCKS)
+        steps = self.admit(turnover // 2)
+        self.admit(turnover // 2 + NEW_BLOCKS)
+        return steps
+
+    def admit(self, steps: int) -> list[Step]:
+        """255 requests decode, and one with a known prefix is admitted each step."""
+        return [self._admit(next(self._known)) for _ in range(steps)]
+
+    def recompute(self, steps: int) -> list[Step]:
+        """As `admit`, with prefixes that nobody knows."""
+        first = self._num_prefixes
+        return [self._admit(number) for number in range(first, first + steps)]
+
+    def num_filled(self) -> int:
+        """Host slots with content."""
+        scheduler: Any = self._scheduler
+        if not self.setup.has_host:
+            return 0
+        if self.setup.store_policy is not None:
+            return len(scheduler.kv_cache_manager.kv_tier.host)
+        if (simple := getattr(scheduler.connector, "scheduler_manager", None)) is None:
+            manager = scheduler.connector.connector_scheduler.manager
+            return manager._num_allocated_chunks - len(manager._free_list)
+        return len(simple.cpu_block_pool.cached_block_hash_to_block)
+
+    # ------------------------------------------------------------------- steps
+
+    def _admit(self, number: int) -> Step:
+        self._add(_prefix(number) + [1] * (BLOCK_SIZE // 2), max_tokens=1)
+        return self._step()
+
+    def _add(self, prompt: list[int], max_tokens: int) -> None:
+        name = str(self._num_requests)
+        self._num_requests += 1
+        self._scheduler.add_request(make_request(name, prompt, max_tokens))
+
+    def _step(self) -> Step:
+        copied = [0, 0]
+
+        def work(output: SchedulerOutput) -> KVConnectorOutput | None:
+            if (plan := output.kv_tier_plan) is not None:
+                copied[:] = len(plan.load_blocks), len(plan.store_blocks)
+            if output.kv_connector_metadata is None:
+                return None
+            report = self._worker.step(output.kv_connector_metadata)
+            copied[:] = self._worker.num_loaded, self._worker.num_stored
+            return report
+
+        return Step(timed_step(self._scheduler, work), *copied)
+
+    def _fill(self) -> int:
+        """Fill the device, and the host with what the device evicts.
+
+        Returns:
+            Number of prefixes that were computed.
+
+        """
+        per_step = MAX_BATCHED_TOKENS // (PREFIX_BLOCKS * BLOCK_SIZE + 1)
+        number = 0
+        while number * PREFIX_BLOCKS < NUM_SLOTS + NUM_BLOCKS + 4096:
+            for _ in range(per_step):
+                self._add(_prefix(number) + [0], max_tokens=1)
+                number += 1
+            self._step()
+        while self._scheduler.has_unfinished_requests():
+            self._step()
+        return number
+
+    def _known_prefixes(self) -> Iterator[int]:
+        """Prefixes that lie on the host only, or on the device if there is no host."""
+        last = self._num_prefixes - 1
+        if not self.setup.has_host:
+            return (last - i % 128 for i in count())
+        # What the device evicted last: the host keeps it longest.
+        return iter(range(last - NUM_BLOCKS // PREFIX_BLOCKS, 0, -1))
+
+
+def _prefix(number: int) -> list[int]:
+    return [number] + [0] * (PREFIX_BLOCKS * BLOCK_SIZE - 1)
+
+
+def _tier_layout(setup: Setup) -> KVTierLayout | None:
+    if setup.store_policy is None:
+        return None
+    config = KVTierConfig(NUM_SLOTS * BLOCK_BYTES, store_policy=setup.store_policy)
+    return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES)
+
+
+def _connector_config(setup: Setup) -> KVTransferConfig | None:
+    if setup.connector is None:
+        return None
+    return KVTransferConfig(
+        kv_connector=setup.connector,
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "cpu_bytes_to_use": NUM_SLOTS * BLOCK_BYTES,
+            **dict(setup.extra_config),
+        },
+    )

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real scheduler without an engine, for the benchmarks of its step.
+
+Runs on upstream's tree as well as on the patched one. Import it only where vLLM
+is the one to measure.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK_SIZE = 16
+# One layer; a page of 4 KiB, which no offloading code rounds up.
+SPEC = FullAttentionSpec(
+    block_size=BLOCK_SIZE, num_kv_heads=1, head_size=32, dtype=torch.float32
+)
+BLOCK_BYTES = SPEC.page_size_bytes
+
+init_none_hash(sha256)
+_hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+
+
+def make_scheduler(
+    num_blocks: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    kv_tier: Any = None,
+    kv_transfer_config: KVTransferConfig | None = None,
+) -> Scheduler:
+    """A synchronous scheduler over one full-attention group.
+
+    Args:
+        num_blocks: Device blocks, the null block among them.
+        max_num_seqs: As in `SchedulerConfig`.
+        max_num_batched_tokens: As in `SchedulerConfig`.
+        max_model_len: As in `SchedulerConfig`.
+        kv_tier: The `KVTierLayout` of a host tier; upstream's tree takes None only.
+        kv_transfer_config: The KV connector to put beside it.
+
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        model_config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "max_position_embeddings": max_model_len,
+            "vocab_size": 1000,
+        }
+        (Path(folder) / "config.json").write_text(json.dumps(model_config))
+        model = ModelConfig(model=folder, skip_tokenizer_init=True)
+    vllm_config = VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        kv_transfer_config=kv_transfer_config,
+    )
+    vllm_config.cache_config.num_gpu_blocks = num_blocks
+    size = num_blocks * BLOCK_BYTES
+    kv_cache_config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(
+                size=size, layers=["layer"], layer_stride=size, block_stride=BLOCK_BYTES
+            )
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], SPEC)],
+    )
+    if kv_tier is not None:
+        kv_cache_config.kv_tier = kv_tier
+    return Scheduler(
+        vllm_config=vllm_config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=BLOCK_SIZE,
+        log_stats=True,
+    )
+
+
+def make_request(request_id: str, prompt: list[int], max_tokens: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    params.update_from_generation_config({}, 2)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=params,
+        pooling_params=None,
+        block_hasher=_hasher,
+    )
+
+
+def sampled(
+    output: SchedulerOutput, kv_connector_output: KVConnectorOutput | None = None
+) -> ModelRunnerOutput:
+    """What a model runner returns that gave every scheduled request a token."""
+    ids = list(output.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
+        sampled_token_ids=[[7]] * len(ids),
+        kv_connector_output=kv_connector_output,
+    )
+
+
+def timed_step(
+    scheduler: Scheduler,
+    work: Callable[[SchedulerOutput], KVConnectorOutput | None] = lambda _: None,
+) -> float:
+    """Run one step.
+
+    Args:
+        scheduler: The scheduler.
+        work: What the worker side does with the step; not timed.
+
+    Returns:
+        CPU seconds of `schedule` and `update_from_output`: what other processes
+        of the machine take does not count.
+
+    """
+    started = time.thread_time()
+    output = scheduler.schedule()
+    took = time.thread_time() - started
+    runner_output = sampled(output, work(output))
+    started = time.thread_time()
+    scheduler.update_from_output(output, runner_output)
+    return took + time.thread_time() - started

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared: arguments and environment of the engine."""
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the engine.
+
+    Attributes:
+        llm: arguments of `AsyncEngineArgs`, beyond those of the scale.
+        env: environment variables of the process.
+        device_scale: device cache in units of the scale's.
+        jitter_s: every request is sent up to this much later than it could be.
+        needs: a module without which the configuration cannot run.
+
+    """
+
+    llm: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    device_scale: int = 1
+    jitter_s: float = 0.0
+    needs: str = ""
+
+    @property
+    def family(self) -> str:
+        """`core`, `connector` or `plain` (no host memory)."""
+        if self.llm.get("kv_offloading_backend") == "core":
+            return "core"
+        offloads = "kv_offloading_backend" in self.llm
+        return "connector" if offloads or "kv_transfer_config" in self.llm else "plain"
+
+    @property
+    def missing(self) -> bool:
+        """Whether the module that it needs is not installed."""
+        return bool(self.needs) and importlib.util.find_spec(self.needs) is None
+
+
+def configs(host_gib: float) -> dict[str, Config]:
+    """The configurations by name, with `host_gib` of host memory where they use it."""
+
+    def core(**options: Any) -> dict[str, Any]:
+        return {
+            "kv_offloading_backend": "core",
+            "kv_offloading_size": host_gib,
+            "kv_offloading_config": options,
+        }
+
+    def native(**extra: Any) -> dict[str, Any]:
+        settings = {"kv_role": "kv_both", "kv_connector_extra_config": extra}
+        return {
+            "kv_offloading_backend": "native",
+            "kv_offloading_size": host_gib,
+            "kv_transfer_config": settings,
+        }
+
+    simple = {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"}
+    return {
+        "none": Config(),
+        # Other batches for the same requests: how often does that flip a token?
+        "none-jitter": Config(jitter_s=0.05),
+        "large": Config(device_scale=6),
+        "core-write_back": Config(core(store_policy="write_back")),
+        "core-write_through": Config(core(store_policy="write_through")),
+        "offloading": Config(native()),
+        # A budget that every prefix of the workloads fits.
+        "offloading-sync": Config(native(sync_load_budget_bytes=8 * GIB)),
+        "simple-eager": Config(native(lazy_offload=False), simple),
+        "simple-lazy": Config(native(lazy_offload=True), simple),
+        "lmcache": Config(
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "LMCacheConnectorV1",
+                    "kv_role": "kv_both",
+                }
+            },
+            {
+                "LMCACHE_LOCAL_CPU": "True",
+                "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{host_gib:g}",
+                "LMCACHE_CHUNK_SIZE": "256",
+                # Its keys are Python hashes, which differ from process to process.
+                "PYTHONHASHSEED": "0",
+            },
+            needs="lmcache",
+        ),
+    }

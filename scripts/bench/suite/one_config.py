@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All cells of one configuration, in a process of its own.
+
+`compare.py` starts it. The engine core is a child of this process, as it is in
+`vllm serve`; times are taken here, where the tokens arrive.
+"""
+
+import asyncio
+import gc
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Imported at the top: a spawned engine core imports this module as its main one.
+from .client import Answer, Client
+from .loader import LOAD_FORMAT
+from .model import SHAPES, write_config
+from .records import append, write_outputs
+from .workloads import SCALES, Workload, evict, tokens
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the process is to do; see `Config` for those with the same name.
+
+    Attributes:
+        settings: a fingerprint of all settings of the engine.
+        llm: arguments of the engine.
+        device_bytes: of the device cache that prompts are evicted from.
+        cells: (workload, repeat, parameters, id) in the order to run them.
+        logprobs: workloads whose requests ask for the two best logprobs.
+        ends: no cell begins that would last longer, in seconds of `time.time`.
+
+    """
+
+    out: str
+    config: str
+    family: str
+    scale: str
+    settings: str
+    llm: dict[str, Any]
+    device_bytes: int
+    jitter_s: float
+    cells: list[tuple[str, int, dict[str, Any], str]]
+    logprobs: list[str]
+    ends: float
+
+
+def machine() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    import torch
+
+    from vllm.platforms import current_platform
+
+    names = ("vllm", "torch", "triton", "lmcache")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["cuda"] = str(torch.version.cuda)
+    found["device"] = current_platform.get_device_name()
+    if smi := shutil.which("nvidia-smi"):
+        query = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True)
+        found["driver"] = done.stdout.strip()
+    return found
+
+
+async def warm_up(client: Client) -> None:
+    """Whatever is compiled or set up at its first use, and a device cache that is full.
+
+    A prompt, others that evict it, and the prompt again: stores and loads happen too.
+    """
+    length = client.max_prompt_tokens // 2
+    prompt = tokens(client.vocab, length, "warm-up")
+    await client.ask("warm-up", prompt, 4)
+    for logprobs in (False, True):
+        client.logprobs = logprobs
+        await evict(client, "warm-up", int(logprobs))
+        await client.ask("warm-up", prompt + prompt[:64], 4)
+        some = (prompt[: length // 16 + i] for i in range(8))
+        await asyncio.gather(*(client.ask("warm-up", p, 16) for p in some))
+
+
+def workload_of(job: Job, name: str, parameters: dict[str, Any]) -> Workload:
+    """The workload `name` of the job's scale with these parameters."""
+    kind = type(SCALES[job.scale].workloads[name])
+    lists = {k: tuple(v) for k, v in parameters.items() if isinstance(v, list)}
+    return kind(**parameters | lists)
+
+
+async def run(job: Job) -> None:
+    """Start the engine and run the cells; every result is written at once."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    out = Path(job.out)
+    scale = SCALES[job.scale]
+    shape = SHAPES[scale.shape]
+    model = out / f"model-{job.config}"
+    write_config(model, shape, scale.dtype)
+    args = {"model": str(model), "load_format": LOAD_FORMAT} | job.llm
+    begun = time.perf_counter()
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**args, skip_tokenizer_init=True, disable_log_stats=True)
+    )
+    try:
+        itemsize = 2 if scale.dtype == "bfloat16" else 4
+        client = Client(
+            engine,
+            job.device_bytes // shape.kv_bytes_per_token(itemsize),
+            args["max_model_len"] - 128,
+            shape.vocab,
+            job.jitter_s,
+        )
+        started = time.perf_counter()
+        await warm_up(client)
+        about = {
+            "config": job.config,
+            "family": job.family,
+            "scale": job.scale,
+            "settings": job.settings,
+            "machine": machine(),
+            "block_size": engine.vllm_config.cache_config.block_size,
+        }
+        append(
+            out,
+            about
+            | {
+                "status": "started",
+                "start_s": round(started - begun, 2),
+                "warm_up_s": round(time.perf_counter() - started, 2),
+                "llm": job.llm,
+            },
+        )
+        took: dict[str, float] = {}
+        for name, repeat, parameters, digest in job.cells:
+            about |= {"workload": name, "repeat": repeat, "cell": digest}
+            if time.time() + took.get(name, 0.0) > job.ends:
+                append(out, about | {"status": "not reached", "reason": "time limit"})
+                continue
+            begun = time.time()
+            client.logprobs = name in job.logprobs
+            # The prompts of earlier cells are garbage now, not in the middle of this.
+            gc.collect()
+            gc.freeze()
+            try:
+                outcome = await workload_of(job, name, parameters).run(client, repeat)
+            except (RuntimeError, ValueError) as error:
+                append(out, about | {"status": "failed", "reason": str(error)})
+                if engine.errored:
+                    raise
+                continue
+            took[name] = time.time() - begun
+            file = f"outputs/{job.config}-{name}-{repeat}-{int(begun)}.json.gz"
+            write_outputs(out / file, outcome.answers)
+            append(
+                out,
+                about
+                | {
+                    "status": "ok",
+                    "parameters": parameters,
+                    "logprobs": client.logprobs,
+                    "began": round(begun, 1),
+                    "took_s": round(took[name], 2),
+                    "metrics": {k: round(v, 5) for k, v in outcome.metrics.items()},
+                    "requests": len(outcome.answers),
+                    "distinct_tokens": distinct(outcome.answers),
+                    "outputs": file,
+                },
+            )
+    finally:
+        engine.shutdown()
+
+
+def distinct(answers: list[Answer]) -> int:
+    """How many different tokens were generated: few mean a degenerate model."""
+    return len({token for answer in answers for token in answer.tokens})
+
+
+def main() -> None:
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    asyncio.run(run(job))
+
+
+if __name__ == "__main__":
+    main()
