@@ -27,7 +27,6 @@ from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.regions import Region
 from vllm.v1.kv_tier.streams import Copies, CopyOrder, CudaStreams
 from vllm.v1.kv_tier.worker import HostTier
-from vllm.v1.outputs import ModelRunnerOutput
 
 from .content import EMPTY, GARBAGE, Violation
 from .engine import Engine, Setup
@@ -134,23 +133,15 @@ class StreamWorker(Worker):
     def submit(
         self, output: SchedulerOutput, epoch: int, rush: bool, fail: str | None
     ) -> Step:
-        for new in output.scheduled_new_reqs:
-            if new.prefill_token_ids is not None:
-                new.prefill_token_ids = new.prefill_token_ids.copy()
-        plan = output.kv_tier_plan
-        assert plan is not None
-        self._check_plan(plan)
-        step = Step(output, epoch, rush, fail, plan)
+        step = self._next_step(output, epoch, rush, fail)
         self._order.step = step
         self._tier.begin_step(output)
         for layer in range(NUM_LAYERS):
             if self._waits is not None and self._waits.is_armed:
                 self._waits.wait(str(layer))
             self.cuda.launch(partial(self._compute, step, layer))
-        req_ids = list(output.num_scheduled_tokens)
-        index = {req_id: i for i, req_id in enumerate(req_ids)}
-        step.result = self._tier.end_step(ModelRunnerOutput(req_ids, index))
-        end = self._ends[plan.seq] = torch.cuda.Event()
+        self._end_step(step)
+        end = self._ends[step.plan.seq] = torch.cuda.Event()
         end.record()
         self._steps.append(step)
         self.cuda.check()

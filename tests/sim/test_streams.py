@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -94,16 +95,23 @@ def _lanes() -> list[threading.Thread]:
     return [each for each in lanes if each not in _STUCK]
 
 
+@contextmanager
+def _device(pace: Pace, seed: int, patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """A device on which nothing may go wrong, and no lane be left."""
+    cuda = FakeCuda(pace, seed)
+    with patch.context() as inner:
+        cuda.install(inner)
+        yield cuda
+        cuda.check()
+        _end_lanes(cuda)
+
+
 @pytest.mark.parametrize("pace", PACES)
 @pytest.mark.parametrize("luck", LUCKS, ids=str)
 def test_scripts(luck: Luck, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(NUM_SCRIPTS):
-        cuda = FakeCuda(pace, seed)
-        with monkeypatch.context() as patch:
-            cuda.install(patch)
+        with _device(pace, seed, monkeypatch) as cuda:
             _play(cuda, luck, seed, **(BUSY if seed % 2 else {}))
-            cuda.check()
-            _end_lanes(cuda)
 
 
 @pytest.mark.parametrize("pace", PACES)
@@ -111,12 +119,8 @@ def test_scripts(luck: Luck, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_random_plans(luck: Luck, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fences that a scheduler may ask for, far more of them than one does."""
     for seed in range(NUM_PLAYS):
-        cuda = FakeCuda(pace, seed)
-        with monkeypatch.context() as patch:
-            cuda.install(patch)
+        with _device(pace, seed, monkeypatch) as cuda:
             _run_plans(cuda, luck, seed)
-            cuda.check()
-            _end_lanes(cuda)
 
 
 def _run_plans(cuda: FakeCuda, luck: Luck, seed: int) -> None:

@@ -139,20 +139,11 @@ class Worker:
         self, output: SchedulerOutput, epoch: int, rush: bool, fail: str | None
     ) -> Step:
         """Queue a step, as `execute_model` does."""
-        for new in output.scheduled_new_reqs:
-            if new.prefill_token_ids is not None:
-                # The scheduler's own list; a message would hold a copy.
-                new.prefill_token_ids = new.prefill_token_ids.copy()
-        plan = output.kv_tier_plan
-        assert plan is not None
-        self._check_plan(plan)
-        step = Step(output, epoch, rush, fail, plan)
+        step = self._next_step(output, epoch, rush, fail)
         for recorder in self._recorders:
             recorder.step = step
         self._tier.begin_step(output)
-        req_ids = list(output.num_scheduled_tokens)
-        index = {req_id: i for i, req_id in enumerate(req_ids)}
-        step.result = self._tier.end_step(ModelRunnerOutput(req_ids, index))
+        self._end_step(step)
         for pairs, queue in (
             (step.stores, self._stores),
             (step.loads, self._loads),
@@ -164,6 +155,23 @@ class Worker:
         if rush:
             self._run_ready()
         return step
+
+    def _next_step(
+        self, output: SchedulerOutput, epoch: int, rush: bool, fail: str | None
+    ) -> Step:
+        for new in output.scheduled_new_reqs:
+            if new.prefill_token_ids is not None:
+                # The scheduler's own list; a message would hold a copy.
+                new.prefill_token_ids = new.prefill_token_ids.copy()
+        plan = output.kv_tier_plan
+        assert plan is not None
+        self._check_plan(plan)
+        return Step(output, epoch, rush, fail, plan)
+
+    def _end_step(self, step: Step) -> None:
+        req_ids = list(step.output.num_scheduled_tokens)
+        index = {req_id: i for i, req_id in enumerate(req_ids)}
+        step.result = self._tier.end_step(ModelRunnerOutput(req_ids, index))
 
     def run_next(self) -> Step:
         """Execute the oldest step that was not."""

@@ -43,12 +43,12 @@ class Step:
 
     def __init__(self, layers: str, parts: Sequence[range]) -> None:
         self.waits = LayerWaits({n: i for i, n in enumerate(layers)}, 1)
-        self.waits.parts = parts
+        self.parts = parts
         self.waited: list[int] = []
 
     def arm(self) -> None:
-        ends: Any = [Part(i, self.waited) for i in range(len(self.waits.parts))]
-        self.waits.arm(ends)
+        ends: Any = [Part(i, self.waited) for i in range(len(self.parts))]
+        self.waits.arm(self.parts, ends)
 
     def run(self, layers: str) -> list[list[int]]:
         """Which parts are waited for at each of `layers`."""
@@ -117,7 +117,7 @@ def test_every_step_has_its_own_parts(step: Step) -> None:
     step.arm()
     step.run("ab")
     assert not step.waits.disarm()
-    step.waits.parts = [range(0, 5)]
+    step.parts = [range(0, 5)]
     step.arm()
     assert step.run("abcde") == [[0], [], [], [], []]
     assert step.waits.disarm()

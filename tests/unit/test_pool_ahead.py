@@ -417,14 +417,20 @@ def test_a_reset_keeps_the_fence_of_loads_under_way() -> None:
 # ------------------------------------------------------------------ step in flight
 
 
-def test_loads_avoid_blocks_that_a_step_in_flight_may_use() -> None:
-    tier = make_tier(4)
-    tier.demoted("a")
+def in_flight_on_two(tier: Tier) -> tuple[StepPlan, list[KVCacheBlock]]:
+    """A step in flight, and two free blocks that it uses."""
     tier.idle()
     tier.begin()
     used = tier.pool.get_new_blocks(2)
     in_flight = tier.end()
     tier.free(used)
+    return in_flight, used
+
+
+def test_loads_avoid_blocks_that_a_step_in_flight_may_use() -> None:
+    tier = make_tier(4)
+    tier.demoted("a")
+    in_flight, used = in_flight_on_two(tier)
     plan = defer(tier, "a")
     assert loads_ahead(plan).keys().isdisjoint(b.block_id for b in used)
     assert plan.load_after_compute < in_flight.seq
@@ -434,11 +440,7 @@ def test_loads_avoid_blocks_that_a_step_in_flight_may_use() -> None:
 def test_loads_wait_for_the_forward_pass_that_uses_their_blocks() -> None:
     tier = make_tier(4)
     tier.demoted("abc")
-    tier.idle()
-    tier.begin()
-    used = tier.pool.get_new_blocks(2)
-    in_flight = tier.end()
-    tier.free(used)
+    in_flight, used = in_flight_on_two(tier)
     plan = defer(tier, "abc")
     assert not loads_ahead(plan).keys().isdisjoint(b.block_id for b in used)
     assert plan.load_after_compute == in_flight.seq

@@ -70,7 +70,7 @@ class Rank:
             copy("store", zip(p.store_blocks, p.store_slots)),
             copy("load", zip(p.load_slots, p.load_blocks)),
             copy("ahead", zip(p.ahead_slots, p.ahead_blocks)),
-            num_load_parts=len(p.load_slots),
+            load_parts=[range(i, i + 1) for i in range(len(p.load_slots))],
             load_launches_long=self.launches_long,
         )
         order.begin_step(p, copies, layerwise)
@@ -310,7 +310,6 @@ def test_a_step_does_not_wait_for_its_stores_and_loads_ahead(rank: Rank) -> None
 def waits(rank: Rank) -> LayerWaits:
     """Two layers, with a region and a part of the loads each."""
     waits = LayerWaits({"a": 0, "b": 1}, max_decode_tokens=1)
-    waits.parts = [range(0, 1), range(1, 2)]
     rank.order = CudaStreams(torch.device("cuda", 0), waits)
     rank.slots.fill_(NEW)
     torch.cuda.synchronize()

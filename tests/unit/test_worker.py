@@ -293,13 +293,12 @@ def test_copies_go_by_layers_where_a_step_waits_else_by_blocks(
     tier.begin_step(step(3, [5], load_slots=[1, 0], load_blocks=[4, 5]))
     # Two blocks of two regions are more than a part, one block of all is a chunk.
     assert order.num_parts == [2, 2, 1]
-    assert waits.parts == [range(0, 2), range(2, 3)]
-    assert order.copies.num_load_parts == 2
+    assert order.copies.load_parts == [range(0, 2), range(2, 3)]
     assert same(rank.block(3), one)
     assert same(rank.block(4), two) and same(rank.block(5), one)
     monkeypatch.setattr(worker, "_PART_BYTES", 1)
     tier.begin_step(step(4, [5], **LOAD))
-    assert waits.parts == [range(0, 1), range(1, 2), range(2, 3)]
+    assert order.copies.load_parts == [range(0, 1), range(1, 2), range(2, 3)]
 
 
 @pytest.mark.parametrize("num_blocks, is_long", [(2, False), (3, True)])

@@ -4,7 +4,7 @@
 `TieredBlockPool` (scheduler side) answers prefix lookups for device and host
 together; `HostTier` (worker side) moves the bytes. They talk through a
 `StepPlan` in every `SchedulerOutput` and a `StepReport` in the
-`ModelRunnerOutput` of a step that had a failure.
+`ModelRunnerOutput` of a step with something to tell.
 """
 
 from vllm.v1.kv_tier.about import about

@@ -57,7 +57,7 @@ def make_descriptors(
 
 
 class DmaCopyEngine(CopyEngine):
-    """One `cuMemcpyBatchAsync` for some hundred pieces.
+    """One `cuMemcpyBatchAsync` for every 64 pieces.
 
     Copies cannot be queued on the default stream.
 

@@ -37,16 +37,20 @@ class LayerWaits:
     def __init__(self, regions: Mapping[str, int], max_decode_tokens: int) -> None:
         self.regions = regions
         self.max_decode_tokens = max_decode_tokens
-        self.parts: Sequence[range] = ()
-        """Regions of each part of the loads; set it before `arm`."""
         self.is_armed = False
         self._ends: Sequence[Done] = ()
         self._part_of: dict[str, int] = {}
         self._num_waited = 0
 
-    def arm(self, ends: Sequence[Done]) -> None:
-        """Let the layers of this step wait. `ends`: of each part."""
-        part_of_region = [i for i, part in enumerate(self.parts) for _ in part]
+    def arm(self, parts: Sequence[range], ends: Sequence[Done]) -> None:
+        """Let the layers of this step wait.
+
+        Args:
+            parts: Regions of each part of the loads, in order, all of them.
+            ends: When each part has come.
+
+        """
+        part_of_region = [i for i, part in enumerate(parts) for _ in part]
         self._part_of = {
             layer: part_of_region[region] for layer, region in self.regions.items()
         }

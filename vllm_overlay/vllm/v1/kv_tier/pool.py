@@ -234,9 +234,10 @@ class TieredBlockPool(BlockPool):
 
         Returns:
             The hit with device (or null) blocks only, or None when the request
-            must wait for a later step (see `defers`): the others would wait too
-            long for its loads, which begin now, or its hit ends inside a block of
-            this step.
+            must wait for a later step: the others would wait too long for its
+            loads, which begin now, or its hit ends inside a block of this step
+            (`defers` is true for both); or too few free blocks can be loaded,
+            since others wait for them or this step still uses them.
 
         """
         if self._copies_too_early(managers, computed_blocks, num_local_tokens):

@@ -4,7 +4,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ class Copies:
     store: Copy
     load: Copy
     load_ahead: Copy
-    num_load_parts: int = 0
+    load_parts: Sequence[range] = ()
+    """Regions of each part of `load`."""
     load_launches_long: bool = False
     """Whether the launch of `load` takes the CPU as long as that of many layers."""
 
@@ -167,14 +168,14 @@ class CudaStreams(CopyOrder):
         after: list[Done],
         compute: torch.cuda.Stream,
     ) -> None:
-        parts = [Done() for _ in range(copies.num_load_parts)]
+        ends = [Done() for _ in copies.load_parts]
 
         def load(after_part: Callable[[], None]) -> None:
             stream = torch.cuda.current_stream(self._device)
-            left = iter(parts)
+            left = iter(ends)
             copies.load(lambda: next(left).record(stream))
-            for part in left:  # of a load that failed
-                part.record(stream)
+            for end in left:  # of a load that failed
+                end.record(stream)
 
         if after:
             # It may be a store.
@@ -189,7 +190,7 @@ class CudaStreams(CopyOrder):
         is_free = not any(isinstance(done, Job) for done in after)
         self._last_load[:] = [job] if is_free else []
         if layerwise and self._layer_waits is not None:
-            self._layer_waits.arm(parts)
+            self._layer_waits.arm(copies.load_parts, ends)
         else:
             job.wait(compute)
 

@@ -119,19 +119,16 @@ class HostTier:
         if plan is None:
             return
         self._seq = plan.seq
+        num_loads = len(plan.load_slots)
+        load_parts = self._parts(num_loads) if num_loads else []
         copies = Copies(
             lambda after_part: self._store(plan, after_part),
-            lambda after_part: self._load(plan, after_part),
+            lambda after_part: self._load(plan, load_parts, after_part),
             lambda after_part: self._load_ahead(plan, after_part),
+            load_parts,
+            self._launches_long(num_loads),
         )
-        layerwise = False
-        if plan.load_slots:
-            parts = self._parts(len(plan.load_slots))
-            copies.num_load_parts = len(parts)
-            copies.load_launches_long = self._launches_long(len(plan.load_slots))
-            layerwise = self._can_wait_by_layer(scheduler_output)
-            if layerwise and self._layer_waits is not None:
-                self._layer_waits.parts = parts
+        layerwise = num_loads > 0 and self._can_wait_by_layer(scheduler_output)
         self._order.begin_step(plan, copies, layerwise)
         self._take_times(plan, scheduler_output)
 
@@ -207,14 +204,16 @@ class HostTier:
                 failed = self._reported().failed_store_slots
                 failed.update(dict.fromkeys(slots, plan.seq))
 
-    def _load(self, plan: StepPlan, after_part: Callable[[], None]) -> None:
+    def _load(
+        self, plan: StepPlan, parts: list[range], after_part: Callable[[], None]
+    ) -> None:
         blocks, slots = plan.load_blocks, plan.load_slots
         if not slots:
             return
         with self._loading(plan.seq, slots):
             self._check_filled(slots)
             transfer = self.engines.step_loads.loads(slots, blocks)
-            for part in self._parts(len(slots)):
+            for part in parts:
                 transfer.copy(part)
                 after_part()
 
