@@ -87,6 +87,7 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
             args.device_gib * config.get("device_scale", 1) * 2**30
         ),
         max_num_seqs=32,
+        gpu_memory_utilization=0.15 if args.at_once else 0.9,
         **llm_kwargs,
     )
     result: dict[str, Any] = {"start_s": time.perf_counter() - started}
@@ -146,8 +147,6 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _remove_fences() -> None:
-    import torch
-
     from vllm.v1.kv_tier.lane import Job
     from vllm.v1.kv_tier.streams import CudaStreams
 
@@ -155,8 +154,7 @@ def _remove_fences() -> None:
         if plan.store_slots:
             self._store_lane.submit(Job(copies.store, [], len(plan.store_slots)))
         if plan.load_slots:
-            with torch.cuda.stream(self._load_stream):
-                copies.load(lambda: None)
+            self._load_lane.launch(Job(copies.load, [], len(plan.load_slots)))
         if plan.ahead_slots:
             self._load_lane.submit(Job(copies.load_ahead, [], len(plan.ahead_slots)))
 
@@ -196,6 +194,14 @@ def _delay_copies() -> None:
         setattr(HostTier, name, delayed(getattr(HostTier, name)))
 
 
+def start(name: str, args: argparse.Namespace) -> "subprocess.Popen[bytes]":
+    """This script again, for one configuration."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+    env = os.environ | CONFIGS[name].get("env", {})
+    with (args.out / f"{name}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=env)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -218,6 +224,11 @@ def main() -> int:
     parser.add_argument("--max-len", type=int, default=20480)
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 16384])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--at-once",
+        action="store_true",
+        help="all configurations at once: as right, but times mean nothing",
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -232,16 +243,17 @@ def main() -> int:
         write_model(args.model, SHAPES[args.size], args.device)
     failed = False
     results = {}
-    for name in args.configs.split(","):
-        log = (args.out / f"{name}.log").open("w")
-        command = [sys.executable, __file__, *sys.argv[1:]]
-        env = os.environ | CONFIGS[name].get("env", {})
-        code = subprocess.run(
-            [*command, "--one", name], stdout=log, stderr=log, env=env
-        ).returncode
+    names = args.configs.split(",")
+    runs = {}
+    for name in names:
+        runs[name] = start(name, args)
+        if not args.at_once:
+            runs[name].wait()
+    for name in names:
+        code = runs[name].wait()
         if code:
             failed = True
-            text = Path(log.name).read_text().strip().splitlines()
+            text = (args.out / f"{name}.log").read_text().strip().splitlines()
             print(f"{name}: exit {code}\n  " + "\n  ".join(text[-25:]), flush=True)
             continue
         result = results[name] = json.loads((args.out / f"{name}.json").read_text())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.host_table import HostTable
 from vllm.v1.kv_tier.pool import TieredBlockPool
 
@@ -40,7 +41,12 @@ def reuse_slots_in_a_plan(patch: pytest.MonkeyPatch) -> None:
 
 def demote_invalid_content(patch: pytest.MonkeyPatch) -> None:
     """What was found invalid on the device goes to the host."""
-    patch.setattr(TieredBlockPool, "_invalidate", TieredBlockPool._demote)
+
+    def demote(self: TieredBlockPool, block: KVCacheBlock) -> None:
+        if block.block_hash is not None:
+            self._demote(block)
+
+    patch.setattr(TieredBlockPool, "_invalidate", demote)
 
 
 def keep_invalid_slots(patch: pytest.MonkeyPatch) -> None:
@@ -74,8 +80,8 @@ def miss_fence(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
         take_plan = TieredBlockPool.take_plan
 
-        def take_plan_without(self: TieredBlockPool) -> Any:
-            plan = take_plan(self)
+        def take_plan_without(self: TieredBlockPool, is_idle: bool) -> Any:
+            plan = take_plan(self, is_idle)
             if plan is not None:
                 setattr(plan, name, 0)
             return plan

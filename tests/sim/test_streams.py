@@ -206,12 +206,13 @@ def miss_fence(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def gate_on_any_load(patch: pytest.MonkeyPatch) -> None:
-    """Loads ahead let loads of steps go first, even those that wait for them."""
+    """Loads ahead let loads of steps go first, even those that wait for them, and are
+    never urgent: then it would be a matter of rare luck."""
     last_load: list[Job] = []
 
-    def wait_for_load() -> None:
-        for job in last_load:
-            job.wait_on_host()
+    def wait_for_load(_: Job) -> None:
+        for load in last_load:
+            load.wait_on_host()
 
     class GatedLane(Lane):
         def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -226,6 +227,7 @@ def gate_on_any_load(patch: pytest.MonkeyPatch) -> None:
             return super().submit(job)
 
     patch.setattr(streams, "Lane", GatedLane)
+    patch.setattr(Job, "_hurry", lambda self: None)
 
 
 FENCES = [name for name in StepPlan(1).__dict__ if "_after_" in name]
@@ -240,13 +242,18 @@ def test_missed_fence(name: str, pace: Pace, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     gate_on_any_load(monkeypatch)
-    _find(Stuck, "late", Luck(False, True, 5e-3), monkeypatch)
+    # Of the scripts before, none has such loads.
+    _find(Stuck, "late", Luck(False, True, 5e-3), monkeypatch, first_seed=49)
 
 
 def _find(
-    kind: type[BaseException], pace: Pace, luck: Luck, patch: pytest.MonkeyPatch
+    kind: type[BaseException],
+    pace: Pace,
+    luck: Luck,
+    patch: pytest.MonkeyPatch,
+    first_seed: int = 0,
 ) -> None:
-    for seed in range(MAX_SCRIPTS):
+    for seed in range(first_seed, first_seed + MAX_SCRIPTS):
         cuda = FakeCuda(pace, seed)
         with patch.context() as inner:
             cuda.install(inner, patience_s=1.0)

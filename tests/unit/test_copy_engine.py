@@ -7,7 +7,9 @@ batches of copies with `memmove` in place of the driver.
 
 import ctypes
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -36,16 +38,48 @@ from vllm.v1.kv_tier.copy_engine import (
     slot_bytes,
     slot_offsets,
 )
-from vllm.v1.kv_tier.dma import DmaCopyEngine, make_descriptors
+from vllm.v1.kv_tier.dma import (
+    BlockDmaCopyEngine,
+    DmaCopyEngine,
+    find_runs,
+    make_descriptors,
+)
 from vllm.v1.kv_tier.regions import Region
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NUM_BLOCKS, NUM_SLOTS = 12, 9
 # (bytes, stride, offset): aligned to 16, 8, 4 and 1, neighbours alike, one with a
-# tail that fills no chunk of the kernel.
+# tail that fills no chunk of the kernel, and more than two of a kind.
 Rows = list[tuple[int, int, int]]
 ROWS: Rows = [(4096, 4096, 0), (4096, 4096, 0), (72, 72, 0), (100, 112, 4), (33, 33, 1)]
-ROWS += [(20016, 20032, 16)]
+ROWS += [(20016, 20032, 16), *3 * [(48, 80, 16)]]
+
+
+class Operand(ctypes.Structure):
+    """`CUmemcpy3DOperand` of cuda.h, where it is an address."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("ptr", ctypes.c_uint64),
+        ("row_length", ctypes.c_size_t),
+        ("layer_height", ctypes.c_size_t),
+        ("location_type", ctypes.c_int),
+        ("location_id", ctypes.c_int),
+    ]
+
+
+class Operation(ctypes.Structure):
+    """`CUDA_MEMCPY3D_BATCH_OP` of cuda.h."""
+
+    _fields_ = [
+        ("src", Operand),
+        ("dst", Operand),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+        ("depth", ctypes.c_size_t),
+        ("src_access_order", ctypes.c_int),
+        ("flags", ctypes.c_uint),
+    ]
 
 
 class Memmove:
@@ -63,21 +97,44 @@ class Memmove:
         for to, from_, size in zip(*arrays):
             ctypes.memmove(to, from_, size)
 
+    def copy_strided_batch(self, operations: int, count: int, stream: int) -> None:
+        self.counts.append(count)
+        for op in (Operation * count).from_address(operations):
+            # What the driver would refuse, or read as something else.
+            assert (op.src.type, op.dst.type, op.src_access_order) == (1, 1, 1)
+            assert (op.depth, op.flags) == (1, 0)
+            assert op.width and op.height
+            for operand in (op.src, op.dst):
+                assert op.width <= operand.row_length < 1 << 31
+                assert op.height <= operand.layer_height
+                assert (operand.location_type, operand.location_id) == (0, 0)
+            for row in range(op.height):
+                ctypes.memmove(
+                    op.dst.ptr + row * op.dst.row_length,
+                    op.src.ptr + row * op.src.row_length,
+                    op.width,
+                )
+
 
 def make_regions(
     device: torch.device, rows: Rows, num_blocks: int = NUM_BLOCKS
 ) -> list[Region]:
-    regions = []
-    for width, stride, offset in rows:
-        size = offset + stride * num_blocks
-        memory = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
-        view = memory.as_strided((num_blocks, width), (stride, 1), offset)
-        regions.append(Region(view))
-    return regions
+    """One after the other in one allocation, each from a cache line on."""
+    ends = [offset + stride * num_blocks for _, stride, offset in rows]
+    sizes = [-(-end // 64) * 64 for end in ends]
+    memory = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8, device=device)
+    return [
+        Region(
+            memory.as_strided((num_blocks, width), (stride, 1), sum(sizes[:i]) + offset)
+        )
+        for i, (width, stride, offset) in enumerate(rows)
+    ]
 
 
 def interpreted_kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of the kernel, in Triton's interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernel itself runs here")
     import triton
     import triton.language
 
@@ -106,19 +163,27 @@ class Machine:
             self.slots = self.slots.pin_memory()
         self.engine = make(self.regions, self.slots)
 
-    def snapshot(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def snapshot(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Every byte there is, also between the rows and around them."""
-        rows = [region.blocks for region in self.regions]
-        memory = [r.new_empty(0).set_(r.untyped_storage()).cpu() for r in rows]
-        return [bytes_.clone() for bytes_ in memory], self.slots.clone()
+        blocks = self.regions[0].blocks
+        memory = blocks.new_empty(0).set_(blocks.untyped_storage())
+        return memory.cpu().clone(), self.slots.clone()
+
+    def piece(self, region: int, block: int) -> tuple[slice, slice]:
+        """Where it lies in the memory of `snapshot`, and where in a slot."""
+        blocks = self.regions[region].blocks
+        at = blocks.storage_offset() + block * blocks.stride(0)
+        start = slot_offsets(self.regions)[region]
+        width = blocks.shape[1]
+        return slice(at, at + width), slice(start, start + width)
 
     def copy(self, transfer: Transfer, parts: list[range]) -> None:
         for part in parts:
             transfer.copy(part)
 
 
-ON_CPU = ["torch", "dma", "kernel", "by size"]
-ON_GPU = ["torch", "dma", "dma on 2 streams", "kernel"]
+ON_CPU = ["torch", "dma", "dma by block", "kernel", "by size"]
+ON_GPU = ["torch", "dma", "dma by block", "kernel"]
 
 
 @pytest.fixture(
@@ -139,15 +204,23 @@ def machine(
         if name == "kernel":
             return interpreted_kernel(monkeypatch).GatherCopyEngine(regions, slots)
         dma = DmaCopyEngine(regions, slots, driver=Memmove())
+        by_block = BlockDmaCopyEngine(regions, slots, driver=Memmove())
         torch_engine = TorchCopyEngine(regions, slots)
         by_size = BySizeCopyEngine(torch_engine, dma, max_pieces=2 * len(regions))
-        return {"torch": torch_engine, "dma": dma, "by size": by_size}[name]
+        return {
+            "torch": torch_engine,
+            "dma": dma,
+            "dma by block": by_block,
+            "by size": by_size,
+        }[name]
 
     yield Machine(CPU, make)
 
 
 # In parts, with regions left out: what a layer waits for is copied with its layer.
-PARTS = [range(0, 1), range(1, 1), range(2, 6)]
+PARTS = [range(0, 1), range(1, 1), range(2, 7), range(7, 9)]
+COPIED = [0, *range(2, 9)]
+EVERYTHING = range(len(ROWS))
 
 
 def test_a_load_writes_its_blocks_and_nothing_else(machine: Machine) -> None:
@@ -156,12 +229,10 @@ def test_a_load_writes_its_blocks_and_nothing_else(machine: Machine) -> None:
     transfer = machine.engine.loads(*zip(*pairs))
     machine.copy(transfer, PARTS)
     wait(machine)
-    for i in (0, 2, 3, 4, 5):
-        width, stride, offset = ROWS[i]
-        start = slot_offsets(machine.regions)[i]
+    for i in COPIED:
         for slot, block in pairs:
-            at = offset + block * stride
-            memory[i][at : at + width] = slots[slot, start : start + width]
+            on_device, in_slot = machine.piece(i, block)
+            memory[on_device] = slots[slot, in_slot]
     assert_equal(machine.snapshot(), (memory, slots))
 
 
@@ -170,19 +241,17 @@ def test_a_store_writes_its_slots_and_nothing_else(machine: Machine) -> None:
     pairs = [(11, 0), (0, 8), (5, 4)]
     machine.copy(machine.engine.stores(*zip(*pairs)), PARTS)
     wait(machine)
-    for i in (0, 2, 3, 4, 5):
-        width, stride, offset = ROWS[i]
-        start = slot_offsets(machine.regions)[i]
+    for i in COPIED:
         for block, slot in pairs:
-            at = offset + block * stride
-            slots[slot, start : start + width] = memory[i][at : at + width]
+            on_device, in_slot = machine.piece(i, block)
+            slots[slot, in_slot] = memory[on_device]
     assert_equal(machine.snapshot(), (memory, slots))
 
 
 def test_a_transfer_may_be_of_nothing(machine: Machine) -> None:
     before = machine.snapshot()
-    machine.copy(machine.engine.loads([], []), [range(6)])
-    machine.copy(machine.engine.stores([], []), [range(6)])
+    machine.copy(machine.engine.loads([], []), [EVERYTHING])
+    machine.copy(machine.engine.stores([], []), [EVERYTHING])
     assert_equal(machine.snapshot(), before)
 
 
@@ -211,9 +280,8 @@ def wait(machine: Machine) -> None:
 
 
 def assert_equal(found: Any, wanted: Any) -> None:
-    assert torch.equal(found[1], wanted[1])
-    for i, (a, b) in enumerate(zip(found[0], wanted[0], strict=True)):
-        assert torch.equal(a, b), f"region {i}"
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_few_pieces_and_many_go_different_ways() -> None:
@@ -221,11 +289,11 @@ def test_few_pieces_and_many_go_different_ways() -> None:
     slots = torch.zeros(NUM_SLOTS, slot_bytes(regions), dtype=torch.uint8)
     driver = Memmove()
     many = DmaCopyEngine(regions, slots, driver=driver)
-    engine = BySizeCopyEngine(TorchCopyEngine(regions, slots), many, 12)
-    engine.loads([1, 2], [3, 4]).copy(range(6))
+    engine = BySizeCopyEngine(TorchCopyEngine(regions, slots), many, 2 * len(ROWS))
+    engine.loads([1, 2], [3, 4]).copy(EVERYTHING)
     assert driver.counts == []
-    engine.loads([1, 2, 3], [3, 4, 5]).copy(range(6))
-    assert driver.counts == [18]
+    engine.loads([1, 2, 3], [3, 4, 5]).copy(EVERYTHING)
+    assert driver.counts == [3 * len(ROWS)]
 
 
 def test_the_kernel_addresses_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,39 +400,130 @@ def test_a_copy_that_the_driver_refuses_is_an_error() -> None:
         engine.loads([0], [0]).copy(range(1))
 
 
+# ------------------------------------------------------------------ by block
+
+
+def runs_of(regions: list[Region]) -> list[range]:
+    slots = torch.empty(1, slot_bytes(regions), dtype=torch.uint8)
+    return find_runs(regions, address_table(regions, slots))
+
+
+def test_neighbours_alike_are_copied_together() -> None:
+    regions = make_regions(CPU, ROWS)
+    runs = [range(0, 2), range(2, 3), range(3, 4), range(4, 5), range(5, 6)]
+    assert runs_of(regions) == [*runs, range(6, 9)]
+    # Whatever neighbours differ in.
+    strides = [(64, 64, 0), (64, 64, 0), (64, 128, 0), (64, 128, 0), (32, 128, 0)]
+    assert runs_of(make_regions(CPU, strides)) == [range(2), range(2, 4), range(4, 5)]
+
+
+def test_what_is_copied_together_lies_at_one_distance_in_one_allocation() -> None:
+    memory = torch.empty(1000, dtype=torch.uint8)
+
+    def at(*starts: int) -> list[Region]:
+        return [Region(memory.as_strided((3, 8), (8, 1), start)) for start in starts]
+
+    assert runs_of(at(0, 100, 200, 300)) == [range(4)]
+    assert runs_of(at(0, 100, 200, 250, 300)) == [range(3), range(3, 5)]
+    assert runs_of(at(300, 200, 100)) == [range(1), range(1, 2), range(2, 3)]
+    assert runs_of(at(500)) == [range(1)]
+    apart = [Region(torch.empty(3, 8, dtype=torch.uint8)) for _ in range(2)]
+    apart.sort(key=lambda region: region.blocks.data_ptr())
+    assert runs_of(apart) == [range(1), range(1, 2)]
+    # Blocks of which each holds all layers.
+    inside = memory[:960].view(6, 4, 40)
+    assert runs_of([Region(inside[:, i]) for i in range(4)]) == [range(4)]
+
+
+def test_rows_are_not_further_apart_than_a_device_can_address() -> None:
+    # Never touched.
+    memory = torch.empty(1 << 33, dtype=torch.uint8)
+
+    def apart(distance: int) -> list[Region]:
+        starts = (0, distance, 2 * distance)
+        return [Region(memory.as_strided((2, 64), (64, 1), start)) for start in starts]
+
+    assert runs_of(apart((1 << 31) - 64)) == [range(3)]
+    assert runs_of(apart(1 << 31)) == [range(1), range(1, 2), range(2, 3)]
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+def test_any_range_of_regions_can_be_copied_by_block(to_device: bool) -> None:
+    pairs = np.array([(8, 0), (0, 8), (3, 5)]).T
+    for start, stop in itertools.combinations_with_replacement(range(10), 2):
+        by_block = Machine(CPU, partial(BlockDmaCopyEngine, driver=Memmove()))
+        by_piece = Machine(CPU, TorchCopyEngine)
+        assert_equal(by_block.snapshot(), by_piece.snapshot())
+        for machine in (by_block, by_piece):
+            machine.engine.transfer(pairs, to_device).copy(range(start, stop))
+        assert_equal(by_block.snapshot(), by_piece.snapshot())
+
+
+def test_a_block_is_one_operation_of_a_batch() -> None:
+    regions = make_regions(CPU, 8 * [(48, 64, 8)], num_blocks=70)
+    slots = torch.zeros(70, slot_bytes(regions), dtype=torch.uint8)
+    driver = Memmove()
+    engine = BlockDmaCopyEngine(regions, slots, driver=driver)
+    engine.stores(range(70), range(69, -1, -1)).copy(range(8))
+    assert driver.counts == [32, 32, 6]
+    for blocks, rows in TorchCopyEngine(regions, slots).views:
+        assert torch.equal(rows.flip(0), blocks)
+    assert engine.launch_s(70 * 8) == pytest.approx(70 * 2e-6)
+
+
+def test_where_no_regions_go_together_there_is_nothing_to_gain_by_block() -> None:
+    regions = make_regions(CPU, [(64, 64, 0), (32, 32, 0)])
+    slots = torch.zeros(NUM_SLOTS, slot_bytes(regions), dtype=torch.uint8)
+    with pytest.raises(CopyEngineUnavailable, match="at a constant distance"):
+        BlockDmaCopyEngine(regions, slots, driver=Memmove())
+
+
 # ------------------------------------------------------------------ the choice
 
 
 @pytest.mark.parametrize(
     "rates, beside, loads",
     [
-        # An H200 at 64 KiB, 16 KiB and 8 KiB.
+        # 64 KiB on an H200.
         (
-            {"dma": 54.0, "dma on 2 streams": 54.1, "kernel": 48.8},
-            "dma",
-            LoadChoice("dma", "kernel", "dma"),
+            {"dma by block": 50.4, "dma": 51.6, "kernel": 48.8},
+            "dma by block",
+            LoadChoice("dma", "kernel", "dma by block"),
+        ),
+        # Pieces so small that only the DMA by block is worth it, and blocks so small
+        # that it is not either.
+        (
+            {"dma by block": 46.0, "dma": 16.0, "kernel": 48.8},
+            "dma by block",
+            LoadChoice("dma by block", "kernel", "dma by block"),
         ),
         (
-            {"dma": 28.0, "dma on 2 streams": 40.0, "kernel": 48.8},
-            "dma on 2 streams",
-            LoadChoice("dma on 2 streams", "kernel", "dma on 2 streams"),
-        ),
-        (
-            {"dma": 16.0, "dma on 2 streams": 16.5, "kernel": 48.8},
+            {"dma by block": 20.0, "dma": 16.0, "kernel": 48.8},
             "kernel",
             LoadChoice("kernel", "kernel", "kernel"),
         ),
+        # Runs so short that pieces are faster.
+        (
+            {"dma by block": 44.0, "dma": 50.0, "kernel": 48.8},
+            "dma",
+            LoadChoice("dma", "kernel", "kernel"),
+        ),
+        (
+            {"dma": 54.0, "kernel": 48.8},
+            "dma",
+            LoadChoice("dma", "kernel", "kernel"),
+        ),
         # A kernel that is too slow for a step to wait for.
         (
-            {"dma": 20.0, "dma on 2 streams": 20.0, "kernel": 13.0},
-            "dma",
-            LoadChoice("dma", "dma", "dma"),
+            {"dma by block": 20.0, "dma": 20.0, "kernel": 13.0},
+            "dma by block",
+            LoadChoice("dma", "dma by block", "dma by block"),
         ),
         ({"kernel": 9.0}, "kernel", LoadChoice("kernel", "kernel", "kernel")),
         (
-            {"dma on 2 streams": 9.0},
-            "dma on 2 streams",
-            LoadChoice(*3 * ["dma on 2 streams"]),
+            {"dma by block": 9.0},
+            "dma by block",
+            LoadChoice(*3 * ["dma by block"]),
         ),
         ({"torch": 2.0}, "torch", LoadChoice("torch", "torch", "torch")),
     ],
@@ -391,8 +550,7 @@ def test_on_a_cpu_torch_copies(requested: str) -> None:
         assert isinstance(engine, TorchCopyEngine)
     assert found.load_bytes_per_s > 0 and found.store_bytes_per_s > 0
     # What the cache held is still there.
-    for a, b in zip(machine.snapshot()[0], memory, strict=True):
-        assert torch.equal(a, b)
+    assert torch.equal(machine.snapshot()[0], memory)
 
 
 @pytest.mark.parametrize(
@@ -413,6 +571,40 @@ def test_an_engine_that_cannot_run_here_is_refused(
         choose_engines(machine.regions, machine.slots, requested, device, pinned)
 
 
+def no_engine(regions: list[Region], slots: torch.Tensor) -> CopyEngine:
+    raise CopyEngineUnavailable("Not this one.")
+
+
+def broken_engine(regions: list[Region], slots: torch.Tensor) -> CopyEngine:
+    raise RuntimeError("cuMemcpy3DBatchAsync failed.")
+
+
+@pytest.mark.parametrize("by_block", [no_engine, broken_engine])
+def test_one_kind_of_dma_is_enough(
+    monkeypatch: pytest.MonkeyPatch, by_block: Callable[..., CopyEngine]
+) -> None:
+    # A CPU has neither.
+    monkeypatch.setattr(calibrate, "_check_memory", lambda *args: None)
+    monkeypatch.setitem(calibrate._MAKERS, "dma by block", by_block)
+    by_piece = partial(DmaCopyEngine, driver=Memmove())
+    monkeypatch.setitem(calibrate._MAKERS, "dma", by_piece)
+    machine = Machine(CPU, TorchCopyEngine)
+    found = choose_engines(machine.regions, machine.slots, "dma", CPU, pinned=True)
+    for engine in (found.step_loads, found.loads, found.stores):
+        assert isinstance(engine, DmaCopyEngine)
+
+
+def test_an_engine_that_fails_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_check_memory", lambda *args: None)
+    for name in ("dma", "dma by block", "kernel"):
+        monkeypatch.setitem(calibrate._MAKERS, name, broken_engine)
+    machine = Machine(CPU, TorchCopyEngine)
+    with pytest.raises(RuntimeError, match="cuMemcpy3DBatchAsync failed"):
+        choose_engines(machine.regions, machine.slots, "dma", CPU, pinned=True)
+    found = choose_engines(machine.regions, machine.slots, "auto", CPU, pinned=True)
+    assert isinstance(found.stores, TorchCopyEngine)
+
+
 def test_a_rank_without_kv_memory_has_engines_too() -> None:
     slots = torch.zeros(3, 0, dtype=torch.uint8)
     found = choose_engines([], slots, "auto", CPU, pinned=False)
@@ -424,8 +616,9 @@ def test_a_rank_without_kv_memory_has_engines_too() -> None:
 def test_without_a_driver_gpu_engines_are_not_available() -> None:
     regions = make_regions(CPU, ROWS)
     slots = torch.zeros(NUM_SLOTS, slot_bytes(regions), dtype=torch.uint8)
-    with pytest.raises(CopyEngineUnavailable, match="CUDA driver"):
-        DmaCopyEngine(regions, slots)
+    for make in (DmaCopyEngine, BlockDmaCopyEngine):
+        with pytest.raises(CopyEngineUnavailable, match="CUDA driver"):
+            make(regions, slots)
     if not vllm.triton_utils.HAS_TRITON:
         with pytest.raises(CopyEngineUnavailable, match="Triton"):
             gather.GatherCopyEngine(regions, slots)

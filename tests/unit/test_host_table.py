@@ -56,16 +56,18 @@ def test_slots_are_distinct_until_one_must_make_room() -> None:
 def test_eviction_follows_use() -> None:
     host = table(2)
     a, b = insert(host, "a"), insert(host, "b")
-    host.mark_loaded(a, 5)
+    host.mark_loaded([a], 5)
     assert insert(host, "c").index == b.index
 
 
 def test_a_pinned_slot_makes_no_room() -> None:
     host = table(2)
     a, b = insert(host, "a"), insert(host, "b")
-    host.pin(a)
+    host.pin([a])
     assert insert(host, "c").index == b.index
-    host.pin(host.get(key("c")))
+    c = host.get(key("c"))
+    assert c is not None
+    host.pin([c])
     assert host.insert((key("d"),), 32, 1) is None
     assert len(host) == 2 and host.get(key("d")) is None
     host.unpin_all()
@@ -75,7 +77,7 @@ def test_a_pinned_slot_makes_no_room() -> None:
 def test_a_slot_removed_while_pinned_is_not_reused_in_the_plan() -> None:
     host = table(1)
     a = insert(host, "a")
-    host.pin(a)
+    host.pin([a])
     host.remove(a)
     assert host.get(key("a")) is None and len(host) == 0
     assert host.insert((key("b"),), 32, 1) is None
@@ -86,7 +88,7 @@ def test_a_slot_removed_while_pinned_is_not_reused_in_the_plan() -> None:
 def test_a_key_may_come_back_while_its_old_slot_is_in_use() -> None:
     host = table(2)
     old = insert(host, "a")
-    host.pin(old)
+    host.pin([old])
     host.remove(old)
     new = insert(host, "a")
     assert new.index != old.index and not host.is_pinned(new)
@@ -114,7 +116,7 @@ def test_the_last_load_outlives_the_content() -> None:
     host = table(1)
     a = insert(host, "a")
     assert host.last_load(a) == 0
-    host.mark_loaded(a, 5)
+    host.mark_loaded([a], 5)
     assert a.load_seq == 5
     b = insert(host, "b", seq=6)
     assert b.index == a.index
@@ -127,7 +129,7 @@ def test_no_slot_leaks() -> None:
     for i in range(50):
         slot = insert(host, f"k{i}")
         if i % 3 == 0:
-            host.pin(slot)
+            host.pin([slot])
         if i % 5 == 0:
             host.remove(slot)
         if i % 2 == 0:

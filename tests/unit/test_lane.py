@@ -130,7 +130,7 @@ def test_few_parts_of_a_paced_copy_are_queued_at_a_time(device: torch.device) ->
 
 def test_a_closed_gate_holds_parts_up_but_not_for_ever(device: torch.device) -> None:
     gate = threading.Event()
-    lane = Lane("test-gate", device, gate=gate)
+    lane = Lane("test-gate", device, gate=lambda job: gate.wait(0.002))
 
     def copy(after_part: Callable[[], None]) -> None:
         for _ in range(20):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiered block pool alone: what it answers, plans and takes back."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -378,52 +379,132 @@ def test_a_victim_under_write_through_costs_no_second_store() -> None:
 def dirty(num_blocks: int) -> tuple[Tier, list[KVCacheBlock]]:
     """A pool full of free blocks that only the device has, the next victim first.
 
-    They were computed one a step, and their slots are forgotten.
+    Their names are A, B and so on. The cleaner has not looked at them yet.
     """
     tier = Tier(num_blocks)
-    names = [chr(ord("A") + i) for i in range(num_blocks)]
-    for name in names:
-        tier.computed(name)
-    tier.pool._clear_host()
-    tier.pool._clean_ahead = 0
-    return tier, [tier.find(name)[0] for name in names]
+    blocks = tier.computed("".join(chr(ord("A") + i) for i in range(num_blocks)))
+    tier.pool._take_rate = 0.0
+    tier.pool._last_clean = None
+    return tier, blocks
 
 
-def test_the_cleaner_keeps_half_of_the_device_clean() -> None:
+def cleaned(plan: StepPlan) -> set[int]:
+    return set(stores(plan).values())
+
+
+def ids(blocks: Iterable[KVCacheBlock]) -> set[int]:
+    return {block.block_id for block in blocks}
+
+
+def looked_at(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> list[KVCacheBlock]:
+    """The blocks that are looked at from now on."""
+    seen: list[KVCacheBlock] = []
+    is_clean = tier.pool._is_clean
+
+    def look(block: KVCacheBlock) -> bool:
+        seen.append(block)
+        return is_clean(block)
+
+    monkeypatch.setattr(tier.pool, "_is_clean", look)
+    return seen
+
+
+def test_the_cleaner_keeps_three_quarters_of_the_device_clean() -> None:
     tier, blocks = dirty(15)
     plan = tier.idle()[0]
-    assert set(stores(plan).values()) == {b.block_id for b in blocks[:8]}
+    assert cleaned(plan) == ids(blocks[:12])
     # They are on the device still, and the host may answer for them from now on.
     assert tier.where("A") == "device" and tier.slot("A").store_seq == plan.seq
     assert all(map(is_empty, tier.idle(2)))
 
 
-def test_the_cleaner_looks_again_when_a_quarter_of_its_window_is_gone() -> None:
+def test_the_cleaner_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, blocks = dirty(31)
+    first = tier.idle()[0]
+    seen = looked_at(tier, monkeypatch)
+    for i in (24, 26, 28):
+        tier.begin()
+        tier.pool.get_new_blocks(2)
+        seen.clear()
+        plan = tier.end()
+        assert seen == blocks[i : i + 2] and cleaned(plan) == ids(seen)
+        # A clean victim costs nothing but a fence.
+        assert plan.compute_after_stores == first.seq
+
+
+@pytest.mark.parametrize("how", ["hit", "hit and freed", "moved by a load"])
+def test_the_cleaner_begins_anew_when_the_block_where_it_stopped_was_hit(
+    how: str,
+) -> None:
     tier, blocks = dirty(31)
     tier.idle()
-    found = []
-    for _ in range(10):
-        tier.begin()
-        tier.pool.get_new_blocks(1)
-        found.append(sorted(stores(tier.end()).values()))
-    ids = [b.block_id for b in blocks[16:]]
-    assert found == [*4 * [[]], sorted(ids[:5]), *4 * [[]], sorted(ids[5:10])]
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    tier.end()
+    last = tier.find(chr(ord("A") + 24))
+    assert last == [blocks[24]] == [tier.pool._last_clean]
+    tier.pool._drop_slot(tier.slot("F"))
+    tier.begin()
+    if how == "moved by a load":
+        tier.promote(last + tier.find("A"))
+    else:
+        tier.pool.touch(last)
+        if how == "hit and freed":
+            tier.free(last)
+    assert blocks[5].block_id in cleaned(tier.end())
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_the_cleaner_begins_anew_when_the_block_where_it_stopped_was_taken(
+    frees: bool,
+) -> None:
+    tier, blocks = dirty(31)
+    tier.idle()
+    tier.begin()
+    taken = tier.compute("abcdefghijklmnopqrstuvwx")
+    assert taken[-1] is blocks[23]
+    if frees:
+        tier.free(taken)
+    assert cleaned(tier.end()) == ids(blocks[24:])
+
+
+def test_the_cleaner_begins_anew_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may have dropped a slot since."""
+    monkeypatch.setattr(pool, "_LOOK_ANEW", 3)
+    tier, blocks = dirty(31)
+    tier.idle()
+    tier.pool._drop_slot(tier.slot("C"))
+    seen = looked_at(tier, monkeypatch)
+    assert list(map(cleaned, tier.idle(6))) == [
+        *3 * [set()],
+        ids([blocks[2]]),
+        *2 * [set()],
+    ]
+    assert seen == blocks[:24]
 
 
 def test_the_cleaner_looks_as_far_as_two_steps_take() -> None:
     tier, blocks = dirty(63)
     tier.begin()
-    taken = tier.pool.get_new_blocks(13)
-    plan = tier.end()
-    assert taken == blocks[:13]
+    assert tier.pool.get_new_blocks(13) == blocks[:13]
     # The victims, and twice as many; a quarter of the host would be one less.
-    assert set(stores(plan).values()) == {b.block_id for b in blocks[:39]}
-    # A clean victim costs nothing but a fence.
+    assert cleaned(tier.end()) == ids(blocks[:39])
+
+
+def test_steps_with_nothing_to_clean_do_not_widen_the_window() -> None:
+    tier = Tier(31)
     tier.begin()
-    tier.pool.get_new_blocks(13)
-    later = tier.end()
-    assert set(stores(later).values()) == {b.block_id for b in blocks[39:52]}
-    assert later.compute_after_stores == plan.seq
+    blocks = tier.compute("".join(chr(ord("A") + i) for i in range(30)))
+    tier.end()
+    tier.pool._take_rate = 0.0
+    for _ in range(10):
+        tier.begin()
+        taken = tier.pool.get_new_blocks(1)
+        tier.end()
+        tier.free(taken)
+    tier.free(blocks)
+    # The free block without a key counts as clean.
+    assert len(cleaned(tier.idle()[0])) == 23
 
 
 def test_what_loads_take_does_not_widen_the_window() -> None:
@@ -440,16 +521,34 @@ def test_the_cleaner_stores_few_blocks_in_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool, "_MIN_STORES", 3)
+    monkeypatch.setattr(pool, "_IDLE_STORES", 7)
     tier, blocks = dirty(31)
-    # Until three quarters of its window, half of the device, are clean.
-    found = [list(stores(plan).values()) for plan in tier.idle(5)]
-    assert [len(ids) for ids in found] == [3, 3, 3, 3, 0]
-    assert set(sum(found, [])) == {b.block_id for b in blocks[:12]}
+    found = [cleaned(plan) for plan in tier.idle(2)]
+    assert found == [ids(blocks[:3]), ids(blocks[3:6])]
     # Unless a step takes more, which the next ones will do too.
     tier.begin()
-    tier.pool.get_new_blocks(5)
-    plan = tier.end()
-    assert set(stores(plan).values()) == {b.block_id for b in blocks[12:17]}
+    tier.pool.get_new_blocks(2)
+    assert cleaned(tier.end()) == ids(blocks[6:10])
+    # Or has nothing else to do.
+    tier.begin()
+    assert cleaned(tier.pool.take_plan(is_idle=True)) == ids(blocks[10:17])
+
+
+def test_the_cleaner_does_not_hold_up_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_LOOKS_BESIDE_LOADS", 3)
+    # Else loads pass over the blocks that were freed just now.
+    monkeypatch.setattr(pool, "_RECENT", 0)
+    tier, blocks = dirty(31)
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    tier.promote(tier.find("A"))
+    # The two victims, and three more.
+    assert cleaned(tier.end()) == ids(blocks[:5])
+    assert cleaned(tier.idle()[0]) == ids(blocks[5:26])
+    # What a load takes is made up for.
+    tier.begin()
+    tier.promote(tier.find("B"))
+    assert cleaned(tier.end()) == ids([blocks[26]])
 
 
 @pytest.mark.parametrize("take_rate, num_clean", [(0.0, 2), (30.0, 4)])
@@ -685,6 +784,30 @@ def test_a_load_waits_for_a_store_from_the_block_it_overwrites() -> None:
     stored_by = tier.slot("x").store_seq
     assert stored_by > tier.slot("a").store_seq
     assert plan.load_after_stores >= stored_by
+
+
+def test_a_forward_pass_does_not_wait_for_a_store_that_its_load_waits_for() -> None:
+    tier = Tier(1)
+    tier.demoted("a")
+    blocks = tier.computed("x")
+    tier.begin()
+    assert tier.promote(tier.find("a")) == (blocks,)
+    plan = tier.end()
+    assert cleaned(plan) == ids(blocks) == set(loads(plan))
+    assert plan.load_after_stores == plan.seq
+    assert plan.compute_after_stores == 0
+
+
+def test_a_forward_pass_waits_for_the_store_when_the_load_is_called_off() -> None:
+    tier = Tier(1)
+    tier.demoted("a")
+    blocks = tier.computed("x")
+    tier.begin()
+    tier.promote(tier.find("a"))
+    assert tier.pool.get_new_blocks(1) == blocks
+    plan = tier.end()
+    assert cleaned(plan) == ids(blocks) and not loads(plan)
+    assert plan.compute_after_stores == plan.seq
 
 
 def test_a_store_waits_for_loads_from_the_slot_it_overwrites() -> None:

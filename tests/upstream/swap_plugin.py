@@ -56,9 +56,9 @@ class SwappedPool(TieredBlockPool):
         self.in_step = True
         super().begin_step()
 
-    def take_plan(self) -> Any:
+    def take_plan(self, is_idle: bool = False) -> Any:
         self.in_step = False
-        return super().take_plan()
+        return super().take_plan(is_idle)
 
     def get_cached_block(
         self, block_hash: BlockHash, kv_cache_group_ids: list[int]

@@ -105,7 +105,8 @@ async def run(job: Job) -> None:
     out = Path(job.out)
     scale = SCALES[job.scale]
     shape = SHAPES[scale.shape]
-    model = out / f"model-{job.config}"
+    # One path for all of them: what is compiled is kept by it.
+    model = out / f"model-{job.scale}"
     write_config(model, shape, scale.dtype)
     args = {"model": str(model), "load_format": LOAD_FORMAT} | job.llm
     begun = time.perf_counter()

@@ -20,7 +20,7 @@ from vllm.v1.kv_tier.copy_engine import (
     TorchCopyEngine,
     slot_bytes,
 )
-from vllm.v1.kv_tier.dma import DmaCopyEngine
+from vllm.v1.kv_tier.dma import BlockDmaCopyEngine, DmaCopyEngine
 from vllm.v1.kv_tier.gather import GatherCopyEngine
 from vllm.v1.kv_tier.regions import Region
 
@@ -28,18 +28,17 @@ logger = init_logger(__name__)
 
 # Values of the setting, and what is measured for each.
 _CANDIDATES: dict[str, tuple[str, ...]] = {
-    "auto": ("dma", "dma on 2 streams", "kernel"),
-    "dma": ("dma", "dma on 2 streams"),
+    "auto": ("dma by block", "dma", "kernel"),
+    "dma": ("dma by block", "dma"),
     "kernel": ("kernel",),
     "torch": ("torch",),
 }
 _MAKERS: dict[str, Callable[[Sequence[Region], torch.Tensor], CopyEngine]] = {
+    "dma by block": BlockDmaCopyEngine,
     "dma": DmaCopyEngine,
-    "dma on 2 streams": lambda regions, slots: DmaCopyEngine(regions, slots, 2),
     "kernel": GatherCopyEngine,
     "torch": TorchCopyEngine,
 }
-_DMA = _CANDIDATES["dma"]
 
 # What one measured copy moves at most. Torch takes 5 us for a piece.
 _BYTES = {"cuda": 512 << 20, "cpu": 4 << 20}
@@ -51,8 +50,9 @@ _REPEATS = 3
 # spares: the DMA multiprocessors (the kernel slows compute by a quarter), the kernel
 # launches.
 _WORTH = 0.7
-# What a second stream must gain.
-_STREAM_WORTH = 1.05
+# The same for copies by block, against those by piece: they spare the CPU nine tenths
+# of its time.
+_BY_BLOCK_WORTH = 0.9
 # 0.3 ms of the worker's time, at 0.45 us each.
 _DMA_PIECES = 600
 
@@ -107,14 +107,25 @@ def choose_loads(rates: Mapping[str, float]) -> LoadChoice:
     """
     beside = choose_beside_compute(rates)
     kernel = rates.get("kernel", 0.0) >= _WORTH * rates[beside]
-    return LoadChoice(beside, "kernel" if kernel else beside, beside)
+    if beside == "dma" and kernel:
+        # Launching every piece takes more from steps than 16 multiprocessors do, and
+        # leaves the link idle half of the time (H200).
+        beside = "kernel"
+    # A step waits for some layers at a time: by block, these would be copies of few
+    # rows, which are slow.
+    few = rates.get("dma", 0.0) >= _WORTH * rates[beside]
+    return LoadChoice(
+        few="dma" if few else beside,
+        many="kernel" if kernel else beside,
+        beside=beside,
+    )
 
 
 def _best_dma(rates: Mapping[str, float]) -> str | None:
-    one, two = (rates.get(name, 0.0) for name in _DMA)
-    if not one and not two:
+    by_block, by_piece = rates.get("dma by block", 0.0), rates.get("dma", 0.0)
+    if not by_block and not by_piece:
         return None
-    return _DMA[two >= _STREAM_WORTH * one]
+    return "dma by block" if by_block >= _BY_BLOCK_WORTH * by_piece else "dma"
 
 
 def choose_engines(
@@ -144,9 +155,13 @@ def choose_engines(
         # A rank without KV memory (pipeline parallel) has nothing to copy.
         none = _MAKERS["torch"](regions, slots)
         return CopyEngines(none, none, none, math.inf, math.inf)
-    rates = _measure(_CANDIDATES[requested], regions, slots, requested, device, pinned)
+    names = _CANDIDATES[requested]
+    rates, errors = _measure(names, regions, slots, device, pinned)
+    if not rates and requested == "auto":
+        names = ("torch",)
+        rates, errors = _measure(names, regions, slots, device, pinned)
     if not rates:
-        rates = _measure(("torch",), regions, slots, requested, device, pinned)
+        raise _refused(requested, errors[names[-1]])
     load_rates = {name: load for name, (load, _) in rates.items()}
     store_rates = {name: store for name, (_, store) in rates.items()}
     loads = choose_loads(load_rates)
@@ -163,30 +178,44 @@ def choose_engines(
         loads.beside,
         stores,
     )
-    # An engine for each purpose: streams that an engine holds are not to be shared.
-    step_loads = _MAKERS[loads.many](regions, slots)
+    engines = {
+        name: _MAKERS[name](regions, slots)
+        for name in {loads.few, loads.many, loads.beside, stores}
+    }
+    step_loads = engines[loads.many]
     if loads.few != loads.many:
-        few = _MAKERS[loads.few](regions, slots)
-        step_loads = BySizeCopyEngine(few, step_loads, _DMA_PIECES)
+        step_loads = BySizeCopyEngine(engines[loads.few], step_loads, _DMA_PIECES)
     return CopyEngines(
         step_loads=step_loads,
-        loads=_MAKERS[loads.beside](regions, slots),
-        stores=_MAKERS[stores](regions, slots),
+        loads=engines[loads.beside],
+        stores=engines[stores],
         load_bytes_per_s=min(load_rates[loads.many], load_rates[loads.beside]),
         store_bytes_per_s=store_rates[stores],
     )
+
+
+def _refused(requested: str, error: Exception) -> Exception:
+    if not isinstance(error, CopyEngineUnavailable):
+        return error
+    refusal = ValueError(
+        f"--kv-offloading-config: copy_engine {requested!r} cannot be used here. "
+        f"{error} Or set copy_engine to 'auto'."
+    )
+    refusal.__cause__ = error
+    return refusal
 
 
 def _measure(
     names: Sequence[str],
     regions: Sequence[Region],
     slots: torch.Tensor,
-    requested: str,
     device: torch.device,
     pinned: bool,
-) -> dict[str, tuple[float, float]]:
-    """Bytes per second of loads and of stores, for each engine that runs here."""
-    rates = {}
+) -> tuple[dict[str, tuple[float, float]], dict[str, Exception]]:
+    """For each engine that runs here, bytes per second of loads and of stores; for
+    each other one, why it does not."""
+    rates: dict[str, tuple[float, float]] = {}
+    errors: dict[str, Exception] = {}
     for name in names:
         try:
             if name != "torch":
@@ -200,18 +229,13 @@ def _measure(
             load = _bytes_per_s(engine, pairs, device, to_device=True)
             rates[name] = load, store
         except CopyEngineUnavailable as e:
-            if name == requested:
-                raise ValueError(
-                    f"--kv-offloading-config: copy_engine {name!r} cannot be used "
-                    f"here. {e} Or set copy_engine to 'auto'."
-                ) from e
+            errors[name] = e
             logger.debug("KV tier: no copy engine %r here: %s", name, e)
-        except Exception:
-            if name in (requested, "torch"):
-                raise
-            # Whatever it is, another engine can do the work.
+        except Exception as e:
+            # Whatever it is, another engine may do the work.
+            errors[name] = e
             logger.warning("KV tier: copy engine %r failed.", name, exc_info=True)
-    return rates
+    return rates, errors
 
 
 def _check_memory(device: torch.device, pinned: bool) -> None:

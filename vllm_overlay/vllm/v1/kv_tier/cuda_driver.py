@@ -2,8 +2,10 @@
 """Functions of the CUDA driver that torch does not offer."""
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm.v1.kv_tier.copy_engine import CopyEngineUnavailable
@@ -26,7 +28,28 @@ class _Attributes(ctypes.Structure):
     ]
 
 
-_ACCESS_ORDER_STREAM = 1
+ACCESS_ORDER_STREAM = 1
+OPERAND_IS_ADDRESS = 1
+
+# `CUmemcpy3DOperand`. The rest is for managed memory: where it should be.
+_OPERAND = np.dtype(
+    {
+        "names": ["type", "address", "pitch", "rows"],
+        "formats": ["i4", "u8", "u8", "u8"],
+        "offsets": [0, 8, 16, 24],
+        "itemsize": 40,
+    }
+)
+
+STRIDED_COPY = np.dtype(
+    {
+        "names": ["src", "dst", "width", "height", "depth", "access_order", "flags"],
+        "formats": [_OPERAND, _OPERAND, "u8", "u8", "u8", "i4", "u4"],
+        "offsets": [0, 40, 80, 88, 96, 104, 108],
+        "itemsize": 112,
+    }
+)
+"""`CUDA_MEMCPY3D_BATCH_OP`: `height` rows of `width` bytes, `pitch` bytes apart."""
 
 
 class CudaDriver:
@@ -47,30 +70,22 @@ class CudaDriver:
             self._lib = ctypes.CDLL("libcuda.so.1")
         except OSError as e:
             raise CopyEngineUnavailable(f"The CUDA driver cannot be loaded: {e}") from e
-        self._attributes = _Attributes(src_access_order=_ACCESS_ORDER_STREAM)
+        self._attributes = _Attributes(src_access_order=ACCESS_ORDER_STREAM)
         self._attributes_start = ctypes.c_size_t(0)
         self._one_attribute = (
             ctypes.byref(self._attributes),
             ctypes.byref(self._attributes_start),
             1,
         )
-        # CUDA 13 dropped the index of the copy that failed, and kept the first form
-        # for what was built with 12.8.
-        self._failed: tuple[Any, ...] = ()
-        self._copy_batch: Any = getattr(self._lib, "cuMemcpyBatchAsync_v2", None)
-        if self._copy_batch is None:
-            self._failed = (ctypes.byref(ctypes.c_size_t()),)
-            self._copy_batch = getattr(self._lib, "cuMemcpyBatchAsync", None)
-        if self._copy_batch is not None:
-            # Told once: this is called for every few copies.
-            address, size = ctypes.c_void_p, ctypes.c_size_t
-            failed = [address] * len(self._failed)
-            self._copy_batch.argtypes = [
-                *(address, address, address, size),
-                *(address, address, size),
-                *failed,
-                address,
-            ]
+        address, size = ctypes.c_void_p, ctypes.c_size_t
+        self._copy_batch, self._copy_batch_failed = self._batch_function(
+            "cuMemcpyBatchAsync",
+            [address, address, address, size, address, address, size],
+            [address],
+        )
+        self._copy_strided, self._copy_strided_failed = self._batch_function(
+            "cuMemcpy3DBatchAsync", [size, address], [ctypes.c_ulonglong, address]
+        )
         # The driver knows a device by its context, which a thread that torch has not
         # used yet does not have.
         self._context = ctypes.c_void_p()
@@ -112,9 +127,51 @@ class CudaDriver:
         """
         self._enter()
         code = self._copy_batch(
-            dst, src, sizes, count, *self._one_attribute, *self._failed, stream
+            *(dst, src, sizes, count),
+            *self._one_attribute,
+            *self._copy_batch_failed,
+            stream,
         )
         self._check("cuMemcpyBatchAsync", code)
+
+    def has_strided_batches(self) -> bool:
+        """Whether `copy_strided_batch` can be called."""
+        return self._copy_strided is not None
+
+    def copy_strided_batch(self, operations: int, count: int, stream: int) -> None:
+        """Queue copies of rows in one call, in no order among themselves.
+
+        Args:
+            operations: Address of an array of `count` `STRIDED_COPY`. It is read
+                before the call returns.
+            count: Number of operations.
+            stream: Handle of a stream other than the default one.
+
+        Raises:
+            RuntimeError: The driver refused it.
+
+        """
+        self._enter()
+        code = self._copy_strided(
+            count, operations, *self._copy_strided_failed, 0, stream
+        )
+        self._check("cuMemcpy3DBatchAsync", code)
+
+    def _batch_function(
+        self, name: str, before: Sequence[Any], after: Sequence[Any]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """A function (None: there is none), and what it takes between the others."""
+        # CUDA 13 dropped the index of the copy that failed, and kept the first form
+        # for what was built with 12.8.
+        failed: tuple[Any, ...] = ()
+        function: Any = getattr(self._lib, f"{name}_v2", None)
+        if function is None:
+            failed = (ctypes.byref(ctypes.c_size_t()),)
+            function = getattr(self._lib, name, None)
+        if function is not None:
+            # Told once: this is called for every few copies.
+            function.argtypes = [*before, *len(failed) * [ctypes.c_void_p], *after]
+        return function, failed
 
     def _enter(self) -> None:
         self._check("cuCtxSetCurrent", self._lib.cuCtxSetCurrent(self._context))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which KV block lies in which host slot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -61,9 +61,9 @@ class HostTable:
     def filled(self) -> list[HostSlot]:
         return list(self._by_index.values())
 
-    def pin(self, slot: HostSlot) -> None:
-        """Keep `slot` until `unpin_all`: the plan in the making uses it."""
-        self._pinned.add(slot.keys[0])
+    def pin(self, slots: Iterable[HostSlot]) -> None:
+        """Keep `slots` until `unpin_all`: the plan in the making uses them."""
+        self._pinned.update(slot.keys[0] for slot in slots)
 
     def unpin_all(self) -> None:
         self._pinned.clear()
@@ -73,10 +73,12 @@ class HostTable:
     def is_pinned(self, slot: HostSlot) -> bool:
         return slot.keys[0] in self._pinned
 
-    def mark_loaded(self, slot: HostSlot, seq: int) -> None:
-        """The plan `seq` loads the block of `slot`."""
-        slot.load_seq = self._load_seq[slot.index] = seq
-        self._policy.hit(slot.keys[0])
+    def mark_loaded(self, slots: Iterable[HostSlot], seq: int) -> None:
+        """The plan `seq` loads the blocks of `slots`."""
+        load_seq, hit = self._load_seq, self._policy.hit
+        for slot in slots:
+            slot.load_seq = load_seq[slot.index] = seq
+            hit(slot.keys[0])
 
     def last_load(self, slot: HostSlot) -> int:
         """Last plan that read the memory of `slot`, for whatever content."""

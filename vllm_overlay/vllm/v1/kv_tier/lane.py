@@ -21,10 +21,10 @@ Copy = Callable[[Callable[[], None]], None]
 """Queues copies on the current stream, part by part, and calls its argument after
 each part. Never raises: a failure is the business of whoever wrote it."""
 
-# Parts of a copy that are queued on the device at a time: enough for it to go on.
-# The small copies of a step wait behind them, and more of them fill the launch queue,
-# for which whoever launches next would wait with the driver's lock.
-_PARTS_IN_FLIGHT = 2
+# Parts of a copy that are queued on the device at a time: enough for it to go on until
+# the thread has the GIL again. More of them would hold up what is more urgent, and fill
+# the launch queue, for which whoever launches next waits with the driver's lock.
+_PARTS_IN_FLIGHT = 3
 
 _END_WITHIN_S = 10.0
 
@@ -43,7 +43,7 @@ class Done:
 
     def wait(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait for the end; the caller for the launch only."""
-        self._launched.wait()
+        self.wait_for_launch()
         stream.wait_event(self.event)
 
     def wait_for_launch(self) -> None:
@@ -73,11 +73,27 @@ class Job(Done):
         self.after = after
         self.num_blocks = num_blocks
         self.begun = torch.cuda.Event(enable_timing=True)
+        self.is_urgent = False
+        """Somebody waits for the launch: no time for pacing."""
+        self.before: Job | None = None
+        """The job that its lane launches first, if it has not yet."""
+
+    def wait_for_launch(self) -> None:
+        self._hurry()
+        super().wait_for_launch()
+
+    def _hurry(self) -> None:
+        if not self.is_urgent:
+            self.is_urgent = True
+            for done in (*self.after, self.before):
+                if isinstance(done, Job):
+                    done._hurry()
 
     def forget(self) -> None:
         """It was launched. Without it, jobs would keep all before them."""
         self.copy = lambda after_part: None
         self.after = ()
+        self.before = None
 
     @property
     def seconds(self) -> float:
@@ -92,7 +108,8 @@ class Lane:
         name: Of the thread.
         device: Where the stream is.
         paced: Wait on the host for what a job waits for, and for its own parts.
-        gate: Called before each part, to wait for what is more urgent.
+        gate: Called before each part of a job that is not urgent, to wait for what
+            comes first.
 
     """
 
@@ -101,7 +118,7 @@ class Lane:
         name: str,
         device: torch.device,
         paced: bool = True,
-        gate: Callable[[], object] = lambda: None,
+        gate: Callable[[Job], object] = lambda job: None,
     ) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._last: Job | None = None
@@ -116,6 +133,7 @@ class Lane:
 
     def submit(self, job: Job) -> Job:
         """Let the thread launch `job`."""
+        job.before = self._last
         self._last = job
         self._jobs.put(job)
         return job
@@ -131,7 +149,7 @@ class Lane:
 
 class _Launcher:
     def __init__(
-        self, stream: torch.cuda.Stream, paced: bool, gate: Callable[[], object]
+        self, stream: torch.cuda.Stream, paced: bool, gate: Callable[[Job], object]
     ) -> None:
         self.stream = stream
         self._paced = paced
@@ -141,29 +159,32 @@ class _Launcher:
     def launch(self, job: Job) -> None:
         try:
             for done in job.after:
-                if self._paced:
+                if self._paced and not job.is_urgent:
                     # What waits on the device fills the launch queue.
                     done.wait_on_host()
                 else:
                     done.wait(self.stream)
-            self._gate()
+            if not job.is_urgent:
+                self._gate(job)
             with torch.inference_mode(), torch.cuda.stream(self.stream):
                 job.begun.record(self.stream)
-                job.copy(self._after_part)
+                job.copy(lambda: self._after_part(job))
         finally:
             # Others wait for it, come what may.
             job.record(self.stream)
             job.forget()
             self._parts.clear()
 
-    def _after_part(self) -> None:
+    def _after_part(self, job: Job) -> None:
+        if job.is_urgent:
+            return
         if self._paced:
             event = torch.cuda.Event(blocking=True)
             event.record(self.stream)
             self._parts.append(event)
             if len(self._parts) > _PARTS_IN_FLIGHT:
                 self._parts.popleft().synchronize()
-        self._gate()
+        self._gate(job)
 
 
 def _end(jobs: "queue.SimpleQueue[Job | None]", thread: threading.Thread) -> None:

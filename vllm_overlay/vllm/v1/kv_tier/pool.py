@@ -70,10 +70,18 @@ _MIN_AHEAD = 64
 # that takes a block loaded ahead waits for the load.
 _SPARE = 1 / 32
 
-# Blocks that write_back may store in a step, even when steps take fewer, and how many
-# it keeps clean for hits at most: they are looked through now and then.
-_MIN_STORES = 128
-_MAX_WINDOW = 2048
+# Blocks that write_back may store in a step even when steps take fewer, and in one that
+# runs nothing. And how many it may look at, and in a step that waits for loads.
+_MIN_STORES, _IDLE_STORES = 128, 512
+_MIN_LOOKS, _LOOKS_BESIDE_LOADS = 512, 128
+
+# Part of the device blocks that write_back keeps clean. What fits the rest is never
+# stored.
+_CLEAN = 3 / 4
+
+# After so many steps it looks at what is clean anew: hits took some of it, and the host
+# may have dropped some.
+_LOOK_ANEW = 1000
 
 # How long blocks loaded ahead are kept for the request that waits for them. It
 # may have been aborted.
@@ -135,8 +143,12 @@ class TieredBlockPool(BlockPool):
         self._taken = 0
         self._taken_by_loads = 0
         self._take_rate = 0.0
-        # Victims that were clean when last looked at; a guess since then.
-        self._clean_ahead = 0
+        # How many of the next victims were clean when last looked at, a guess since
+        # then; the last of them; and in how many steps they were enough.
+        self._num_clean = 0
+        self._last_clean: KVCacheBlock | None = None
+        self._clean_steps = 0
+        self._loading = False
         self._stats = KVTierStats()
 
     # ------------------------------------------------------------------ a step
@@ -150,15 +162,20 @@ class TieredBlockPool(BlockPool):
             limit = self.loads.clock() - _CLAIM_WITHIN_S
             self._waits = {k: w for k, w in self._waits.items() if w[0] > limit}
 
-    def take_plan(self) -> StepPlan:
-        """End the step: its copies and fences."""
+    def take_plan(self, is_idle: bool = False) -> StepPlan:
+        """End the step: its copies and fences.
+
+        Args:
+            is_idle: The step runs nothing, so there is time.
+
+        """
         self._in_step = False
         self._deferred = None
         self._freed.clear()
         if self.write_through:
             self._store_fresh()
         else:
-            self._clean_next_victims()
+            self._clean_next_victims(is_idle)
         plan = self._plan
         self._plan = StepPlan(seq=plan.seq + 1)
         plan.store_slots = list(self._stores)
@@ -251,10 +268,7 @@ class TieredBlockPool(BlockPool):
         groups, hits, holes = self._find_holes(
             managers, computed_blocks, num_local_tokens + num_external_tokens
         )
-        num_host_tokens = max(
-            manager.block_size * sum(map(self._is_from_host, group))
-            for manager, group in zip(managers, groups, strict=True)
-        )
+        num_host_tokens = self._num_host_tokens(managers, groups)
         last_ahead = self._last_ahead(hits)
         if has_scheduled_reqs and self._stalls(last_ahead, len(holes)):
             _, num_waits = self._waits.get(request.request_id, (0.0, 0))
@@ -356,18 +370,23 @@ class TieredBlockPool(BlockPool):
         # Taking blocks evicts others: neither the device part of this hit nor
         # its slots may be among them.
         self._hold(hits)
-        for _, _, slot in holes:
-            self.host.pin(slot)
+        self.host.pin(slot for _, _, slot in holes)
         new_blocks = self._new_blocks_to_load(len(holes))
         self._taken -= len(holes)
         self._taken_by_loads += len(holes)
         plan = self._plan
         queue = self._loads_ahead if ahead else self._loads
+        insert, computed_by = super()._insert_block_hash, self._computed_by
         for (group, i, slot), block in zip(holes, new_blocks):
             group[i] = block
             queue[block.block_id] = slot
-            self.host.mark_loaded(slot, plan.seq)
-            self._register(slot, block)
+            computed_by[block.block_id] = plan.seq
+            # The tokens are those of the primary key, which comes first.
+            num_tokens = slot.block_hash_num_tokens
+            for key in slot.keys:
+                insert(key, block, num_tokens)
+                num_tokens = None
+        self.host.mark_loaded((slot for _, _, slot in holes), plan.seq)
         plan.load_after_stores = max(
             plan.load_after_stores, *(slot.store_seq for _, _, slot in holes)
         )
@@ -384,15 +403,6 @@ class TieredBlockPool(BlockPool):
         self._release(hits)
         self._release(new_blocks)
         return plan.seq
-
-    def _register(self, slot: HostSlot, block: KVCacheBlock) -> None:
-        """Give `block` the keys of the slot that is loaded into it."""
-        num_tokens = slot.block_hash_num_tokens
-        for key in slot.keys:
-            super()._insert_block_hash(key, block, num_tokens)
-            # The tokens are those of the primary key, which comes first.
-            num_tokens = None
-        self._computed_by[block.block_id] = self._plan.seq
 
     def _new_blocks_to_load(self, num_blocks: int) -> list[KVCacheBlock]:
         """New blocks, none of which this step uses."""
@@ -411,8 +421,12 @@ class TieredBlockPool(BlockPool):
             for block in recent:
                 queue.remove(block)
             set_aside += recent
-        new_blocks = self.get_new_blocks(num_blocks)
-        queue.append_n(set_aside)
+        self._loading = True
+        try:
+            new_blocks = self.get_new_blocks(num_blocks)
+        finally:
+            self._loading = False
+        self._append_free(set_aside)
         return new_blocks
 
     def _last_ahead(self, hits: Iterable[KVCacheBlock]) -> int:
@@ -455,12 +469,17 @@ class TieredBlockPool(BlockPool):
             for block in hits:
                 self._claim_block(block)
 
-    def _is_from_host(self, block: KVCacheBlock) -> bool:
-        """Whether a block of a hit is a slot, or was loaded ahead and not used yet."""
-        if type(block) is HostSlot:
-            return True
-        ahead = self._ahead.get(self._ahead_by[block.block_id])
-        return ahead is not None and block.block_id in ahead.unclaimed
+    def _num_host_tokens(
+        self, managers: Sequence[Any], groups: Sequence[Sequence[KVCacheBlock]]
+    ) -> int:
+        """Tokens of a hit in slots, or in blocks that were loaded ahead for it."""
+        waiting: set[int] = set()
+        waiting.update(*(ahead.unclaimed for ahead in self._ahead.values()))
+        return max(
+            manager.block_size
+            * sum(type(b) is HostSlot or b.block_id in waiting for b in group)
+            for manager, group in zip(managers, groups, strict=True)
+        )
 
     def _claim_block(self, block: KVCacheBlock) -> None:
         ahead = self._ahead.get(self._ahead_by[block.block_id])
@@ -489,8 +508,7 @@ class TieredBlockPool(BlockPool):
                 num_blocks -= 1
         for block in passed:
             queue.remove(block)
-        queue.append_n(passed)
-        self._clean_ahead -= len(passed)
+        self._append_free(passed)
 
     def _copies_too_early(
         self,
@@ -529,7 +547,13 @@ class TieredBlockPool(BlockPool):
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 freed.append(block)
-        self.free_block_queue.append_n(freed)
+        self._append_free(freed)
+
+    def _append_free(self, blocks: list[KVCacheBlock]) -> None:
+        last = self._last_clean
+        if last is not None and any(block is last for block in blocks):
+            self._last_clean = None
+        self.free_block_queue.append_n(blocks)
 
     # ------------------------------------------------------------------ demote
 
@@ -548,25 +572,26 @@ class TieredBlockPool(BlockPool):
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         # Upstream calls this for victims and for content that turned invalid.
         if self._demoting:
-            self._demote(block)
+            if self._loads or self._loads_ahead:
+                self._call_off_load(block)
+            if block.block_hash is not None:
+                self._demote(block)
         else:
             self._invalidate(block)
         return super()._maybe_evict_cached_block(block)
 
-    def _demote(self, block: KVCacheBlock) -> None:
-        # A load into the block, queued for a request that was preempted since,
-        # must not overwrite what comes next.
-        if self._loads:
-            self._loads.pop(block.block_id, None)
+    def _call_off_load(self, block: KVCacheBlock) -> None:
+        """A load into `block`, queued for a request that was preempted since, must not
+        overwrite what comes next."""
+        self._loads.pop(block.block_id, None)
         if block.block_id in self._loads_ahead:
             del self._loads_ahead[block.block_id]
             self._claim_block(block)
             self._ahead_by[block.block_id] = 0
-        if (
-            block.block_hash is not None
-            and not self._is_clean(block)
-            and self._computed_by[block.block_id] < self._plan.seq
-        ):
+
+    def _demote(self, block: KVCacheBlock) -> None:
+        is_computed = self._computed_by[block.block_id] < self._plan.seq
+        if is_computed and not self._is_clean(block):
             self._queue_store(block)
 
     def _invalidate(self, block: KVCacheBlock) -> None:
@@ -589,7 +614,7 @@ class TieredBlockPool(BlockPool):
         slot = self.host.insert(keys, block.block_hash_num_tokens, plan.seq)
         if slot is None:
             return False
-        self.host.pin(slot)
+        self.host.pin((slot,))
         self._stores[slot.index] = block
         self._stored_by[block.block_id] = plan.seq
         computed_by = self._computed_by[block.block_id]
@@ -607,9 +632,12 @@ class TieredBlockPool(BlockPool):
         # Whoever takes the keys away is about to overwrite the block.
         plan = self._plan
         if stored_by := self._stored_by[block.block_id]:
-            plan.compute_after_stores = max(plan.compute_after_stores, stored_by)
             plan.load_after_stores = max(plan.load_after_stores, stored_by)
-            self._stored_by[block.block_id] = 0
+            # The forward pass waits for a load as such, if it needs it. When the load
+            # is called off, the next to take the block finds the mark.
+            if not self._loading:
+                plan.compute_after_stores = max(plan.compute_after_stores, stored_by)
+                self._stored_by[block.block_id] = 0
         if ahead_by := self._ahead_by[block.block_id]:
             # The fence is one of forward passes; loads run beside them.
             plan.load_after_loads = max(plan.load_after_loads, ahead_by)
@@ -629,6 +657,10 @@ class TieredBlockPool(BlockPool):
             # A copy on write may still read it.
             last += 1
             self._freed.update((b.block_id, b) for b in blocks if not b.is_null)
+            end = self._last_clean
+            if end is not None and end.block_id in self._freed:
+                # It was taken in this step, and goes to the end.
+                self._last_clean = None
         for block in blocks:
             used_by[block.block_id] = last
         super().free_blocks(blocks, **kwargs)
@@ -664,38 +696,54 @@ class TieredBlockPool(BlockPool):
             else:
                 self._fresh.append(block)
 
-    def _clean_next_victims(self) -> None:
+    def _clean_next_victims(self, is_idle: bool) -> None:
         """write_back: store the blocks that the next steps will evict."""
         self._take_rate = max(float(self._taken), 0.9 * self._take_rate)
         # Hits come in any size, and their loads wait for the stores of victims. What
         # they take says nothing of the steps to come.
-        window = min(self.num_gpu_blocks // 2, self.host.num_slots // 4, _MAX_WINDOW)
+        window = min(int(_CLEAN * self.num_gpu_blocks), self.host.num_slots // 4)
         window = max(int(2 * self._take_rate), window)
         # The other half is for what the device no longer has.
         window = min(window, self.host.num_slots // 2)
-        max_stores = max(self._taken, _MIN_STORES)
-        self._clean_ahead -= self._taken + self._taken_by_loads
+        if is_idle:
+            max_stores, max_looks = _IDLE_STORES, window
+        else:
+            max_stores = max(2 * self._taken, _MIN_STORES)
+            max_looks = max(2 * self._taken, _MIN_LOOKS)
+        if self._loads:
+            max_looks = min(max_looks, _LOOKS_BESIDE_LOADS)
+        num_gone = self._taken + self._taken_by_loads
+        self._num_clean = max(0, self._num_clean - num_gone)
         self._taken = self._taken_by_loads = 0
-        if 4 * self._clean_ahead >= 3 * window:
-            return
+        last = self._last_clean
+        is_gone = last is None or last.next_free_block is None
+        if is_gone or self._clean_steps > _LOOK_ANEW:
+            self._num_clean = self._clean_steps = 0
+            last = self.free_block_queue.fake_free_list_head
+        num_looks = min(window - self._num_clean, max_looks)
         seq, computed_by = self._plan.seq, self._computed_by
-        num_clean = 0
-        for block in self._free_blocks(window):
+        for block in self._free_blocks(num_looks, last):
             if block.block_hash is not None and not self._is_clean(block):
-                if computed_by[block.block_id] == seq:
-                    continue
-                if max_stores == 0 or not self._queue_store(block):
+                # Those that this step computes are the last ones.
+                if computed_by[block.block_id] == seq or max_stores == 0:
+                    break
+                if not self._queue_store(block):
                     break
                 max_stores -= 1
-            num_clean += 1
-        self._clean_ahead = num_clean
+            self._num_clean += 1
+            last = block
+        self._last_clean = last
+        self._clean_steps += self._num_clean >= window
 
-    def _free_blocks(self, num_blocks: int) -> Iterator[KVCacheBlock]:
-        """The first of the free blocks, the next victim first."""
+    def _free_blocks(
+        self, num_blocks: int, after: KVCacheBlock | None = None
+    ) -> Iterator[KVCacheBlock]:
+        """The first of the free blocks, or of those after one; next victim first."""
         queue = self.free_block_queue
-        block = queue.fake_free_list_head.next_free_block
-        for _ in range(min(num_blocks, queue.num_free_blocks)):
-            assert block is not None
+        block = (after or queue.fake_free_list_head).next_free_block
+        for _ in range(num_blocks):
+            if block is None or block is queue.fake_free_list_tail:
+                return
             yield block
             block = block.next_free_block
 
@@ -703,8 +751,10 @@ class TieredBlockPool(BlockPool):
         """Whether the host has every key of a hashed block."""
         if self.host.get(block.block_hash) is None:  # type: ignore[arg-type]
             return False
-        others = self.cached_block_hashes_by_block.get(block.block_id)
-        return others is None or all(self.host.get(key) is not None for key in others)
+        if not self.cached_block_hashes_by_block:
+            return True
+        others = self.cached_block_hashes_by_block.get(block.block_id, ())
+        return all(self.host.get(key) is not None for key in others)
 
     def _keys(self, block: KVCacheBlock) -> tuple[BlockHashWithGroupId, ...]:
         if block.block_hash is None:
@@ -725,6 +775,7 @@ class TieredBlockPool(BlockPool):
                 not block.is_null
                 and block.block_hash is not None
                 and self._computed_by[block.block_id] == self._plan.seq
+                and block.block_id not in self._loads
             ):
                 self._maybe_evict_cached_block(block)
 

@@ -2,6 +2,7 @@
 """In which order copies and compute touch memory."""
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -66,8 +67,9 @@ class CopyOrder(ABC):
         return (0, 0.0), (0, 0.0)
 
 
-# How long a closed gate holds up one part.
-_GATE_S = 0.02
+# How long a closed gate holds up one part of a job that nobody waits for, and how
+# often it looks whether somebody does.
+_GATE_S, _LOOK_S = 0.02, 0.5e-3
 
 
 def _nothing() -> None:
@@ -99,14 +101,18 @@ class CudaStreams(CopyOrder):
         gate = self._gate = threading.Event()
         gate.set()
         last_load = self._last_load = list[Job]()
+
         # The lanes outlive `self`, so their gates must not hold it. Launches of the
         # step come before those of stores: both want the driver.
-        self._store_lane = Lane(
-            "kv-tier-store", device, gate=lambda: gate.wait(_GATE_S)
-        )
+        def wait_for_step(job: Job) -> None:
+            ends = time.monotonic() + _GATE_S
+            while not (job.is_urgent or gate.wait(_LOOK_S)) and time.monotonic() < ends:
+                pass
+
+        self._store_lane = Lane("kv-tier-store", device, gate=wait_for_step)
 
         # Loads of the step come before loads ahead: both want the link.
-        def wait_for_load() -> None:
+        def wait_for_load(job: Job) -> None:
             for load in last_load:
                 load.wait_on_host()
 
@@ -144,7 +150,6 @@ class CudaStreams(CopyOrder):
         if stores_first < plan.seq:
             self._store(plan, copies, *_latest(self._loaded, plan.seq))
         for done in _latest(self._stored, plan.compute_after_stores):
-            self._gate.set()
             done.wait(compute)
         for done in _latest(self._loaded_ahead, plan.compute_after_loads):
             done.wait(compute)
@@ -177,9 +182,6 @@ class CudaStreams(CopyOrder):
             for end in left:  # of a load that failed
                 end.record(stream)
 
-        if after:
-            # It may be a store.
-            self._gate.set()
         job = Job(load, after, len(plan.load_slots))
         if copies.load_launches_long:
             self._load_lane.submit(job)

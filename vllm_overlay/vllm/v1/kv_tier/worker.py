@@ -11,7 +11,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.calibrate import CopyEngines, choose_engines
-from vllm.v1.kv_tier.copy_engine import slot_bytes
+from vllm.v1.kv_tier.copy_engine import CopyEngine, slot_bytes
 from vllm.v1.kv_tier.host_buffer import HostBuffer
 from vllm.v1.kv_tier.layer_waits import LayerWaits
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
@@ -30,9 +30,10 @@ logger = init_logger(__name__)
 _PART_BYTES = 16 << 20
 _MAX_PARTS = 16
 
-# What is copied where no step waits goes in chunks, few of them queued at a time:
-# the small copies of a step, its inputs and outputs, wait in the same queues.
-_CHUNK_BYTES = 32 << 20
+# What is copied where no step waits goes in chunks of so many bytes, or of so many
+# seconds of launches: they are few enough to be overtaken, and long enough on the
+# device for a thread to come back in time.
+_CHUNK_BYTES, _CHUNK_LAUNCH_S = 64 << 20, 0.3e-3
 
 # A thread takes over where the launch of loads would hold up a step for longer.
 _LONG_LAUNCH_S = 0.5e-3
@@ -179,10 +180,14 @@ class HostTier:
                 start, size = i + 1, 0
         return parts
 
-    def _chunks(self, num_blocks: int) -> Iterator[slice]:
+    def _chunks(self, engine: CopyEngine, num_blocks: int) -> Iterator[slice]:
         """Blocks that are copied together where no step waits."""
         block_bytes = sum(region.block_bytes for region in self._regions)
-        size = max(1, _CHUNK_BYTES // max(block_bytes, 1))
+        launch_s = engine.launch_s(len(self._regions))
+        size = _CHUNK_BYTES // max(block_bytes, 1)
+        if launch_s:
+            size = min(size, int(_CHUNK_LAUNCH_S / launch_s))
+        size = max(size, 1)
         return (slice(i, i + size) for i in range(0, num_blocks, size))
 
     def _launches_long(self, num_blocks: int) -> bool:
@@ -192,8 +197,9 @@ class HostTier:
     def _store(self, plan: StepPlan, after_part: Callable[[], None]) -> None:
         blocks, slots = plan.store_blocks, plan.store_slots
         try:
-            for chunk in self._chunks(len(slots)):
-                transfer = self.engines.stores.stores(blocks[chunk], slots[chunk])
+            engine = self.engines.stores
+            for chunk in self._chunks(engine, len(slots)):
+                transfer = engine.stores(blocks[chunk], slots[chunk])
                 transfer.copy(range(len(self._regions)))
                 after_part()
             self._bad_slots.difference_update(slots)
@@ -221,8 +227,9 @@ class HostTier:
         blocks, slots = plan.ahead_blocks, plan.ahead_slots
         with self._loading(plan.seq, slots):
             self._check_filled(slots)
-            for chunk in self._chunks(len(slots)):
-                transfer = self.engines.loads.loads(slots[chunk], blocks[chunk])
+            engine = self.engines.loads
+            for chunk in self._chunks(engine, len(slots)):
+                transfer = engine.loads(slots[chunk], blocks[chunk])
                 transfer.copy(range(len(self._regions)))
                 after_part()
 
