@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -52,7 +53,9 @@ NUM_BLOCKS, NUM_SLOTS = 12, 9
 # tail that fills no chunk of the kernel, and more than two of a kind.
 Rows = list[tuple[int, int, int]]
 ROWS: Rows = [(4096, 4096, 0), (4096, 4096, 0), (72, 72, 0), (100, 112, 4), (33, 33, 1)]
-ROWS += [(20016, 20032, 16), *3 * [(48, 80, 16)]]
+ROWS += [(20016, 20032, 16), *3 * [(48, 64, 16)]]
+# As limit of the pitch: too little for the last three as rows, enough as layers.
+SMALL_PITCH = 64
 
 
 class Operand(ctypes.Structure):
@@ -87,6 +90,7 @@ class Memmove:
 
     def __init__(self) -> None:
         self.counts: list[int] = []
+        self.max_depth = 0
 
     def copy_batch(
         self, dst: int, src: int, sizes: int, count: int, stream: int
@@ -102,18 +106,19 @@ class Memmove:
         for op in (Operation * count).from_address(operations):
             # What the driver would refuse, or read as something else.
             assert (op.src.type, op.dst.type, op.src_access_order) == (1, 1, 1)
-            assert (op.depth, op.flags) == (1, 0)
-            assert op.width and op.height
+            assert op.flags == 0
+            assert op.width and op.height and op.depth
             for operand in (op.src, op.dst):
                 assert op.width <= operand.row_length < 1 << 31
                 assert op.height <= operand.layer_height
                 assert (operand.location_type, operand.location_id) == (0, 0)
-            for row in range(op.height):
-                ctypes.memmove(
-                    op.dst.ptr + row * op.dst.row_length,
-                    op.src.ptr + row * op.src.row_length,
-                    op.width,
+            self.max_depth = max(self.max_depth, op.depth)
+            for layer, row in itertools.product(range(op.depth), range(op.height)):
+                to, from_ = (
+                    side.ptr + (layer * side.layer_height + row) * side.row_length
+                    for side in (op.dst, op.src)
                 )
+                ctypes.memmove(to, from_, op.width)
 
 
 def make_regions(
@@ -182,8 +187,8 @@ class Machine:
             transfer.copy(part)
 
 
-ON_CPU = ["torch", "dma", "dma by block", "kernel", "by size"]
-ON_GPU = ["torch", "dma", "dma by block", "kernel"]
+ON_CPU = ["torch", "dma", "dma by block", "dma by far block", "kernel", "by size"]
+ON_GPU = ["torch", "dma", "dma by block", "dma by far block", "kernel"]
 
 
 @pytest.fixture(
@@ -193,6 +198,9 @@ def machine(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Machine]:
     name, kind = request.param.split(", ")
+    if name == "dma by far block":
+        monkeypatch.setattr(dma, "_MAX_PITCH", SMALL_PITCH)
+        name = "dma by block"
     if kind == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no GPU")
@@ -435,28 +443,74 @@ def test_what_is_copied_together_lies_at_one_distance_in_one_allocation() -> Non
     assert runs_of([Region(inside[:, i]) for i in range(4)]) == [range(4)]
 
 
-def test_rows_are_not_further_apart_than_a_device_can_address() -> None:
+def test_from_2_gib_on_the_distance_is_a_multiple_of_that_between_blocks() -> None:
     # Never touched.
     memory = torch.empty(1 << 33, dtype=torch.uint8)
 
-    def apart(distance: int) -> list[Region]:
+    def runs(distance: int, width: int, stride: int) -> list[range]:
+        rows = (2, width), (stride, 1)
         starts = (0, distance, 2 * distance)
-        return [Region(memory.as_strided((2, 64), (64, 1), start)) for start in starts]
+        return runs_of([Region(memory.as_strided(*rows, start)) for start in starts])
 
-    assert runs_of(apart((1 << 31) - 64)) == [range(3)]
-    assert runs_of(apart(1 << 31)) == [range(1), range(1, 2), range(2, 3)]
+    limit = 1 << 31
+    together, apart = [range(3)], [range(1), range(1, 2), range(2, 3)]
+    assert runs(limit - 1, 48, 64) == together
+    assert runs(limit, 48, 64) == together
+    assert runs(limit + 32, 48, 64) == apart
+    # The row of a layer must hold its block, and is limited itself.
+    assert runs(limit, 64, 64) == together
+    assert runs(limit, 64, 32) == apart
+    assert runs(limit + 64, 64, limit + 64) == apart
 
 
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@pytest.mark.parametrize("distance", [1 << 31, 5 << 29], ids=["2 GiB", "2.5 GiB"])
 @pytest.mark.parametrize("to_device", [True, False])
-def test_any_range_of_regions_can_be_copied_by_block(to_device: bool) -> None:
+def test_blocks_of_layers_2_gib_apart_and_more_are_copied(
+    device: torch.device, distance: int, to_device: bool
+) -> None:
+    on_gpu = device == CUDA
+    if on_gpu and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    # Hardly touched. More rows from layer to layer than 16 bits can count.
+    memory = torch.empty(2 * distance + (1 << 20), dtype=torch.uint8, device=device)
+    starts = (0, distance, 2 * distance)
+    rows = (4, 4000), (4096, 1)
+    regions = [Region(memory.as_strided(*rows, start)) for start in starts]
+    for region in regions:
+        region.blocks.random_(0, 256)
+    slots = torch.randint(0, 256, (4, slot_bytes(regions)), dtype=torch.uint8)
+    if on_gpu:
+        slots = slots.pin_memory()
+        torch.cuda.synchronize()
+    driver = None if on_gpu else Memmove()
+    engine = BlockDmaCopyEngine(regions, slots, driver=driver)
+    with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+        engine.transfer(np.array([[3, 1], [0, 2]]), to_device).copy(range(3))
+    if on_gpu:
+        torch.cuda.synchronize()
+    for blocks, in_slots in TorchCopyEngine(regions, slots).views:
+        assert torch.equal(blocks[[3, 1]].cpu(), in_slots[[0, 2]])
+
+
+# Together are rows only; layers of the first two; layers of the last three.
+@pytest.mark.parametrize("max_pitch, depth", [(None, 1), (4096, 2), (SMALL_PITCH, 3)])
+@pytest.mark.parametrize("to_device", [True, False])
+def test_any_range_of_regions_can_be_copied_by_block(
+    monkeypatch: pytest.MonkeyPatch, to_device: bool, max_pitch: int | None, depth: int
+) -> None:
+    if max_pitch is not None:
+        monkeypatch.setattr(dma, "_MAX_PITCH", max_pitch)
+    driver = Memmove()
     pairs = np.array([(8, 0), (0, 8), (3, 5)]).T
     for start, stop in itertools.combinations_with_replacement(range(10), 2):
-        by_block = Machine(CPU, partial(BlockDmaCopyEngine, driver=Memmove()))
+        by_block = Machine(CPU, partial(BlockDmaCopyEngine, driver=driver))
         by_piece = Machine(CPU, TorchCopyEngine)
         assert_equal(by_block.snapshot(), by_piece.snapshot())
         for machine in (by_block, by_piece):
             machine.engine.transfer(pairs, to_device).copy(range(start, stop))
         assert_equal(by_block.snapshot(), by_piece.snapshot())
+    assert driver.max_depth == depth
 
 
 def test_a_block_is_one_operation_of_a_batch() -> None:

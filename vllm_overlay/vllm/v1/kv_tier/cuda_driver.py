@@ -49,7 +49,10 @@ STRIDED_COPY = np.dtype(
         "itemsize": 112,
     }
 )
-"""`CUDA_MEMCPY3D_BATCH_OP`: `height` rows of `width` bytes, `pitch` bytes apart."""
+"""`CUDA_MEMCPY3D_BATCH_OP`: `depth` layers of `height` rows of `width` bytes.
+
+In each operand, rows lie `pitch` bytes apart, and layers `rows` times as much.
+"""
 
 
 class CudaDriver:
@@ -139,7 +142,7 @@ class CudaDriver:
         return self._copy_strided is not None
 
     def copy_strided_batch(self, operations: int, count: int, stream: int) -> None:
-        """Queue copies of rows in one call, in no order among themselves.
+        """Queue copies of rows and layers in one call, in no order among themselves.
 
         Args:
             operations: Address of an array of `count` `STRIDED_COPY`. It is read

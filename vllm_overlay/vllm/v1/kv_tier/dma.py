@@ -34,7 +34,8 @@ _MAX_BATCH = 64
 _MAX_STRIDED_BATCH = 32
 
 # CU_DEVICE_ATTRIBUTE_MAX_PITCH, the same on all devices: how far apart the rows of a
-# copy may lie.
+# copy may lie. The driver takes more, but splits such operations: 17 GB/s instead of
+# 42 for ten times the CPU (H200). Layers may lie further apart at no cost.
 _MAX_PITCH = (1 << 31) - 1
 
 
@@ -165,7 +166,7 @@ class _DmaTransfer(Transfer):
 
 
 def find_runs(regions: Sequence[Region], table: NDArray[np.int64]) -> list[range]:
-    """Regions whose pieces of a block are rows of one strided copy.
+    """Regions whose pieces of a block are rows or layers of one strided copy.
 
     Args:
         regions: Device memory.
@@ -174,7 +175,8 @@ def find_runs(regions: Sequence[Region], table: NDArray[np.int64]) -> list[range
     Returns:
         Ranges of indices that together are all regions, in their order. Regions of a
         range have the same storage, width and strides, and one distance from each to
-        the next on the device, and one in host memory.
+        the next on the device, and one in host memory. Above `_MAX_PITCH`, that on the
+        device is a multiple of the one from block to block.
 
     """
     distances = [_distance(regions, table, i) for i in range(len(regions) - 1)]
@@ -194,9 +196,18 @@ def _distance(
     a, b = (region.blocks.untyped_storage().data_ptr() for region in regions[i : i + 2])
     device, block_stride, host, slot_stride, size = np.diff(table[i : i + 2].T).T[0]
     alike = a == b and not (block_stride or slot_stride or size)
-    if alike and regions[i].block_bytes <= device <= _MAX_PITCH:
+    stride, width = int(table[i, 1]), regions[i].block_bytes
+    if alike and _has_operation(int(device), stride, width):
         return int(device), int(host)
     return None
+
+
+def _has_operation(distance: int, block_stride: int, block_bytes: int) -> bool:
+    """Whether pieces `distance` apart can be rows of one operation, or layers."""
+    if distance <= _MAX_PITCH:
+        return block_bytes <= distance
+    # Layers lie whole rows apart: a row is what lies between one block and the next.
+    return block_bytes <= block_stride <= _MAX_PITCH and distance % block_stride == 0
 
 
 def make_operations(
@@ -218,7 +229,7 @@ def make_operations(
 
     """
     blocks, slots = pairs
-    heights = np.array([[len(run)] for run in runs], dtype=np.int64).reshape(-1, 1)
+    counts = np.array([[len(run)] for run in runs], dtype=np.int64).reshape(-1, 1)
     firsts, lasts = (
         table[np.array([run[i] for run in runs], dtype=np.intp)].T[:, :, None]
         for i in (0, -1)
@@ -226,21 +237,24 @@ def make_operations(
     block_0, block_stride, slot_0, slot_stride, width = firsts
     addresses = block_0 + block_stride * blocks, slot_0 + slot_stride * slots
     # A single row has no distance to a next one, but must fit all the same.
-    pitches = (
-        np.maximum((last - first) // np.maximum(heights - 1, 1), width)
+    distances = [
+        np.maximum((last - first) // np.maximum(counts - 1, 1), width)
         for first, last in ((block_0, lasts[0]), (slot_0, lasts[2]))
-    )
+    ]
+    # Pieces too far apart to be rows of a layer are layers of a row.
+    far = (distances[0] > _MAX_PITCH) & (counts > 1)
+    pitches = np.where(far, block_stride, distances[0]), distances[1]
     operations = np.zeros((len(runs), pairs.shape[1]), STRIDED_COPY)
     sides = ("dst", "src") if to_device else ("src", "dst")
-    for side, address, pitch in zip(sides, addresses, pitches):
+    for side, address, distance, pitch in zip(sides, addresses, distances, pitches):
         operand = operations[side]
         operand["type"] = OPERAND_IS_ADDRESS
         operand["address"] = address
         operand["pitch"] = pitch
-        operand["rows"] = heights
+        operand["rows"] = np.where(far, distance // pitch, counts)
     operations["width"] = width
-    operations["height"] = heights
-    operations["depth"] = 1
+    operations["height"] = np.where(far, 1, counts)
+    operations["depth"] = np.where(far, counts, 1)
     operations["access_order"] = ACCESS_ORDER_STREAM
     return operations
 
@@ -275,7 +289,8 @@ class BlockDmaCopyEngine(CopyEngine):
         if len(self._runs) == len(regions):
             raise CopyEngineUnavailable(
                 "No neighbouring layers have blocks of one size at a constant distance "
-                "in one allocation, or they are more than 2 GiB apart. Copy by piece."
+                "in one allocation, or it is 2 GiB or more and no multiple of that "
+                "between blocks. Copy by piece."
             )
         self._driver = driver or _strided_driver(self._device)
 

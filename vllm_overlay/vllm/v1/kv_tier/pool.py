@@ -71,8 +71,9 @@ _MIN_AHEAD = 64
 _SPARE = 1 / 32
 
 # Blocks that write_back may store in a step even when steps take fewer, and in one that
-# runs nothing. And how many it may look at, and in a step that waits for loads.
-_MIN_STORES, _IDLE_STORES = 128, 512
+# runs nothing: an answer may wait for it to end. How many it may look at, and in a step
+# that waits for loads.
+_MIN_STORES, _IDLE_STORES = 128, 256
 _MIN_LOOKS, _LOOKS_BESIDE_LOADS = 512, 128
 
 # Part of the device blocks that write_back keeps clean. What fits the rest is never
@@ -705,11 +706,9 @@ class TieredBlockPool(BlockPool):
         window = max(int(2 * self._take_rate), window)
         # The other half is for what the device no longer has.
         window = min(window, self.host.num_slots // 2)
-        if is_idle:
-            max_stores, max_looks = _IDLE_STORES, window
-        else:
-            max_stores = max(2 * self._taken, _MIN_STORES)
-            max_looks = max(2 * self._taken, _MIN_LOOKS)
+        min_stores = _IDLE_STORES if is_idle else _MIN_STORES
+        max_stores = max(2 * self._taken, min_stores)
+        max_looks = max(2 * self._taken, _MIN_LOOKS)
         if self._loads:
             max_looks = min(max_looks, _LOOKS_BESIDE_LOADS)
         num_gone = self._taken + self._taken_by_loads
