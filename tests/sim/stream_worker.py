@@ -35,7 +35,7 @@ from .worker import Step, Worker
 
 NUM_LAYERS = 6
 # Two layers of one block make a part of a load, else each one.
-_LAYER_BYTES = 8 << 20
+_LAYER_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)

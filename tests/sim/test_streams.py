@@ -240,6 +240,7 @@ def test_missed_fence(name: str, pace: Pace, monkeypatch: pytest.MonkeyPatch) ->
     _find(Violation, pace, Luck(True, True), monkeypatch)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     gate_on_any_load(monkeypatch)
     # Of the scripts before, none has such loads.

@@ -551,6 +551,19 @@ def test_the_cleaner_does_not_hold_up_loads(monkeypatch: pytest.MonkeyPatch) -> 
     assert cleaned(tier.end()) == ids([blocks[26]])
 
 
+def test_the_cleaner_stores_fewer_blocks_beside_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_STORES_BESIDE_LOADS", 2)
+    monkeypatch.setattr(pool, "_RECENT", 0)
+    tier, blocks = dirty(31)
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    tier.promote(tier.find("A"))
+    # The two victims, and two more.
+    assert cleaned(tier.end()) == ids(blocks[:4])
+
+
 @pytest.mark.parametrize("take_rate, num_clean", [(0.0, 2), (30.0, 4)])
 def test_the_cleaner_leaves_most_of_a_small_host_alone(
     take_rate: float, num_clean: int

@@ -70,10 +70,10 @@ _MIN_AHEAD = 64
 # that takes a block loaded ahead waits for the load.
 _SPARE = 1 / 32
 
-# Blocks that write_back may store in a step even when steps take fewer, and in one that
-# runs nothing: an answer may wait for it to end. How many it may look at, and in a step
-# that waits for loads.
-_MIN_STORES, _IDLE_STORES = 128, 256
+# Blocks that write_back may store in a step even when steps take fewer, in one that
+# runs nothing (an answer may wait for it to end), and in one that waits for loads. And
+# how many it may look at.
+_MIN_STORES, _IDLE_STORES, _STORES_BESIDE_LOADS = 128, 256, 32
 _MIN_LOOKS, _LOOKS_BESIDE_LOADS = 512, 128
 
 # Part of the device blocks that write_back keeps clean. What fits the rest is never
@@ -707,10 +707,11 @@ class TieredBlockPool(BlockPool):
         # The other half is for what the device no longer has.
         window = min(window, self.host.num_slots // 2)
         min_stores = _IDLE_STORES if is_idle else _MIN_STORES
-        max_stores = max(2 * self._taken, min_stores)
         max_looks = max(2 * self._taken, _MIN_LOOKS)
         if self._loads:
+            min_stores = _STORES_BESIDE_LOADS
             max_looks = min(max_looks, _LOOKS_BESIDE_LOADS)
+        max_stores = max(2 * self._taken, min_stores)
         num_gone = self._taken + self._taken_by_loads
         self._num_clean = max(0, self._num_clean - num_gone)
         self._taken = self._taken_by_loads = 0

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# A part of a load is large enough for its launch not to count (a third of a
-# millisecond on a fast link). That of a step's load has not more than so many parts.
-_PART_BYTES = 16 << 20
+# A part of a load that layers wait for is large enough for its launch not to count
+# (a millisecond on a fast link, and a tenth of it to launch), and there are not more
+# than so many.
+_PART_BYTES = 64 << 20
 _MAX_PARTS = 16
 
 # What is copied where no step waits goes in chunks of so many bytes, or of so many
