@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 import vllm.triton_utils
 from vllm.v1.kv_tier import calibrate, dma, gather
@@ -45,6 +46,7 @@ from vllm.v1.kv_tier.dma import (
     find_runs,
     make_descriptors,
 )
+from vllm.v1.kv_tier.proof import WrongBytes
 from vllm.v1.kv_tier.regions import Region
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -657,6 +659,36 @@ def test_an_engine_that_fails_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_engines(machine.regions, machine.slots, "dma", CPU, pinned=True)
     found = choose_engines(machine.regions, machine.slots, "auto", CPU, pinned=True)
     assert isinstance(found.stores, TorchCopyEngine)
+
+
+class OffByOne(TorchCopyEngine):
+    """Moves the last block of a list to or from the place of another one."""
+
+    wrong_way = True
+
+    def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
+        if to_device is self.wrong_way:
+            pairs = pairs.copy()
+            pairs[1, -1] = pairs[1, 0]
+        return super().transfer(pairs, to_device)
+
+
+@pytest.mark.parametrize("to_device, what", [(True, "Loads"), (False, "Stores")])
+def test_an_engine_that_moves_wrong_bytes_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, to_device: bool, what: str
+) -> None:
+    monkeypatch.setattr(OffByOne, "wrong_way", to_device)
+    monkeypatch.setattr(calibrate, "_check_memory", lambda *args: None)
+    for name in ("dma", "dma by block", "kernel"):
+        monkeypatch.setitem(calibrate._MAKERS, name, OffByOne)
+    machine = Machine(CPU, TorchCopyEngine)
+    memory, _ = machine.snapshot()
+    found = choose_engines(machine.regions, machine.slots, "auto", CPU, pinned=True)
+    for engine in (found.step_loads, found.loads, found.stores):
+        assert type(engine) is TorchCopyEngine
+    with pytest.raises(WrongBytes, match=f"{what} come out wrong"):
+        choose_engines(machine.regions, machine.slots, "dma", CPU, pinned=True)
+    assert torch.equal(machine.snapshot()[0], memory)
 
 
 def test_a_rank_without_kv_memory_has_engines_too() -> None:

@@ -4,8 +4,8 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from vllm.v1.kv_tier.copy_engine import (
 )
 from vllm.v1.kv_tier.dma import BlockDmaCopyEngine, DmaCopyEngine
 from vllm.v1.kv_tier.gather import GatherCopyEngine
+from vllm.v1.kv_tier.proof import prove
 from vllm.v1.kv_tier.regions import Region
 
 logger = init_logger(__name__)
@@ -45,6 +46,7 @@ _BYTES = {"cuda": 512 << 20, "cpu": 4 << 20}
 _PIECES = {"torch": 1024}
 _ANY_PIECES = 16384
 _REPEATS = 3
+_PROVEN_BLOCKS = 8
 
 # Which part of the best rate an engine must reach to be preferred for what else it
 # spares: the DMA multiprocessors (the kernel slows compute by a quarter), the kernel
@@ -224,9 +226,11 @@ def _measure(
             pairs = _random_pairs(
                 regions, slots, device, _PIECES.get(name, _ANY_PIECES)
             )
-            # In this order loads write what is there already.
-            store = _bytes_per_s(engine, pairs, device, to_device=False)
-            load = _bytes_per_s(engine, pairs, device, to_device=True)
+            with _stream(device):
+                prove(engine, *pairs[:, :_PROVEN_BLOCKS].tolist())
+                # In this order loads write what is there already.
+                store = _bytes_per_s(engine, pairs, device, to_device=False)
+                load = _bytes_per_s(engine, pairs, device, to_device=True)
             rates[name] = load, store
         except CopyEngineUnavailable as e:
             errors[name] = e
@@ -265,26 +269,33 @@ def _random_pairs(
     return np.array(ids, dtype=np.int64)
 
 
+@contextmanager
+def _stream(device: torch.device) -> Iterator[None]:
+    """On a stream of its own, where there are streams."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    # Whatever fills the KV cache is over before the first copy.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
 def _bytes_per_s(
     engine: CopyEngine,
     pairs: NDArray[np.int64],
     device: torch.device,
     to_device: bool,
 ) -> float:
-    stream = None
-    if device.type == "cuda":
-        stream = torch.cuda.Stream(device)
-        # Whatever fills the KV cache is over before the first copy.
-        stream.wait_stream(torch.cuda.current_stream(device))
     times = []
-    with torch.cuda.stream(stream) if stream else nullcontext():
-        transfer = engine.transfer(pairs, to_device)
-        for _ in range(1 + _REPEATS):
-            started = time.perf_counter()
-            transfer.copy(range(len(engine.regions)))
-            if stream:
-                stream.synchronize()
-            times.append(time.perf_counter() - started)
+    transfer = engine.transfer(pairs, to_device)
+    for _ in range(1 + _REPEATS):
+        started = time.perf_counter()
+        transfer.copy(range(len(engine.regions)))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        times.append(time.perf_counter() - started)
     num_bytes = pairs.shape[1] * sum(region.block_bytes for region in engine.regions)
     # The first one compiles, and touches memory.
     return num_bytes / statistics.median(times[1:])
