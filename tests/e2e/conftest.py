@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from .jobs import JOBS
+from .jobs import JOBS, Job
 from .model import make_llama
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def results(
     def run(name: str, before: list[Future]) -> dict[str, Any]:
         for other in before:
             other.exception()
-        return _run_engine(name, llama, folder)
+        return run_engine(name, JOBS[name], llama, folder)
 
     with ThreadPoolExecutor(max_workers=2) as workers:
         running: dict[str, Future] = {}
@@ -70,9 +70,14 @@ def results(
             future.cancel()
 
 
-def _run_engine(name: str, model: Path, folder: Path) -> dict[str, Any]:
+def run_engine(name: str, spec: Job, model: Path, folder: Path) -> dict[str, Any]:
+    """What `driver` found, in a process of its own.
+
+    Raises:
+        RuntimeError: The engine failed; with the end of its log.
+
+    """
     job, result, log = (folder / f"{name}.{s}" for s in ("json", "result", "log"))
-    spec = JOBS[name]
     llm = {**spec.llm, "model": str(model)}
     job.write_text(json.dumps({"llm": llm, "workloads": spec.workloads}))
     with log.open("w") as output:

@@ -10,14 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from . import sharp_weights as sharp_weights  # A load format.
 from .async_cpu import allow_async_scheduling
 from .engine import Engine
+from .mamba_cpu import end_prefill_steps_at_blocks
 from .workloads import WORKLOADS
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     if job["llm"].get("async_scheduling"):
         allow_async_scheduling()
+    if job["llm"].get("mamba_cache_mode"):
+        end_prefill_steps_at_blocks()
     engine = Engine(**job["llm"])
     results: dict[str, Any] = {}
     for name in job["workloads"]:

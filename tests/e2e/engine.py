@@ -17,6 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.kv_cache_utils import get_group_id
 
 COUNTERS = ("vllm:kv_tier_", "vllm:num_preemptions")
 
@@ -38,10 +39,9 @@ class Engine:
 
     def __init__(self, **llm: Any) -> None:
         self.llm = LLM(
-            skip_tokenizer_init=True,
             enforce_eager=True,
             disable_log_stats=False,
-            **llm,
+            **{"skip_tokenizer_init": True, **llm},
         )
         self._engine = self.llm.llm_engine
         self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
@@ -65,6 +65,12 @@ class Engine:
             "num_host_slots": self.pool.host.num_slots if self.has_tier else 0,
             "pool": type(self.pool).__name__,
         }
+
+    @property
+    def groups(self) -> list[str]:
+        """Spec of each KV cache group."""
+        groups = self._core.scheduler.kv_cache_config.kv_cache_groups
+        return [type(group.kv_cache_spec).__name__ for group in groups]
 
     @property
     def has_tier(self) -> bool:
@@ -104,6 +110,11 @@ class Engine:
         self._engine.abort_request(names)
         self._names = [n for n in self._names if n not in names]
         return self.finish()
+
+    def embed(self, prompt: list[int]) -> tuple[list[float], int]:
+        """The embedding, and how many tokens were cached."""
+        (found,) = self.llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)
+        return found.outputs.embedding, found.num_cached_tokens
 
     def start(
         self,
@@ -155,6 +166,11 @@ class Engine:
     def oldest_slot(self) -> int:
         """The host slot that was filled first."""
         return min(self.pool.host.filled(), key=lambda slot: slot.store_seq).index
+
+    def slots_of(self, group: int) -> set[int]:
+        """Host slots with blocks of a KV cache group."""
+        slots = self.pool.host.filled()
+        return {s.index for s in slots if get_group_id(s.keys[0]) == group}
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker_wrapper, *args)` of every rank."""

@@ -176,6 +176,26 @@ def loras(engine: Engine) -> dict[str, Any]:
     return {"answers": answers}
 
 
+def embed(
+    engine: Engine, before_round: Callable[[int], None] = lambda number: None
+) -> dict[str, Any]:
+    """Prompts about twice the small device cache, then the same with more behind."""
+    vectors, cached_tokens = [], []
+    for number in range(2):
+        before_round(number)
+        for i in range(8):
+            prompt = text(i, 6 * BLOCK + 5) + number * text(100 + i, 40)
+            vector, cached = engine.embed(prompt)
+            vectors.append(vector)
+            cached_tokens.append(cached)
+    return {"vectors": vectors, "cached_tokens": cached_tokens}
+
+
+@workload
+def embeddings(engine: Engine) -> dict[str, Any]:
+    return embed(engine)
+
+
 # What follows does harm to the host tier, and runs only where there is one.
 
 
@@ -198,6 +218,38 @@ def corrupt_slot(engine: Engine) -> dict[str, Any]:
     answers = talk(engine, between_turns)
     (reads_after,) = set(engine.on_ranks(count_reads, victim[0]))
     return {"answers": answers, "reads": reads_after - reads[0]}
+
+
+@workload
+def corrupt_each_group(engine: Engine) -> dict[str, Any]:
+    """One slot is wrong when it is loaded, of each KV cache group in turn.
+
+    Asks for each what `conversations` asks.
+    """
+    results: list[dict[str, Any]] = []
+    for group, spec in enumerate(engine.groups):
+        assert engine.reset()
+
+        def between_turns(turn: int, group: int = group) -> None:
+            if turn == 1:
+                engine.on_ranks(spoil_first_load, engine.slots_of(group))
+
+        answers = talk(engine, between_turns)
+        spoilt = engine.on_ranks(stop_spoiling)
+        results.append({"group": spec, "answers": answers, "spoilt": spoilt})
+    return {"groups": results}
+
+
+@workload
+def corrupt_embeddings(engine: Engine) -> dict[str, Any]:
+    """One slot is wrong when it is loaded. Asks what `embeddings` asks."""
+
+    def before_round(number: int) -> None:
+        if number == 1:
+            engine.on_ranks(spoil_first_load, engine.slots_of(group=0))
+
+    result = embed(engine, before_round)
+    return {**result, "spoilt": engine.on_ranks(stop_spoiling)}
 
 
 @workload
@@ -228,8 +280,35 @@ def store_fails(engine: Engine) -> dict[str, Any]:
 
 
 def spoil_slot(wrapper: Any, index: int) -> None:
+    """Move the bytes of a slot, whole numbers at a time.
+
+    Anything else can make NaNs, which would stay in the device block and harm
+    whoever has it next.
+    """
     slots = wrapper.kv_tier.buffer.slots
-    slots[index].copy_(slots[index].roll(slots.shape[1] // 3))
+    slots[index].copy_(slots[index].roll(slots.shape[1] // 3 // 8 * 8))
+
+
+def spoil_first_load(wrapper: Any, among: set[int]) -> None:
+    """Spoil the first slot of `among` that is loaded, before it is."""
+    wrapper.spoilt = []
+    for engine in copiers(wrapper, "loads"):
+
+        def loads(slots: Any, blocks: Any, real: Any = engine.loads) -> Any:
+            if not wrapper.spoilt:
+                wrapper.spoilt = [slot for slot in slots if slot in among][:1]
+                for slot in wrapper.spoilt:
+                    spoil_slot(wrapper, slot)
+            return real(slots, blocks)
+
+        engine.loads = loads
+
+
+def stop_spoiling(wrapper: Any) -> int:
+    """Undo `spoil_first_load`; how many slots were spoilt."""
+    for engine in copiers(wrapper, "loads"):
+        engine.__dict__.pop("loads", None)
+    return len(wrapper.__dict__.pop("spoilt", []))
 
 
 def copiers(wrapper: Any, name: str) -> list[Any]:

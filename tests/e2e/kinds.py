@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of models: small configs of real architectures, and engines for each.
+
+Weights are those of `sharp_weights`.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .jobs import COMMON, SMALL, Job
+from .model import LLAMA, VOCAB_SIZE, make_tokenizer
+from .sharp_weights import LOAD_FORMAT
+
+CACHE_BYTES = 256 << 20
+"""Room for the device cache; engines use `num_device_blocks` of it."""
+HOST_GIB = 0.125
+
+WORKLOADS = ["conversations", "overcommit"]
+CONTROL = "corrupt_each_group"
+
+
+@dataclass
+class Kind:
+    """An architecture and how it is run."""
+
+    config: dict[str, Any]
+    groups: list[str]
+    """Spec of each KV cache group, as upstream makes them."""
+    llm: dict[str, Any] = field(default_factory=dict)
+    workloads: list[str] = field(default_factory=lambda: WORKLOADS)
+    control: str = CONTROL
+    """Workload that damages the tier. Asks what the first of `workloads` asks."""
+    num_device_blocks: int = SMALL
+    """Of the engines with a tier; less than the conversations need."""
+
+    def jobs(self) -> dict[str, Job]:
+        """`large`, whose device cache holds everything, and two with a tier."""
+        common = (
+            COMMON
+            | {"load_format": LOAD_FORMAT, "kv_cache_memory_bytes": CACHE_BYTES}
+            | self.llm
+        )
+        small = common | {"num_gpu_blocks_override": self.num_device_blocks}
+        tier = {"kv_offloading_backend": "core", "kv_offloading_size": HOST_GIB}
+        through = {"kv_offloading_config": {"store_policy": "write_through"}}
+        workloads = [*self.workloads, self.control]
+        return {
+            "large": Job(common | {"num_gpu_blocks_override": 2000}, self.workloads),
+            "write_back": Job(small | tier, workloads),
+            "write_through": Job(small | tier | through, workloads),
+        }
+
+    def write(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        make_tokenizer(folder)
+        return folder
+
+
+def like_llama(architecture: str, model_type: str, **config: Any) -> dict[str, Any]:
+    names = {"architectures": [architecture], "model_type": model_type}
+    return LLAMA | names | config
+
+
+ALIGN = {"mamba_cache_mode": "align", "enable_prefix_caching": True}
+# Has no kernels for float32. One request at a time, because sums in bfloat16
+# depend on how many are in the batch.
+BF16 = {"dtype": "bfloat16", "max_num_seqs": 1}
+
+_WINDOW = 64
+_ALTERNATING = 2 * ["sliding_attention", "full_attention"]
+
+KINDS = {
+    "qwen3": Kind(
+        like_llama("Qwen3ForCausalLM", "qwen3"),
+        ["FullAttentionSpec"],
+    ),
+    "gemma3": Kind(
+        like_llama(
+            "Gemma3ForCausalLM",
+            "gemma3_text",
+            layer_types=_ALTERNATING,
+            sliding_window=_WINDOW,
+            query_pre_attn_scalar=32,
+            hidden_activation="gelu_pytorch_tanh",
+        ),
+        ["FullAttentionSpec", "SlidingWindowSpec"],
+        num_device_blocks=2 * SMALL,
+    ),
+    "mistral_window": Kind(
+        like_llama("MistralForCausalLM", "mistral", sliding_window=_WINDOW),
+        ["SlidingWindowSpec"],
+        # The window lets go of blocks: requests need few.
+        {"max_num_batched_tokens": 64},
+        num_device_blocks=10,
+    ),
+    "qwen3_moe": Kind(
+        like_llama(
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        ),
+        ["FullAttentionSpec"],
+    ),
+    "mixtral": Kind(
+        like_llama(
+            "MixtralForCausalLM",
+            "mixtral",
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
+        ["FullAttentionSpec"],
+    ),
+    "gpt_oss": Kind(
+        like_llama(
+            "GptOssForCausalLM",
+            "gpt_oss",
+            layer_types=_ALTERNATING,
+            sliding_window=_WINDOW,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            attention_bias=True,
+            swiglu_limit=7.0,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": 2048,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        ),
+        ["FullAttentionSpec", "SlidingWindowSpec"],
+        num_device_blocks=2 * SMALL,
+    ),
+    "deepseek_v3": Kind(
+        like_llama(
+            "DeepseekV3ForCausalLM",
+            "deepseek_v3",
+            num_key_value_heads=4,
+            q_lora_rank=64,
+            # Other sizes have no kernel.
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            moe_layer_freq=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.0,
+            scoring_func="sigmoid",
+            topk_method="noaux_tc",
+        ),
+        ["MLAAttentionSpec"],
+        BF16,
+    ),
+    "llama4": Kind(
+        like_llama(
+            "Llama4ForCausalLM",
+            "llama4_text",
+            attention_chunk_size=128,
+            layer_types=2 * ["chunked_attention", "full_attention"],
+            no_rope_layers=[1, 0, 1, 0],
+            num_local_experts=4,
+            num_experts_per_tok=1,
+            interleave_moe_layer_step=2,
+            intermediate_size_mlp=256,
+            use_qk_norm=False,
+            attn_temperature_tuning=False,
+        ),
+        ["FullAttentionSpec", "ChunkedLocalAttentionSpec"],
+        num_device_blocks=2 * SMALL,
+    ),
+    "falcon_h1": Kind(
+        like_llama(
+            "FalconH1ForCausalLM",
+            "falcon_h1",
+            mamba_d_ssm=128,
+            mamba_n_heads=4,
+            mamba_d_head=32,
+            mamba_n_groups=1,
+            mamba_d_state=16,
+            mamba_d_conv=4,
+            mamba_expand=2,
+            mamba_chunk_size=32,
+            mamba_conv_bias=True,
+            mamba_proj_bias=False,
+        ),
+        ["FullAttentionSpec", "MambaSpec"],
+        ALIGN,
+        num_device_blocks=32,
+    ),
+    "qwen3_next": Kind(
+        like_llama(
+            "Qwen3NextForCausalLM",
+            "qwen3_next",
+            layer_types=2 * ["linear_attention", "full_attention"],
+            linear_conv_kernel_dim=4,
+            num_key_value_heads=4,
+            head_dim=64,
+            # Smaller ones have no kernel.
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            linear_num_key_heads=1,
+            linear_num_value_heads=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            norm_topk_prob=True,
+            partial_rotary_factor=0.5,
+        ),
+        ["FullAttentionSpec", "MambaSpec"],
+        ALIGN | BF16,
+        num_device_blocks=32,
+    ),
+    "lfm2": Kind(
+        like_llama(
+            "Lfm2ForCausalLM",
+            "lfm2",
+            layer_types=2 * ["conv", "full_attention"],
+            conv_L_cache=3,
+            conv_bias=False,
+            tie_embedding=False,
+            conv_dim=128,
+            conv_dim_out=128,
+            conv_use_xavier_init=True,
+            block_dim=128,
+            block_ff_dim=256,
+            block_auto_adjust_ff_dim=False,
+            norm_eps=1e-5,
+        ),
+        ["FullAttentionSpec", "MambaSpec"],
+        # Upstream's layer for CPUs mixes up requests that share a step.
+        ALIGN | {"max_num_seqs": 1},
+        num_device_blocks=32,
+    ),
+    "fp8_cache": Kind(
+        like_llama("Qwen3ForCausalLM", "qwen3"),
+        ["FullAttentionSpec"],
+        {"kv_cache_dtype": "fp8"},
+    ),
+}
+
+# A decoder that embeds, with tokenizer since upstream's pooling wants one.
+EMBEDDING = Kind(
+    KINDS["qwen3"].config,
+    ["FullAttentionSpec"],
+    {"runner": "pooling", "skip_tokenizer_init": False},
+    workloads=["embeddings"],
+    control="corrupt_embeddings",
+)
+
+# Attends to both sides: upstream turns prefix caching off.
+ENCODER: dict[str, Any] = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 1024,
+    "type_vocab_size": 2,
+    "hidden_act": "gelu",
+    "torch_dtype": "float32",
+}

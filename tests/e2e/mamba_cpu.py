@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2 with prefix caching on the CPU engine.
+
+Upstream has a prefill hand out the state at a block boundary in its middle, but
+its CPU kernel returns only the last one: every prompt raises IndexError. Without
+that the scheduler ends a step of the prefill at the boundary, as it does for
+other kinds of Mamba layers.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+
+def end_prefill_steps_at_blocks() -> None:
+    """Let Mamba-2 layers of engines made in this process checkpoint nothing."""
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    upstream = MambaMixer2.get_kv_cache_spec
+
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        spec: Any = upstream(self, vllm_config)
+        return spec and replace(spec, num_prefill_checkpoint_blocks=0)
+
+    MambaMixer2.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]

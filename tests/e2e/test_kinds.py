@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host tier changes no answer of any kind of model.
+
+Some kinds by default, all of them with `KV_TIER_KINDS=all`.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .compare import assert_same_answers
+from .conftest import run_engine
+from .jobs import Job
+from .kinds import EMBEDDING, ENCODER, KINDS, WORKLOADS
+
+DEFAULT = ["qwen3", "gemma3", "falcon_h1"]
+CHOSEN = list(KINDS) if os.environ.get("KV_TIER_KINDS") == "all" else DEFAULT
+TIERED = ["write_back", "write_through"]
+
+Results = Callable[[str, str], dict[str, Any]]
+
+kinds = pytest.mark.parametrize("kind", CHOSEN)
+tiered = pytest.mark.parametrize("job", TIERED)
+
+
+@pytest.fixture(scope="module")
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Results]:
+    """Results of an engine by kind and job, started once, two side by side."""
+    params = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = {p.params["kind"] for p in params if p and "kind" in p.params}
+    with ThreadPoolExecutor(2) as workers:
+        running = {}
+        for name in filter(wanted.__contains__, KINDS):
+            folder = tmp_path_factory.mktemp(name)
+            model = KINDS[name].write(folder / "model")
+            for job, spec in KINDS[name].jobs().items():
+                running[name, job] = workers.submit(
+                    run_engine, job, spec, model, folder
+                )
+        yield lambda kind, job: running[kind, job].result()
+        for future in running.values():
+            future.cancel()
+
+
+def cached(result: dict[str, Any]) -> list[int]:
+    return [answer["cached_tokens"] for answer in result["answers"]]
+
+
+@kinds
+def test_answers_depend_on_the_whole_prompt(found: Results, kind: str) -> None:
+    """Else the comparisons below would prove nothing."""
+    answers = found(kind, "large")["workloads"]["conversations"]["answers"]
+    assert len({t for a in answers for t in a["tokens"]}) > 150
+    assert len({tuple(a["tokens"]) for a in answers}) == len(answers)
+
+
+@kinds
+@tiered
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_same_answers_as_a_large_device_cache(
+    found: Results, kind: str, job: str, workload: str
+) -> None:
+    assert_same_answers(
+        found(kind, job)["workloads"][workload]["answers"],
+        found(kind, "large")["workloads"][workload]["answers"],
+    )
+
+
+@kinds
+@tiered
+def test_evicted_prefixes_come_back_from_the_host(
+    found: Results, kind: str, job: str
+) -> None:
+    engine = found(kind, job)
+    assert engine["facts"]["pool"] == "TieredBlockPool"
+    assert engine["facts"]["num_device_blocks"] == KINDS[kind].num_device_blocks
+    result = engine["workloads"]["conversations"]
+    large = found(kind, "large")["workloads"]["conversations"]
+    # All that a cache finds which never evicts.
+    assert cached(result) == cached(large)
+    counters = result["counters"]
+    hits = counters["kv_tier_host_hit_tokens"] + counters["kv_tier_device_hit_tokens"]
+    assert hits == sum(cached(result)) > 0
+    assert counters["kv_tier_host_hit_tokens"] >= 0.5 * hits
+    assert counters["kv_tier_loaded_blocks"] > 0
+
+
+@kinds
+@tiered
+def test_one_corrupted_slot_of_any_group_is_noticed(
+    found: Results, kind: str, job: str
+) -> None:
+    """The negative control: every group's bytes matter to the comparison."""
+    expected = found(kind, "large")["workloads"]["conversations"]["answers"]
+    runs = found(kind, job)["workloads"]["corrupt_each_group"]["groups"]
+    assert sorted(run["group"] for run in runs) == sorted(KINDS[kind].groups)
+    for run in runs:
+        assert run["spoilt"] == [1]
+        # Before the damage.
+        assert_same_answers(run["answers"][:6], expected[:6])
+        with pytest.raises(AssertionError, match="other tokens|off by"):
+            assert_same_answers(run["answers"], expected)
+
+
+def test_embeddings(tmp_path: Path) -> None:
+    model = EMBEDDING.write(tmp_path / "model")
+    jobs = EMBEDDING.jobs()
+    large, tier = (
+        run_engine(job, jobs[job], model, tmp_path)["workloads"]
+        for job in ("large", "write_back")
+    )
+    expected, found = large["embeddings"], tier["embeddings"]
+    assert found["cached_tokens"] == expected["cached_tokens"] == 8 * [0] + 8 * [192]
+    assert found["counters"]["kv_tier_host_hit_tokens"] >= 0.5 * 8 * 192
+    for ours, theirs in zip(found["vectors"], expected["vectors"]):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    spoilt = tier["corrupt_embeddings"]
+    assert spoilt["spoilt"] == [1]
+    far = [
+        max(abs(x - y) for x, y in zip(ours, theirs)) > 1e-2
+        for ours, theirs in zip(spoilt["vectors"], expected["vectors"])
+    ]
+    assert not any(far[:8]) and any(far[8:])
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ENCODER))
+    spec = EMBEDDING.jobs()["write_back"]
+    with pytest.raises(RuntimeError, match="or a model that cannot use it"):
+        run_engine("encoder", Job(spec.llm, []), tmp_path, tmp_path)
