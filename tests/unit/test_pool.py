@@ -534,16 +534,20 @@ def test_the_cleaner_stores_few_blocks_in_a_step(
     assert cleaned(tier.pool.take_plan(is_idle=True)) == ids(blocks[10:17])
 
 
+def step_with_a_load(tier: Tier) -> StepPlan:
+    tier.begin()
+    tier.pool.get_new_blocks(1)
+    tier.promote(tier.find("A"))
+    return tier.end()
+
+
 def test_the_cleaner_does_not_hold_up_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_LOOKS_BESIDE_LOADS", 3)
     # Else loads pass over the blocks that were freed just now.
     monkeypatch.setattr(pool, "_RECENT", 0)
     tier, blocks = dirty(31)
-    tier.begin()
-    tier.pool.get_new_blocks(1)
-    tier.promote(tier.find("A"))
     # The two victims, and three more.
-    assert cleaned(tier.end()) == ids(blocks[:5])
+    assert cleaned(step_with_a_load(tier)) == ids(blocks[:5])
     assert cleaned(tier.idle()[0]) == ids(blocks[5:26])
     # What a load takes is made up for.
     tier.begin()
@@ -557,11 +561,8 @@ def test_the_cleaner_stores_fewer_blocks_beside_loads(
     monkeypatch.setattr(pool, "_STORES_BESIDE_LOADS", 2)
     monkeypatch.setattr(pool, "_RECENT", 0)
     tier, blocks = dirty(31)
-    tier.begin()
-    tier.pool.get_new_blocks(1)
-    tier.promote(tier.find("A"))
     # The two victims, and two more.
-    assert cleaned(tier.end()) == ids(blocks[:4])
+    assert cleaned(step_with_a_load(tier)) == ids(blocks[:4])
 
 
 @pytest.mark.parametrize("take_rate, num_clean", [(0.0, 2), (30.0, 4)])

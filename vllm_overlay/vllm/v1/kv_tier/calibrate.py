@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from vllm.v1.kv_tier.copy_engine import (
     CopyEngineUnavailable,
     TorchCopyEngine,
     slot_bytes,
+    wait_for_copies,
 )
 from vllm.v1.kv_tier.dma import BlockDmaCopyEngine, DmaCopyEngine
 from vllm.v1.kv_tier.gather import GatherCopyEngine
@@ -71,6 +73,14 @@ class CopyEngines:
     load_bytes_per_s: float
     """Of the slower one of the two that load."""
     store_bytes_per_s: float
+
+
+class _Measured(NamedTuple):
+    """An engine, and the bytes per second that it moves."""
+
+    engine: CopyEngine
+    load: float
+    store: float
 
 
 @dataclass(frozen=True)
@@ -158,14 +168,15 @@ def choose_engines(
         none = _MAKERS["torch"](regions, slots)
         return CopyEngines(none, none, none, math.inf, math.inf)
     names = _CANDIDATES[requested]
-    rates, errors = _measure(names, regions, slots, device, pinned)
-    if not rates and requested == "auto":
+    found, errors = _measure(names, regions, slots, device, pinned)
+    if not found and requested == "auto":
         names = ("torch",)
-        rates, errors = _measure(names, regions, slots, device, pinned)
-    if not rates:
+        found, errors = _measure(names, regions, slots, device, pinned)
+    if not found:
         raise _refused(requested, errors[names[-1]])
-    load_rates = {name: load for name, (load, _) in rates.items()}
-    store_rates = {name: store for name, (_, store) in rates.items()}
+    engines = {name: measured.engine for name, measured in found.items()}
+    load_rates = {name: measured.load for name, measured in found.items()}
+    store_rates = {name: measured.store for name, measured in found.items()}
     loads = choose_loads(load_rates)
     stores = choose_beside_compute(store_rates)
     logger.info(
@@ -180,10 +191,6 @@ def choose_engines(
         loads.beside,
         stores,
     )
-    engines = {
-        name: _MAKERS[name](regions, slots)
-        for name in {loads.few, loads.many, loads.beside, stores}
-    }
     step_loads = engines[loads.many]
     if loads.few != loads.many:
         step_loads = BySizeCopyEngine(engines[loads.few], step_loads, _DMA_PIECES)
@@ -213,10 +220,9 @@ def _measure(
     slots: torch.Tensor,
     device: torch.device,
     pinned: bool,
-) -> tuple[dict[str, tuple[float, float]], dict[str, Exception]]:
-    """For each engine that runs here, bytes per second of loads and of stores; for
-    each other one, why it does not."""
-    rates: dict[str, tuple[float, float]] = {}
+) -> tuple[dict[str, _Measured], dict[str, Exception]]:
+    """The engines that run here, and for each other one why it does not."""
+    found: dict[str, _Measured] = {}
     errors: dict[str, Exception] = {}
     for name in names:
         try:
@@ -231,7 +237,7 @@ def _measure(
                 # In this order loads write what is there already.
                 store = _bytes_per_s(engine, pairs, device, to_device=False)
                 load = _bytes_per_s(engine, pairs, device, to_device=True)
-            rates[name] = load, store
+            found[name] = _Measured(engine, load, store)
         except CopyEngineUnavailable as e:
             errors[name] = e
             logger.debug("KV tier: no copy engine %r here: %s", name, e)
@@ -239,7 +245,7 @@ def _measure(
             # Whatever it is, another engine may do the work.
             errors[name] = e
             logger.warning("KV tier: copy engine %r failed.", name, exc_info=True)
-    return rates, errors
+    return found, errors
 
 
 def _check_memory(device: torch.device, pinned: bool) -> None:
@@ -293,8 +299,7 @@ def _bytes_per_s(
     for _ in range(1 + _REPEATS):
         started = time.perf_counter()
         transfer.copy(range(len(engine.regions)))
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        wait_for_copies(device)
         times.append(time.perf_counter() - started)
     num_bytes = pairs.shape[1] * sum(region.block_bytes for region in engine.regions)
     # The first one compiles, and touches memory.

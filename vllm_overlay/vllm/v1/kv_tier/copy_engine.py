@@ -38,6 +38,12 @@ def slot_offsets(regions: Sequence[Region]) -> list[int]:
     return [sum(sizes[:i]) for i in range(len(sizes))]
 
 
+def wait_for_copies(device: torch.device) -> None:
+    """Until what is on the current stream has ended, where there are streams."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def address_table(regions: Sequence[Region], slots: torch.Tensor) -> NDArray[np.int64]:
     """Where the rows of each region lie, for engines that work on addresses.
 

@@ -456,11 +456,7 @@ class TieredBlockPool(BlockPool):
     def _room_ahead(self, hits: Iterable[KVCacheBlock]) -> int:
         """As `_room`, and without what others wait for."""
         ids = {block.block_id for block in hits}
-        kept: set[int] = set()
-        for ahead in self._ahead.values():
-            if self._are_kept(ahead):
-                kept |= ahead.unclaimed
-        return self._room(hits) - len(kept - ids)
+        return self._room(hits) - len(self._kept() - ids)
 
     def _claim(self, hits: Iterable[KVCacheBlock], last_ahead: int) -> None:
         """A request takes `hits`: its forward pass waits for what loads them."""
@@ -493,9 +489,17 @@ class TieredBlockPool(BlockPool):
             ahead.end > self.loads.clock() - _CLAIM_WITHIN_S
         )
 
+    def _kept(self) -> set[int]:
+        """Ids of the blocks that wait for the request that they are for."""
+        kept: set[int] = set()
+        for ahead in self._ahead.values():
+            if self._are_kept(ahead):
+                kept |= ahead.unclaimed
+        return kept
+
     def _pass_over_kept(self, num_blocks: int) -> None:
         """Put blocks that wait for a request behind the next `num_blocks` victims."""
-        kept = {seq: a.unclaimed for seq, a in self._ahead.items() if self._are_kept(a)}
+        kept = self._kept()
         if not kept:
             return
         queue = self.free_block_queue
@@ -503,7 +507,7 @@ class TieredBlockPool(BlockPool):
         for block in self._free_blocks(queue.num_free_blocks):
             if num_blocks == 0:
                 break
-            if block.block_id in kept.get(self._ahead_by[block.block_id], ()):
+            if block.block_id in kept:
                 passed.append(block)
             else:
                 num_blocks -= 1
@@ -551,10 +555,15 @@ class TieredBlockPool(BlockPool):
         self._append_free(freed)
 
     def _append_free(self, blocks: list[KVCacheBlock]) -> None:
+        self._leave_place(blocks)
+        self.free_block_queue.append_n(blocks)
+
+    def _leave_place(self, blocks: list[KVCacheBlock]) -> None:
+        """`blocks` go to the end of the free queue: where the cleaner stopped is no
+        place to go on from if it is among them."""
         last = self._last_clean
         if last is not None and any(block is last for block in blocks):
             self._last_clean = None
-        self.free_block_queue.append_n(blocks)
 
     # ------------------------------------------------------------------ demote
 
@@ -658,10 +667,7 @@ class TieredBlockPool(BlockPool):
             # A copy on write may still read it.
             last += 1
             self._freed.update((b.block_id, b) for b in blocks if not b.is_null)
-            end = self._last_clean
-            if end is not None and end.block_id in self._freed:
-                # It was taken in this step, and goes to the end.
-                self._last_clean = None
+            self._leave_place(blocks)
         for block in blocks:
             used_by[block.block_id] = last
         super().free_blocks(blocks, **kwargs)

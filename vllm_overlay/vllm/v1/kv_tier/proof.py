@@ -7,7 +7,7 @@ layout, and a wrong byte in a KV block is a wrong token that nothing else would 
 
 import torch
 
-from vllm.v1.kv_tier.copy_engine import CopyEngine, slot_offsets
+from vllm.v1.kv_tier.copy_engine import CopyEngine, slot_offsets, wait_for_copies
 
 
 class WrongBytes(RuntimeError):
@@ -51,7 +51,7 @@ def prove(engine: CopyEngine, blocks: list[int], slots: list[int]) -> None:
         for row, content in zip(rows, wanted):
             row[blocks] = content
         engine.stores(blocks, slots).copy(everything)
-        _wait(rows[0].device)
+        wait_for_copies(rows[0].device)
         for start, content in zip(slot_offsets(engine.regions), wanted):
             on_host = engine.slots[slots, start : start + content.shape[1]]
             if not torch.equal(on_host, content.cpu()):
@@ -59,16 +59,11 @@ def prove(engine: CopyEngine, blocks: list[int], slots: list[int]) -> None:
         for row, content in zip(rows, wanted):
             row[blocks] = ~content
         engine.loads(slots, blocks).copy(everything)
-        _wait(rows[0].device)
+        wait_for_copies(rows[0].device)
         for row, content in zip(rows, wanted):
             if not torch.equal(row[blocks], content):
                 raise WrongBytes("Loads")
     finally:
         for row, content in zip(rows, kept):
             row[blocks] = content
-        _wait(rows[0].device)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        wait_for_copies(rows[0].device)

@@ -11,7 +11,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.calibrate import CopyEngines, choose_engines
-from vllm.v1.kv_tier.copy_engine import CopyEngine, slot_bytes
+from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer, slot_bytes
 from vllm.v1.kv_tier.host_buffer import HostBuffer
 from vllm.v1.kv_tier.layer_waits import LayerWaits
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
@@ -200,9 +200,7 @@ class HostTier:
         try:
             engine = self.engines.stores
             for chunk in self._chunks(engine, len(slots)):
-                transfer = engine.stores(blocks[chunk], slots[chunk])
-                transfer.copy(range(len(self._regions)))
-                after_part()
+                self._copy(engine.stores(blocks[chunk], slots[chunk]), after_part)
             self._bad_slots.difference_update(slots)
         except Exception:
             logger.exception("KV tier: storing %d blocks failed.", len(slots))
@@ -230,9 +228,11 @@ class HostTier:
             self._check_filled(slots)
             engine = self.engines.loads
             for chunk in self._chunks(engine, len(slots)):
-                transfer = engine.loads(slots[chunk], blocks[chunk])
-                transfer.copy(range(len(self._regions)))
-                after_part()
+                self._copy(engine.loads(slots[chunk], blocks[chunk]), after_part)
+
+    def _copy(self, transfer: Transfer, after_part: Callable[[], None]) -> None:
+        transfer.copy(range(len(self._regions)))
+        after_part()
 
     def _check_filled(self, slots: list[int]) -> None:
         if not self._bad_slots.isdisjoint(slots):
