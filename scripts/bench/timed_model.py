@@ -51,11 +51,11 @@ class Costs:
 
     load: float = 42e-6  # a block, from host to device
     store: float = 46.6e-6  # a block, from device to host
-    decode: float = 5.4e-3  # a forward pass of a few tokens
-    mixed: float = 16e-3  # at least, a forward pass in which a request joins
+    decode: float = 6.5e-3  # a forward pass of a few tokens
+    mixed: float = 36e-3  # at least, a forward pass in which a request joins
     prefill: float = 29e-6  # a prompt token, on top of `decode`
     launch: float = 1.5e-3  # the engine's thread, for a step of decoding requests
-    launch_mixed: float = 14e-3  # the same, where no graph fits
+    launch_mixed: float = 32e-3  # the same, where no graph fits
     prepare: float = 0.7e-3  # from the launch until the device begins
     last_layer: float = 1e-3  # of a forward pass after the last load
     send: float = 2e-3  # from client to scheduler
@@ -113,6 +113,7 @@ class Model:
         if policy is not None:
             pool: Any = self._scheduler.kv_cache_manager.block_pool
             pool.loads.clock = lambda: self.now
+            pool.loads.join_s = costs.launch_mixed
         self._arrivals: list[tuple[float, int, Answer, list[int], int]] = []
         self._num_sent = 0
         self._live: dict[str, Answer] = {}
@@ -309,7 +310,9 @@ def _scheduler(costs: Costs, policy: StorePolicy | None) -> AsyncScheduler:
         size = int(SCALE.host_gib * (1 << 30))
         config = KVTierConfig(size, store_policy=policy)
         num_slots = size // SLOT_BYTES
-        layout = KVTierLayout(config, num_slots, SLOT_BYTES, costs.load, BLOCK_SIZE)
+        layout = KVTierLayout(
+            config, num_slots, SLOT_BYTES, costs.load, BLOCK_SIZE, layerwise=True
+        )
     made = make_scheduler(
         num_blocks=SCALE.device_bytes // SLOT_BYTES,
         max_num_seqs=SCALE.max_num_seqs,

@@ -47,6 +47,9 @@ class Setup:
     """How long a block takes to load, in steps."""
     max_stall: float = 0.0
     """How long a step may wait for loads, in steps."""
+    join_time: float = 0.0
+    """How long a step in which requests join computes while its loads come, in steps;
+    0: steps wait for all their loads at once."""
     is_async: bool = False
     is_v2: bool = False
     """Speak to the worker as to model runner V2."""
@@ -97,6 +100,7 @@ class Engine:
         tier = self._scheduler.kv_cache_manager.kv_tier
         assert tier is not None
         tier.loads.clock = lambda: float(self._num_steps)
+        tier.loads.join_s = setup.join_time
         self._hasher = get_request_block_hasher(setup.layout.hash_block_size, sha256)
         self._roots: dict[str, int] = {}
         self._worker = Worker(
@@ -363,6 +367,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
             SLOT_BYTES,
             load_s=setup.load_time,
             tokens_per_block=layout.block_size,
+            layerwise=setup.join_time > 0,
         ),
     )
     scheduler = (AsyncScheduler if setup.is_async else Scheduler)(

@@ -120,6 +120,7 @@ def random_setup(rng: Random) -> Setup:
         by_priority=rng.random() < 0.5,
         retention=rng.choice([None, None, 0, 2]),
         reserve_full_isl=rng.random() < 0.5,
+        join_time=rng.choice([0, 0, 1, 3]),
     )
 
 

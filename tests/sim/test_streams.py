@@ -227,7 +227,7 @@ def gate_on_any_load(patch: pytest.MonkeyPatch) -> None:
             return super().submit(job)
 
     patch.setattr(streams, "Lane", GatedLane)
-    patch.setattr(Job, "_hurry", lambda self: None)
+    patch.setattr(Job, "hurry", lambda self: None)
 
 
 FENCES = [name for name in StepPlan(1).__dict__ if "_after_" in name]
@@ -257,7 +257,7 @@ def _find(
     for seed in range(first_seed, first_seed + MAX_SCRIPTS):
         cuda = FakeCuda(pace, seed)
         with patch.context() as inner:
-            cuda.install(inner, patience_s=1.0)
+            cuda.install(inner, patience_s=5.0)
             found: BaseException | None = None
             try:
                 _play(cuda, luck, seed, **BUSY, spare_blocks=0)

@@ -50,9 +50,9 @@ def quick(*actions: Callable[[], object]) -> Copy:
     return copy
 
 
-@pytest.mark.parametrize("paced", [True, False])
-def test_jobs_run_in_order(device: torch.device, paced: bool) -> None:
-    lane = Lane("test-order", device, paced=paced)
+@pytest.mark.parametrize("in_flight", [3, None])
+def test_jobs_run_in_order(device: torch.device, in_flight: int | None) -> None:
+    lane = Lane("test-order", device, parts_in_flight=in_flight)
     cell = torch.zeros(3, device=device)
     torch.cuda.synchronize()
     lane.submit(Job(slow(lambda: cell[0].fill_(1)), [], 1))
@@ -63,9 +63,14 @@ def test_jobs_run_in_order(device: torch.device, paced: bool) -> None:
     assert cell.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("paced", [True, False])
-def test_a_job_waits_for_what_it_comes_after(device: torch.device, paced: bool) -> None:
-    first, second = Lane("test-1", device), Lane("test-2", device, paced=paced)
+@pytest.mark.parametrize("in_flight", [3, None])
+def test_a_job_waits_for_what_it_comes_after(
+    device: torch.device, in_flight: int | None
+) -> None:
+    first, second = (
+        Lane("test-1", device),
+        Lane("test-2", device, parts_in_flight=in_flight),
+    )
     cell = torch.zeros(2, device=device)
     torch.cuda.synchronize()
     before = first.submit(Job(slow(lambda: cell[0].fill_(1)), [], 1))
@@ -84,7 +89,7 @@ def test_lanes_do_not_wait_for_one_another(device: torch.device) -> None:
 
 
 def test_a_lane_without_pace_waits_on_the_device_only(device: torch.device) -> None:
-    first, second = Lane("test-1", device), Lane("test-2", device, paced=False)
+    first, second = Lane("test-1", device), Lane("test-2", device, parts_in_flight=None)
     before = first.launch(Job(slow(), [], 1))
     job = second.launch(Job(quick(), [before], 1))
     # Launched already, while what it waits for runs.
@@ -120,7 +125,7 @@ def test_few_parts_of_a_paced_copy_are_queued_at_a_time(device: torch.device) ->
             after_part()
             ahead.append(sum(not event.query() for event in events))
 
-    paced, other = Lane("test-1", device), Lane("test-2", device, paced=False)
+    paced, other = Lane("test-1", device), Lane("test-2", device, parts_in_flight=None)
     paced.submit(Job(copy, [], 1)).wait_on_host()
     assert 1 < max(ahead) <= 4
     ahead.clear()

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from vllm.v1.kv_tier.load_policy import LoadPolicy
+from vllm.v1.kv_tier.plan import StepReport
 
 TOKENS = 16
-NOTHING = (0, 0.0)
 
 
 class Clock:
@@ -27,7 +27,7 @@ def make_policy(
 
 
 def prefill(policy: LoadPolicy, seconds_per_block: float) -> None:
-    policy.measured(NOTHING, (10 * TOKENS, 10 * seconds_per_block), TOKENS)
+    policy.take(StepReport(prefill=(10 * TOKENS, 10 * seconds_per_block)), TOKENS)
 
 
 # ------------------------------------------------------------------ link queue
@@ -67,7 +67,7 @@ def test_the_cost_of_loads_follows_what_is_measured() -> None:
     policy, _ = make_policy(load_s=1.0)
     costs = [policy.load_s]
     for _ in range(40):
-        policy.measured((8, 4.0), NOTHING, TOKENS)
+        policy.take(StepReport(loads=(8, 4.0)), TOKENS)
         costs.append(policy.load_s)
     # By and by: one slow or fast load says little.
     assert costs[1] > 0.7 and costs == sorted(costs, reverse=True)
@@ -88,7 +88,7 @@ def test_nothing_measured_changes_nothing() -> None:
     policy, _ = make_policy()
     prefill(policy, 2.0)
     before = policy.load_s, policy.prefill_s
-    policy.measured(NOTHING, NOTHING, TOKENS)
+    policy.take(StepReport(), TOKENS)
     assert (policy.load_s, policy.prefill_s) == before
 
 
@@ -109,7 +109,7 @@ def test_a_busy_link_is_forgotten() -> None:
     policy, _ = make_policy(load_s=1.0)
     prefill(policy, 2.0)
     for _ in range(40):
-        policy.measured((1, 5.0), NOTHING, TOKENS)
+        policy.take(StepReport(loads=(1, 5.0)), TOKENS)
     assert policy.recompute
     for _ in range(40):
         prefill(policy, 2.0)
@@ -123,3 +123,41 @@ def test_a_link_that_is_slow_by_nature_is_not_tried_again() -> None:
     for _ in range(100):
         prefill(policy, 2.0)
     assert policy.recompute and policy.load_s == pytest.approx(3.0)
+
+
+# ------------------------------------------------------- what a step hides of it
+
+
+def join(policy: LoadPolicy, *seconds: float) -> None:
+    for s in seconds:
+        policy.take(StepReport(joins=(2, 2 * s)), TOKENS)
+
+
+def test_a_step_hides_as_much_as_it_computes() -> None:
+    policy = LoadPolicy(1.0, 0.5, layerwise=True)
+    policy.clock = Clock()
+    join(policy, 3.0)
+    assert policy.hidden_s(2, TOKENS) == 3.0
+    assert not policy.stalls(103.5, hidden_s=3.0)
+    assert policy.stalls(103.6, hidden_s=3.0)
+    prefill(policy, 0.5)
+    assert policy.hidden_s(6 * TOKENS, TOKENS) == 3.0
+    assert policy.hidden_s(8 * TOKENS, TOKENS) == 4.0
+
+
+def test_where_steps_wait_for_all_loads_they_hide_none() -> None:
+    policy, _ = make_policy()
+    join(policy, 3.0)
+    assert policy.hidden_s(1000, TOKENS) == 0.0
+
+
+def test_a_step_without_prefill_hides_none() -> None:
+    policy = LoadPolicy(1.0, 0.5, layerwise=True)
+    join(policy, 3.0)
+    assert policy.hidden_s(1, TOKENS) == 0.0
+
+
+def test_launches_that_were_held_up_count_little() -> None:
+    policy, _ = make_policy()
+    join(policy, 9.0, 3.0, 9.0)
+    assert 3.0 < policy.join_s < 3.5

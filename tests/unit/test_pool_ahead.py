@@ -578,7 +578,9 @@ def test_a_request_waits_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> No
     def promote() -> bool:
         tier.begin()
         found = (tier.find("abc"),)
-        return tier.pool.promote(request, managers, found, 3 * BLOCK, 0, True) is None
+        return (
+            tier.pool.promote(request, managers, found, 3 * BLOCK, 0, 2, True) is None
+        )
 
     for _ in range(pool._MAX_WAITS):
         assert promote()
@@ -664,3 +666,74 @@ def test_loads_of_those_that_lack_blocks_spare_some(
     tier = make_tier(8)
     tier.demoted("abcdefgh")
     assert len(loads_ahead(load_ahead(tier, "abcdefgh"))) == 4
+
+
+# ----------------------------------------------- loads that the own step will hide
+
+
+def make_layerwise(**config: Any) -> Tier:
+    """A tier whose steps compute for two seconds, and load a block in one."""
+    tier = make_tier(8, layerwise=True, max_load_stall_ms=0, **config)
+    tier.pool.apply_report(StepReport(joins=(1, 2.0)))
+    return tier
+
+
+def test_a_step_waits_for_loads_that_it_hides() -> None:
+    tier = make_layerwise()
+    tier.demoted("ab")
+    plan = admit(tier, "ab")
+    assert len(loads(plan)) == 2 and not loads_ahead(plan)
+
+
+def test_a_step_that_may_be_one_graph_hides_no_load() -> None:
+    tier = make_layerwise()
+    tier.demoted("ab")
+    tier.begin()
+    assert (
+        tier.try_promote(tier.find("ab"), num_new_tokens=1, among_others=True) is None
+    )
+    assert len(loads_ahead(tier.end())) == 2
+
+
+def test_what_the_step_does_not_hide_is_loaded_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_MIN_AHEAD", 1)
+    tier = make_layerwise()
+    tier.demoted("abcd")
+    ahead = defer(tier, "abcd")
+    assert len(loads_ahead(ahead)) == 2
+    assert [tier.where(n) for n in "abcd"] == 2 * ["device"] + 2 * ["host"]
+    tier.now = 1.9
+    assert is_empty(defer(tier, "abcd"))
+    tier.now = 2.0
+    plan = admit(tier, "abcd")
+    assert len(loads(plan)) == 2 and plan.compute_after_loads == ahead.seq
+    assert_nothing_leaks(tier)
+
+
+def test_loads_ahead_leave_room_for_what_the_step_will_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_MIN_AHEAD", 1)
+    tier = make_layerwise()
+    tier.demoted("abcd")
+    tier.demoted("efghi")
+    defer(tier, "abcd")
+    # Eight blocks: two are loaded, two more will be. For five there is no room.
+    assert is_empty(block(tier, "efghi"))
+    # Whoever waited for them is gone, or so it seems.
+    tier.now = 2.0 + pool._CLAIM_WITHIN_S + 0.1
+    assert loads_ahead(defer(tier, "efghi"))
+
+
+def test_the_stores_of_victims_come_before_loads_into_them() -> None:
+    tier = make_tier(2, max_load_stall_ms=0)
+    tier.demoted("ab")
+    tier.computed("cd")
+    defer(tier, "ab")
+    # Two stores, two loads.
+    tier.now = 3.9
+    assert is_empty(defer(tier, "ab"))
+    tier.now = 4.0
+    admit(tier, "ab")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's host tier on CPU memory: copies, failures and their reports."""
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -286,7 +287,8 @@ def test_copies_go_by_layers_where_a_step_waits_else_by_blocks(
     order, waits = Recorder(), LayerWaits({}, max_decode_tokens=1)
     tier = with_order(rank, order, waits)
     monkeypatch.setattr(worker, "_PART_BYTES", 130)
-    monkeypatch.setattr(worker, "_CHUNK_BYTES", 150)
+    monkeypatch.setattr(worker, "_LOAD_CHUNK_BYTES", 150)
+    monkeypatch.setattr(worker, "_STORE_CHUNK_BYTES", 150)
     one, two = rank.block(1), rank.block(2)
     tier.begin_step(step(1, store_slots=[0, 1], store_blocks=[1, 2]))
     tier.begin_step(step(2, ahead_slots=[0], ahead_blocks=[3]))
@@ -342,13 +344,15 @@ def test_a_layer_that_did_not_wait_fails_its_step(
     order = Recorder()
     tier = with_order(rank, order, LayerWaits({}, max_decode_tokens=1))
     tier.begin_step(step(1, [5], **LOAD))
-    assert tier.end_step(output()).kv_tier_report is None
+    report = tier.end_step(output()).kv_tier_report
+    assert report is not None and report.failed_load_seq is None
     tier.begin_step(step(2, [5], **LOAD))
     order.all_waited = False
     # No model output yet: `sample_tokens` brings it.
     assert tier.end_step(None) is None
     assert "layerwise_loads" in caplog.text
-    assert tier.attach_report(output()).kv_tier_report == StepReport(2)
+    report = tier.attach_report(output()).kv_tier_report
+    assert report is not None and report.failed_load_seq == 2
     # Once is enough.
     order.all_waited = True
     tier.begin_step(step(3, [5], **LOAD))
@@ -390,3 +394,19 @@ def test_times_travel_with_the_next_output(rank: Rank) -> None:
     order.times = (0, 0.0), (0, 0.0)
     tier.begin_step(step(2))
     assert tier.end_step(output()).kv_tier_report is None
+
+
+@pytest.mark.parametrize(
+    "tokens, counts",
+    [([5], True), ([1, 1, 5], True), ([1, 1], False), ([2000], False)],
+)
+def test_what_it_takes_a_request_to_join(
+    rank: Rank, tokens: list[int], counts: bool
+) -> None:
+    tier = with_order(rank, Recorder(), LayerWaits({}, max_decode_tokens=1))
+    tier.begin_step(step(1, tokens))
+    time.sleep(0.01)
+    report = tier.end_step(output()).kv_tier_report
+    assert (report is not None) == counts
+    if report is not None:
+        assert report.joins[0] == 1 and report.joins[1] >= 0.01

@@ -39,6 +39,7 @@ class Tier:
         num_slots: int = 100,
         hash_block_size: int = BLOCK,
         load_s: float = 0.0,
+        layerwise: bool = False,
         **config: Any,
     ) -> None:
         layout = KVTierLayout(
@@ -47,6 +48,7 @@ class Tier:
             SLOT_BYTES,
             load_s=load_s,
             tokens_per_block=BLOCK,
+            layerwise=layerwise,
         )
         self.pool = TieredBlockPool(
             layout,
@@ -100,6 +102,7 @@ class Tier:
         skipped_tokens: Sequence[int] = (),
         num_preemptions: int = 0,
         num_tokens: int | None = None,
+        num_new_tokens: int = 2,
         among_others: bool = False,
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:
         """Admit a request that hit, `among_others` in the step or alone in it."""
@@ -115,7 +118,7 @@ class Tier:
             request_id=f"r{self.num_requests}", num_preemptions=num_preemptions
         )
         promoted = self.pool.promote(
-            request, managers, groups, num_tokens, 0, among_others
+            request, managers, groups, num_tokens, 0, num_new_tokens, among_others
         )
         self.deferred = self.pool.defers(request)
         return promoted

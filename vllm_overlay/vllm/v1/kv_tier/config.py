@@ -214,6 +214,8 @@ class KVTierLayout:
     tokens_per_block: float = 0.0
     """Tokens whose KV takes one block; less than the block size where several
     groups of layers have blocks of their own."""
+    layerwise: bool = False
+    """Whether layers wait for their own part of the loads of a step, on all ranks."""
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

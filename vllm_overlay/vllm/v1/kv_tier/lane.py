@@ -21,10 +21,10 @@ Copy = Callable[[Callable[[], None]], None]
 """Queues copies on the current stream, part by part, and calls its argument after
 each part. Never raises: a failure is the business of whoever wrote it."""
 
-# Parts of a copy that are queued on the device at a time: enough for it to go on until
-# the thread has the GIL again. More of them would hold up what is more urgent, and fill
-# the launch queue, for which whoever launches next waits with the driver's lock.
-_PARTS_IN_FLIGHT = 3
+# Parts that are queued on the device at a time of a job whose launch somebody waits
+# for. More would fill the launch queue (1,024 copies), for which whoever launches next
+# waits with the driver's lock.
+_URGENT_PARTS_IN_FLIGHT = 10
 
 _END_WITHIN_S = 10.0
 
@@ -74,20 +74,21 @@ class Job(Done):
         self.num_blocks = num_blocks
         self.begun = torch.cuda.Event(enable_timing=True)
         self.is_urgent = False
-        """Somebody waits for the launch: no time for pacing."""
+        """Somebody waits for the launch: no time for gates."""
         self.before: Job | None = None
         """The job that its lane launches first, if it has not yet."""
 
     def wait_for_launch(self) -> None:
-        self._hurry()
+        self.hurry()
         super().wait_for_launch()
 
-    def _hurry(self) -> None:
+    def hurry(self) -> None:
+        """Launch it, and what it waits for, without gates and with less pacing."""
         if not self.is_urgent:
             self.is_urgent = True
             for done in (*self.after, self.before):
                 if isinstance(done, Job):
-                    done._hurry()
+                    done.hurry()
 
     def forget(self) -> None:
         """It was launched. Without it, jobs would keep all before them."""
@@ -107,7 +108,10 @@ class Lane:
     Args:
         name: Of the thread.
         device: Where the stream is.
-        paced: Wait on the host for what a job waits for, and for its own parts.
+        parts_in_flight: Parts of a copy that are queued on the device at a time:
+            enough for it to go on until the thread has the GIL again. More of them
+            would hold up what is more urgent. The thread also waits for what a job
+            waits for. None: all is queued at once.
         gate: Called before each part of a job that is not urgent, to wait for what
             comes first.
 
@@ -117,12 +121,12 @@ class Lane:
         self,
         name: str,
         device: torch.device,
-        paced: bool = True,
+        parts_in_flight: int | None = 3,
         gate: Callable[[Job], object] = lambda job: None,
     ) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._last: Job | None = None
-        self._launcher = _Launcher(torch.cuda.Stream(device), paced, gate)
+        self._launcher = _Launcher(torch.cuda.Stream(device), parts_in_flight, gate)
         thread = threading.Thread(
             target=_run, args=(self._jobs, self._launcher), name=name, daemon=True
         )
@@ -149,17 +153,20 @@ class Lane:
 
 class _Launcher:
     def __init__(
-        self, stream: torch.cuda.Stream, paced: bool, gate: Callable[[Job], object]
+        self,
+        stream: torch.cuda.Stream,
+        parts_in_flight: int | None,
+        gate: Callable[[Job], object],
     ) -> None:
         self.stream = stream
-        self._paced = paced
+        self._parts_in_flight = parts_in_flight
         self._gate = gate
         self._parts: deque[torch.cuda.Event] = deque()
 
     def launch(self, job: Job) -> None:
         try:
             for done in job.after:
-                if self._paced and not job.is_urgent:
+                if self._parts_in_flight is not None and not job.is_urgent:
                     # What waits on the device fills the launch queue.
                     done.wait_on_host()
                 else:
@@ -176,15 +183,16 @@ class _Launcher:
             self._parts.clear()
 
     def _after_part(self, job: Job) -> None:
-        if job.is_urgent:
-            return
-        if self._paced:
+        if (limit := self._parts_in_flight) is not None:
             event = torch.cuda.Event(blocking=True)
             event.record(self.stream)
             self._parts.append(event)
-            if len(self._parts) > _PARTS_IN_FLIGHT:
+            if job.is_urgent:
+                limit = _URGENT_PARTS_IN_FLIGHT
+            if len(self._parts) > limit:
                 self._parts.popleft().synchronize()
-        self._gate(job)
+        if not job.is_urgent:
+            self._gate(job)
 
 
 def _end(jobs: "queue.SimpleQueue[Job | None]", thread: threading.Thread) -> None:

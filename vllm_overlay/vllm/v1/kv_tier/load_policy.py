@@ -2,13 +2,17 @@
 """When a load is worth it, and when a step should not wait for it.
 
 Costs are measured: seconds to load a block from calibration at start and from
-the loads since, seconds to compute one from the prefill steps since.
+the loads since, seconds to compute one from the prefill steps since, and how long a
+step takes in which requests join that have little to compute.
 """
 
 import time
 
+from vllm.v1.kv_tier.plan import StepReport
+
 # How fast measured costs follow the last measurement.
 _WEIGHT = 0.2
+_SLOW_WEIGHT = 0.05
 
 
 class LoadPolicy:
@@ -18,14 +22,21 @@ class LoadPolicy:
         load_s: Seconds to load one block, as measured at start; 0: unknown.
         max_stall_s: How long a step with other requests may wait for loads.
             Infinite: every load is waited for in its step.
+        layerwise: Whether layers wait for their own part of the loads of a step, so
+            that these cost nothing while the layers before compute.
 
     """
 
-    def __init__(self, load_s: float, max_stall_s: float) -> None:
+    def __init__(
+        self, load_s: float, max_stall_s: float, layerwise: bool = False
+    ) -> None:
         self.load_s = load_s
         self.prefill_s = 0.0
         """Seconds to compute one block; 0 until measured."""
+        self.join_s = 0.0
+        """Seconds of a step in which requests join with little to compute."""
         self.max_stall_s = max_stall_s
+        self.layerwise = layerwise
         self.clock = time.monotonic
         self._calibrated_s = load_s
         # When the loads queued until now will have ended.
@@ -40,22 +51,37 @@ class LoadPolicy:
         """When loads of `num_blocks`, queued now, would end."""
         return max(self.clock(), self._link_free_at) + num_blocks * self.load_s
 
-    def stalls(self, end: float) -> bool:
-        """Whether a step planned now would wait too long for loads until `end`."""
-        return end - self.clock() > self.max_stall_s
+    def stalls(self, end: float, hidden_s: float = 0.0) -> bool:
+        """Whether a step planned now would wait too long for loads until `end`.
+
+        Args:
+            end: When they will have ended.
+            hidden_s: Seconds of the step that pass anyway before it waits for the last.
+
+        """
+        return end - self.clock() - hidden_s > self.max_stall_s
+
+    def hidden_s(self, num_tokens: int, tokens_per_block: float) -> float:
+        """How long a step computes while its own loads come.
+
+        Args:
+            num_tokens: That the joining request computes in it.
+            tokens_per_block: Tokens whose KV takes one block.
+
+        """
+        # A step without prefill may be one CUDA graph.
+        if not self.layerwise or num_tokens <= 1:
+            return 0.0
+        return max(self.join_s, num_tokens / tokens_per_block * self.prefill_s)
 
     @property
     def recompute(self) -> bool:
         """Whether computing a block takes less time than loading it."""
         return 0 < self.prefill_s < self.load_s
 
-    def measured(
-        self,
-        loads: tuple[int, float],
-        prefill: tuple[int, float],
-        tokens_per_block: float,
-    ) -> None:
-        """Take (blocks, seconds) of loads and (tokens, seconds) of prefill in."""
+    def take(self, report: StepReport, tokens_per_block: float) -> None:
+        """Take in what the workers measured."""
+        loads, prefill, joins = report.loads, report.prefill, report.joins
         if loads[0]:
             self.load_s += _WEIGHT * (loads[1] / loads[0] - self.load_s)
         elif self.recompute:
@@ -66,3 +92,8 @@ class LoadPolicy:
             self.prefill_s += (_WEIGHT if self.prefill_s else 1) * (
                 cost - self.prefill_s
             )
+        if joins[0]:
+            # What holds up a launch now and then hides no load.
+            cost = joins[1] / joins[0]
+            slower = self.join_s and cost > self.join_s
+            self.join_s += (_SLOW_WEIGHT if slower else 1) * (cost - self.join_s)

@@ -65,6 +65,9 @@ class StepReport:
     prefill: tuple[int, float] = (0, 0.0)
     """Tokens of steps that were mostly prefill and waited for no load, and the
     seconds that they took."""
+    joins: tuple[int, float] = (0, 0.0)
+    """Steps in which requests joined with little to compute, and the seconds that
+    their launches took, which is less than they took."""
 
 
 def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
@@ -80,6 +83,7 @@ def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
         # The slowest rank is what a step waits for.
         merged.loads = _slower(merged.loads, report.loads)
         merged.prefill = _slower(merged.prefill, report.prefill)
+        merged.joins = _slower(merged.joins, report.joins)
     return merged
 
 

@@ -15,7 +15,7 @@ its copy is queued, since the workers put copies and compute in order.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -53,6 +53,15 @@ class _Ahead:
     """When they will have ended, as far as one can tell."""
     unclaimed: set[int]
     """Ids of the blocks that no request has taken yet."""
+
+
+class _Wait(NamedTuple):
+    """A request that waits for loads."""
+
+    until: float
+    num_waits: int
+    num_blocks: int = 0
+    """What it will load in its step, beside what is loaded ahead."""
 
 
 # Blocks at the head of the free queue that may be in use by a step in flight.
@@ -109,7 +118,9 @@ class TieredBlockPool(BlockPool):
         self.host = HostTable(layout.num_slots, policy)
         self.write_through = config.store_policy == "write_through"
         self.slot_bytes = layout.slot_bytes
-        self.loads = LoadPolicy(layout.load_s, config.max_load_stall_s)
+        self.loads = LoadPolicy(
+            layout.load_s, config.max_load_stall_s, layout.layerwise
+        )
         self._tokens_per_block = layout.tokens_per_block
 
         # The plan in the making. `_stores` and `_loads` are keyed by what they
@@ -126,8 +137,8 @@ class TieredBlockPool(BlockPool):
         # Blocks freed by the step in the making, by id.
         self._freed: dict[int, KVCacheBlock] = {}
         self._deferred: Request | None = None
-        # Requests that wait for loads, by id: until when, and how often they did.
-        self._waits: dict[str, tuple[float, int]] = {}
+        # By request id.
+        self._waits: dict[str, _Wait] = {}
         # Per device block: the plan whose forward pass computes it (hashed
         # blocks), the last plan that stores it, the last plan that loads it ahead,
         # and the last plan whose forward pass may use it (free blocks).
@@ -161,7 +172,7 @@ class TieredBlockPool(BlockPool):
         if len(self._waits) > _MANY_WAITS:
             # Some were aborted.
             limit = self.loads.clock() - _CLAIM_WITHIN_S
-            self._waits = {k: w for k, w in self._waits.items() if w[0] > limit}
+            self._waits = {k: w for k, w in self._waits.items() if w.until > limit}
 
     def take_plan(self, is_idle: bool = False) -> StepPlan:
         """End the step: its copies and fences.
@@ -233,6 +244,7 @@ class TieredBlockPool(BlockPool):
         computed_blocks: tuple[Sequence[KVCacheBlock], ...],
         num_local_tokens: int,
         num_external_tokens: int,
+        num_new_tokens: int,
         has_scheduled_reqs: bool,
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:
         """Turn the host slots of a prefix hit into cached device blocks.
@@ -247,15 +259,17 @@ class TieredBlockPool(BlockPool):
                 them in this step.
             num_local_tokens: Tokens of the hit.
             num_external_tokens: Tokens that a KV connector adds to it.
+            num_new_tokens: Tokens that the step would compute for the request.
             has_scheduled_reqs: Whether the step has other requests, which would
                 wait for the loads of this one.
 
         Returns:
             The hit with device (or null) blocks only, or None when the request
             must wait for a later step: the others would wait too long for its
-            loads, which begin now, or its hit ends inside a block of this step
-            (`defers` is true for both); or too few free blocks can be loaded,
-            since others wait for them or this step still uses them.
+            loads, which begin now (but for those that its own step will hide), or
+            its hit ends inside a block of this step (`defers` is true for both); or
+            too few free blocks can be loaded, since others wait for them or this
+            step still uses them.
 
         """
         if self._copies_too_early(managers, computed_blocks, num_local_tokens):
@@ -271,18 +285,23 @@ class TieredBlockPool(BlockPool):
         )
         num_host_tokens = self._num_host_tokens(managers, groups)
         last_ahead = self._last_ahead(hits)
-        if has_scheduled_reqs and self._stalls(last_ahead, len(holes)):
-            _, num_waits = self._waits.get(request.request_id, (0.0, 0))
+        hidden_s = self.loads.hidden_s(num_new_tokens, self._tokens_per_block)
+        if has_scheduled_reqs and self._stalls(last_ahead, len(holes), hidden_s):
+            wait = self._waits.pop(request.request_id, _Wait(0.0, 0))
             # Those who overtook it may have taken its blocks again.
-            if num_waits < _MAX_WAITS:
+            if wait.num_waits < _MAX_WAITS:
                 if len(holes) > self._room_ahead(hits):
                     # It lacks blocks after all: those that others wait for.
+                    self._waits[request.request_id] = wait._replace(num_blocks=0)
                     return None
-                if holes:
-                    last_ahead = self._load(holes, hits, ahead=True)
-                self._waits[request.request_id] = (
-                    self._ahead[last_ahead].end,
-                    num_waits + 1,
+                if num_ahead := self._num_ahead(len(holes), hidden_s):
+                    last_ahead = self._load(holes[:num_ahead], hits, ahead=True)
+                num_left = len(holes) - num_ahead
+                until = self.loads.end_of(num_left) - hidden_s if num_left else 0.0
+                if last_ahead:
+                    until = max(until, self._ahead[last_ahead].end)
+                self._waits[request.request_id] = _Wait(
+                    until, wait.num_waits + 1, num_left
                 )
                 self._deferred = request
                 self._stats.deferred_requests += 1
@@ -307,7 +326,7 @@ class TieredBlockPool(BlockPool):
         lookup of its prefix."""
         if request.request_id not in self._waits or not has_scheduled_reqs:
             return False
-        return self.loads.stalls(self._waits[request.request_id][0])
+        return self.loads.stalls(self._waits[request.request_id].until)
 
     def load_ahead(
         self,
@@ -372,7 +391,9 @@ class TieredBlockPool(BlockPool):
         # its slots may be among them.
         self._hold(hits)
         self.host.pin(slot for _, _, slot in holes)
+        num_stores = -len(self._stores)
         new_blocks = self._new_blocks_to_load(len(holes))
+        num_stores += len(self._stores)
         self._taken -= len(holes)
         self._taken_by_loads += len(holes)
         plan = self._plan
@@ -394,7 +415,8 @@ class TieredBlockPool(BlockPool):
         plan.load_after_compute = max(
             plan.load_after_compute, *(self._used_by[b.block_id] for b in new_blocks)
         )
-        end = self.loads.queue(len(holes))
+        # What is stored of the victims comes first, at about the same rate.
+        end = self.loads.queue(len(holes) + num_stores)
         if ahead:
             entry = self._ahead.setdefault(plan.seq, _Ahead(end, set()))
             entry.end = end
@@ -438,14 +460,23 @@ class TieredBlockPool(BlockPool):
         last = max((ahead_by[block.block_id] for block in hits), default=0)
         return last if last > self._ahead_fence else 0
 
-    def _stalls(self, last_ahead: int, num_holes: int) -> bool:
-        if num_holes:
-            return self.loads.stalls(self.loads.end_of(num_holes))
-        if not last_ahead:
-            return False
-        # The loads of the plan in the making have not even begun.
-        has_begun = last_ahead < self._plan.seq
-        return not has_begun or self.loads.stalls(self._ahead[last_ahead].end)
+    def _stalls(self, last_ahead: int, num_holes: int, hidden_s: float) -> bool:
+        # A step waits for loads ahead at once, and those of the plan in the making
+        # have not even begun.
+        if last_ahead and (
+            last_ahead == self._plan.seq
+            or self.loads.stalls(self._ahead[last_ahead].end)
+        ):
+            return True
+        end = self.loads.end_of(num_holes)
+        return num_holes > 0 and self.loads.stalls(end, hidden_s)
+
+    def _num_ahead(self, num_holes: int, hidden_s: float) -> int:
+        """How many of the blocks that a request lacks must come before its step."""
+        num_hidden = int(hidden_s / self.loads.load_s) if self.loads.load_s else 0
+        if num_holes <= num_hidden:
+            return 0
+        return min(num_holes, max(num_holes - num_hidden, _MIN_AHEAD))
 
     def _room(self, hits: Iterable[KVCacheBlock]) -> int:
         """Blocks that can be loaded now without `hits`."""
@@ -456,7 +487,10 @@ class TieredBlockPool(BlockPool):
     def _room_ahead(self, hits: Iterable[KVCacheBlock]) -> int:
         """As `_room`, and without what others wait for."""
         ids = {block.block_id for block in hits}
-        return self._room(hits) - len(self._kept() - ids)
+        # Some may have been aborted.
+        limit = self.loads.clock() - _CLAIM_WITHIN_S
+        waited_for = sum(w.num_blocks for w in self._waits.values() if w.until > limit)
+        return self._room(hits) - len(self._kept() - ids) - waited_for
 
     def _claim(self, hits: Iterable[KVCacheBlock], last_ahead: int) -> None:
         """A request takes `hits`: its forward pass waits for what loads them."""
@@ -800,7 +834,7 @@ class TieredBlockPool(BlockPool):
             caller must make every running request start over.
 
         """
-        self.loads.measured(report.loads, report.prefill, self._tokens_per_block)
+        self.loads.take(report, self._tokens_per_block)
         for index, seq in report.failed_store_slots.items():
             slot = self.host.at(index)
             if slot is not None and slot.store_seq == seq:

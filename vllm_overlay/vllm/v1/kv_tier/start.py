@@ -56,11 +56,9 @@ def start_kv_tier(
         )
     if vllm_config.parallel_config.nnodes == 1:
         config.check_available_memory()
-    load_s = max(
-        executor.collective_rpc(
-            _start_rank,
-            args=(num_blocks, num_slots, config.copy_engine, config.layerwise_loads),
-        )
+    ranks = executor.collective_rpc(
+        _start_rank,
+        args=(num_blocks, num_slots, config.copy_engine, config.layerwise_loads),
     )
     if len(per_rank) > 1:
         executor.kv_tier_aggregator = StepReportAggregator()
@@ -69,8 +67,9 @@ def start_kv_tier(
         config,
         num_slots,
         block_bytes,
-        load_s,
+        load_s=max(load_s for load_s, _ in ranks),
         tokens_per_block=1 / sum(1 / size for size in block_sizes),
+        layerwise=all(layerwise for _, layerwise in ranks),
     )
     logger.info(
         "KV tier: %d host slots (%.2f GiB on %d ranks) behind %d device blocks; "
@@ -97,7 +96,7 @@ def _start_rank(
     num_slots: int,
     copy_engine: str,
     layerwise_loads: bool,
-) -> float:
+) -> tuple[float, bool]:
     runner = wrapper.worker.model_runner
     regions = build_regions(runner.kv_caches, num_blocks)
     waits = None
@@ -106,4 +105,6 @@ def _start_rank(
     set_layer_waits(waits)
     tier = HostTier.allocate(regions, num_slots, runner.device, copy_engine, waits)
     wrapper.kv_tier = tier
-    return slot_bytes(regions) / tier.engines.load_bytes_per_s
+    load_s = slot_bytes(regions) / tier.engines.load_bytes_per_s
+    # Nobody waits for a rank without KV memory.
+    return load_s, waits is not None or not regions

@@ -109,7 +109,9 @@ class CudaStreams(CopyOrder):
             while not (job.is_urgent or gate.wait(_LOOK_S)) and time.monotonic() < ends:
                 pass
 
-        self._store_lane = Lane("kv-tier-store", device, gate=wait_for_step)
+        self._store_lane = Lane(
+            "kv-tier-store", device, parts_in_flight=1, gate=wait_for_step
+        )
 
         # Loads of the step come before loads ahead: both want the link.
         def wait_for_load(job: Job) -> None:
@@ -117,7 +119,7 @@ class CudaStreams(CopyOrder):
                 load.wait_on_host()
 
         self._ahead_lane = Lane("kv-tier-ahead", device, gate=wait_for_load)
-        self._load_lane = Lane("kv-tier-load", device, paced=False)
+        self._load_lane = Lane("kv-tier-load", device, parts_in_flight=None)
         # By seq, oldest first. Each belongs to one stream, which runs in order: the
         # latest up to a fence covers all before it.
         self._begun: OrderedDict[int, Done] = OrderedDict()
@@ -137,14 +139,18 @@ class CudaStreams(CopyOrder):
         stores_first = max(plan.load_after_stores, plan.compute_after_stores)
         if stores_first == plan.seq:
             self._store(plan, copies)
+        load_after_stores = [*_latest(self._stored, plan.load_after_stores)]
         load_after = [
             *self._computed(plan.load_after_compute),
-            *_latest(self._stored, plan.load_after_stores),
+            *load_after_stores,
             *_latest(self._loaded_ahead, plan.load_after_loads),
         ]
         if plan.load_slots:
             self._load(plan, copies, layerwise, load_after, compute)
         if plan.ahead_slots:
+            # A request waits for them.
+            for store in load_after_stores:
+                store.hurry()
             job = Job(copies.load_ahead, load_after, len(plan.ahead_slots))
             self._loaded_ahead[plan.seq] = self._ahead_lane.submit(job)
         if stores_first < plan.seq:
@@ -271,9 +277,9 @@ class _StepTimer:
             self._ended.record(torch.cuda.current_stream())
 
 
-def _latest(marks: "OrderedDict[int, Job]", seq: int) -> Iterator[Done]:
+def _latest(marks: "OrderedDict[int, Job]", seq: int) -> Iterator[Job]:
     """The last of `marks` up to `seq`, unless it has ended."""
-    latest: Done | None = None
+    latest: Job | None = None
     if seq:
         for recorded, done in marks.items():
             if recorded > seq:

@@ -2,6 +2,7 @@
 """The host tier of one rank."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -33,14 +34,16 @@ _MAX_PARTS = 16
 
 # What is copied where no step waits goes in chunks of so many bytes, or of so many
 # seconds of launches: they are few enough to be overtaken, and long enough on the
-# device for a thread to come back in time.
-_CHUNK_BYTES, _CHUNK_LAUNCH_S = 64 << 20, 0.3e-3
+# device for a thread to come back in time. The tokens of every step queue behind the
+# stores.
+_LOAD_CHUNK_BYTES, _STORE_CHUNK_BYTES = 64 << 20, 32 << 20
+_CHUNK_LAUNCH_S = 0.3e-3
 
 # A thread takes over where the launch of loads would hold up a step for longer.
 _LONG_LAUNCH_S = 0.5e-3
 
 # What a step must have to say what prefill costs: so many tokens, and so many for
-# each request.
+# each request. One with less prefill says what it takes a request to join.
 _PREFILL_TOKENS, _PREFILL_TOKENS_EACH = 1024, 64
 
 
@@ -67,6 +70,7 @@ class HostTier:
         self._order = order
         self._layer_waits = layer_waits
         self._seq = 0
+        self._join_begun: float | None = None
         # Lanes report failures too.
         self._lock = threading.Lock()
         self._report: StepReport | None = None
@@ -133,9 +137,23 @@ class HostTier:
         layerwise = num_loads > 0 and self._can_wait_by_layer(scheduler_output)
         self._order.begin_step(plan, copies, layerwise)
         self._take_times(plan, scheduler_output)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        num_requests = len(scheduler_output.num_scheduled_tokens)
+        if (
+            self._layer_waits is not None
+            and num_requests < num_tokens < _PREFILL_TOKENS
+            and not copies.load_launches_long
+        ):
+            self._join_begun = time.perf_counter()
 
     def end_step(self, output: Any) -> Any:
         """The step's forward pass is queued. Returns `output`, maybe with a report."""
+        if self._join_begun is not None:
+            seconds = time.perf_counter() - self._join_begun
+            self._join_begun = None
+            with self._lock:
+                report = self._reported()
+                report.joins = _sum(report.joins, (1, seconds))
         if not self._order.end_step():
             logger.error(
                 "KV tier: a layer did not wait for its loads. The step is computed "
@@ -181,11 +199,13 @@ class HostTier:
                 start, size = i + 1, 0
         return parts
 
-    def _chunks(self, engine: CopyEngine, num_blocks: int) -> Iterator[slice]:
+    def _chunks(
+        self, engine: CopyEngine, num_blocks: int, num_bytes: int
+    ) -> Iterator[slice]:
         """Blocks that are copied together where no step waits."""
         block_bytes = sum(region.block_bytes for region in self._regions)
         launch_s = engine.launch_s(len(self._regions))
-        size = _CHUNK_BYTES // max(block_bytes, 1)
+        size = num_bytes // max(block_bytes, 1)
         if launch_s:
             size = min(size, int(_CHUNK_LAUNCH_S / launch_s))
         size = max(size, 1)
@@ -199,7 +219,7 @@ class HostTier:
         blocks, slots = plan.store_blocks, plan.store_slots
         try:
             engine = self.engines.stores
-            for chunk in self._chunks(engine, len(slots)):
+            for chunk in self._chunks(engine, len(slots), _STORE_CHUNK_BYTES):
                 self._copy(engine.stores(blocks[chunk], slots[chunk]), after_part)
             self._bad_slots.difference_update(slots)
         except Exception:
@@ -227,7 +247,7 @@ class HostTier:
         with self._loading(plan.seq, slots):
             self._check_filled(slots)
             engine = self.engines.loads
-            for chunk in self._chunks(engine, len(slots)):
+            for chunk in self._chunks(engine, len(slots), _LOAD_CHUNK_BYTES):
                 self._copy(engine.loads(slots[chunk], blocks[chunk]), after_part)
 
     def _copy(self, transfer: Transfer, after_part: Callable[[], None]) -> None:
