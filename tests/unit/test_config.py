@@ -79,6 +79,7 @@ def test_defaults(model: str) -> None:
         max_load_stall_ms=2.0,
         copy_engine="auto",
         layerwise_loads=True,
+        verify=False,
         check_memory=True,
     )
 
@@ -90,6 +91,7 @@ def test_every_key_is_taken(model: str) -> None:
         "max_load_stall_ms": 0.25,
         "copy_engine": "dma",
         "layerwise_loads": False,
+        "verify": True,
         "check_memory": False,
     }
     found = tier(model, kv_offloading_config=options)
@@ -210,6 +212,7 @@ def test_a_size_above_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"load_budget_gib": 2}, ["unknown key 'load_budget_gib'"]),
         ({"check_memory": "no"}, ["check_memory must be true or false", "got 'no'"]),
         ({"check_memory": 0}, ["check_memory must be true or false", "got 0"]),
+        ({"verify": "on"}, ["verify must be true or false", "got 'on'"]),
     ],
     ids=str,
 )

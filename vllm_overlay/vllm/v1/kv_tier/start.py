@@ -59,7 +59,13 @@ def start_kv_tier(
     load_s = max(
         executor.collective_rpc(
             _start_rank,
-            args=(num_blocks, num_slots, config.copy_engine, config.layerwise_loads),
+            args=(
+                num_blocks,
+                num_slots,
+                config.copy_engine,
+                config.layerwise_loads,
+                config.verify,
+            ),
         )
     )
     if len(per_rank) > 1:
@@ -97,6 +103,7 @@ def _start_rank(
     num_slots: int,
     copy_engine: str,
     layerwise_loads: bool,
+    verify: bool,
 ) -> float:
     runner = wrapper.worker.model_runner
     regions = build_regions(runner.kv_caches, num_blocks)
@@ -104,6 +111,8 @@ def _start_rank(
     if layerwise_loads and runner.device.type == "cuda":
         waits = make_layer_waits(wrapper.worker.vllm_config, regions)
     set_layer_waits(waits)
-    tier = HostTier.allocate(regions, num_slots, runner.device, copy_engine, waits)
+    tier = HostTier.allocate(
+        regions, num_slots, runner.device, copy_engine, waits, verify
+    )
     wrapper.kv_tier = tier
     return slot_bytes(regions) / tier.engines.load_bytes_per_s
