@@ -72,9 +72,7 @@ class Run:
     def python(self) -> str:
         return str(self.layout.env(self.tag) / "bin" / "python")
 
-    def command(
-        self, command: Sequence[str | Path], limit_s: float = LIMIT_S
-    ) -> int:
+    def command(self, command: Sequence[str | Path], limit_s: float = LIMIT_S) -> int:
         """Exit status of a command; its own process group is gone afterwards."""
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -96,6 +94,9 @@ class Run:
 
     def environment(self) -> dict[str, str]:
         env = dict(os.environ, KV_TIER_TAG=self.tag)
+        # What `make compat` reads.
+        record = self.layout.build / "compat" / f"{self.tag}.jsonl"
+        env.setdefault("KV_TIER_COMPAT", str(record))
         env["PATH"] = f"{self.layout.env(self.tag) / 'bin'}{os.pathsep}{env['PATH']}"
         # An engine start takes twice as long without it.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -249,7 +250,9 @@ EXTRA: dict[str, Callable[[Run], Counts]] = {"upstream-diff": upstream_diff}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tags", default="", help="separated by commas; all if empty")
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES | EXTRA))
+    parser.add_argument(
+        "stages", nargs="*", metavar="STAGE", help=", ".join(STAGES | EXTRA)
+    )
     options = parser.parse_args()
     known = STAGES | EXTRA
     if unknown := set(options.stages) - known.keys():

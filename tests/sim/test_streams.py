@@ -21,8 +21,8 @@ import pytest
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier import streams
-from vllm.v1.kv_tier.lane import Job, Lane
 from vllm.v1.kv_tier.checksum import SlotChecksums
+from vllm.v1.kv_tier.lane import Job, Lane
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.streams import Copies, CudaStreams
 from vllm.v1.kv_tier.worker import HostTier

@@ -450,7 +450,9 @@ class Worker:
             size = group.block_size
             if group.keeps_all_states:
                 for i in range(start // size, cdiv(end, size)):
-                    state = GARBAGE if is_spoiled else values[min((i + 1) * size, end) - 1]
+                    state = (
+                        GARBAGE if is_spoiled else values[min((i + 1) * size, end) - 1]
+                    )
                     block = self._writable(table[i])
                     self.device[block] = [state] * self._width
                 continue

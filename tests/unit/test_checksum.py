@@ -38,6 +38,7 @@ def test_a_slot_that_did_not_change_is_loaded(rank: Rank, prefix: str) -> None:
     assert same(rank.block(4), rank.block(2)) and same(rank.block(5), rank.block(1))
 
 
+@pytest.mark.compat("faults", "a slot that changed since its store (`verify`)")
 @LOADS
 @pytest.mark.parametrize("bit", [0, 7])
 @pytest.mark.parametrize("at", [0, 59, 64, 155])
@@ -145,6 +146,10 @@ def test_a_change_after_the_store_is_noticed(
     slots[2, 100] += 1
     with pytest.raises(SlotChanged, match=r"\[2\]"):
         sums.check(range(NUM_SLOTS))
+
+
+def test_the_cost_is_measured(sums: SlotChecksums) -> None:
+    assert 0 < sums.seconds_per_slot() < 1
 
 
 def test_threads_end(cuda: FakeCuda, slots: torch.Tensor) -> None:

@@ -69,7 +69,7 @@ class HostTier:
         self._regions = regions
         self._order = order
         self._layer_waits = layer_waits
-        self._checksums = checksums
+        self.checksums = checksums
         self._seq = 0
         # Lanes report failures too.
         self._lock = threading.Lock()
@@ -199,7 +199,7 @@ class HostTier:
         return (slice(i, i + size) for i in range(0, num_blocks, size))
 
     def _launches_long(self, num_blocks: int) -> bool:
-        if self._checksums is not None:
+        if self.checksums is not None:
             # They are compared first.
             return True
         pieces = num_blocks * len(self._regions)
@@ -211,8 +211,8 @@ class HostTier:
             engine = self.engines.stores
             for chunk in self._chunks(engine, len(slots)):
                 self._copy(engine.stores(blocks[chunk], slots[chunk]), after_part)
-                if self._checksums is not None:
-                    self._checksums.stored(slots[chunk])
+                if self.checksums is not None:
+                    self.checksums.stored(slots[chunk])
             self._bad_slots.difference_update(slots)
         except Exception:
             logger.exception("KV tier: storing %d blocks failed.", len(slots))
@@ -250,8 +250,8 @@ class HostTier:
         """Before these slots are loaded, while the load can still be refused."""
         if not self._bad_slots.isdisjoint(slots):
             raise RuntimeError("The slot was never filled.")
-        if self._checksums is not None:
-            self._checksums.check(slots)
+        if self.checksums is not None:
+            self.checksums.check(slots)
 
     @contextmanager
     def _loading(self, seq: int, slots: list[int]) -> Iterator[None]:
