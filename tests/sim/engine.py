@@ -218,6 +218,8 @@ class Engine:
         self._invariants.check_idle()
         if not self.reset(running=False):
             raise Violation("refs", "blocks are in use without a request")
+        # This one is no part of a script.
+        self.events["reset"] -= 1
 
     def _num_preemptions(self) -> int:
         return sum(each.request.num_preemptions for each in self._live.values())
