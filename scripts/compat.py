@@ -51,7 +51,8 @@ class Row:
 
     @property
     def modules(self) -> list[str]:
-        return sorted({Path(test.partition("::")[0]).stem for test in self.tests})
+        paths = (Path(test.partition("::")[0]) for test in self.tests)
+        return sorted({f"{path.parent.name}/{path.stem}" for path in paths})
 
 
 @dataclass
