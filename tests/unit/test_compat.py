@@ -44,22 +44,22 @@ def test_the_committed_document() -> None:
 
 def test_results_of_several_runs_and_releases() -> None:
     marks = [
-        mark("a", "t.py::1", note="slow"),
-        mark("a", "u.py::2"),
-        mark("b", "t.py::3"),
+        mark("a", "e2e/t.py::1", note="slow"),
+        mark("a", "unit/u.py::2"),
+        mark("b", "e2e/t.py::3"),
     ]
     records = [
-        record("a", "t.py::1", "failed"),
-        record("a", "t.py::1", "passed"),
-        record("a", "u.py::2", "passed"),
-        record("a", "t.py::1", "passed", "v0.10.0"),
-        record("b", "t.py::3", "failed", "v0.10.0"),
-        record("b", "t.py::3", "skipped", why="no GPU"),
+        record("a", "e2e/t.py::1", "failed"),
+        record("a", "e2e/t.py::1", "passed"),
+        record("a", "unit/u.py::2", "passed"),
+        record("a", "e2e/t.py::1", "passed", "v0.10.0"),
+        record("b", "e2e/t.py::3", "failed", "v0.10.0"),
+        record("b", "e2e/t.py::3", "skipped", why="no GPU"),
     ]
     wanted = [need("c", "none", why="nobody asked"), need("a", "a")]
     text = compat.render(compat.make_rows(marks, wanted), records)
     assert line_of("a", text) == [
-        "a", "supported, 2 tests", "supported, 1 test (1 not run)", "`t`, `u`", "slow",
+        "a", "supported, 2 tests", "supported, 1 test (1 not run)", "`e2e/t`, `unit/u`", "slow",
     ]  # fmt: skip
     assert line_of("b", text)[1:3] == ["not run: no GPU", "**fails**: 1 of 1 tests"]
     assert line_of("c", text)[1:3] == ["not run: nobody asked"] * 2
@@ -68,8 +68,8 @@ def test_results_of_several_runs_and_releases() -> None:
 
 
 def test_what_is_refused() -> None:
-    row = compat.Row({"t.py::1"})
-    outcomes: dict[str, Any] = {"t.py::1": {"outcome": "passed", "why": ""}}
+    row = compat.Row({"e2e/t.py::1"})
+    outcomes: dict[str, Any] = {"e2e/t.py::1": {"outcome": "passed", "why": ""}}
     assert compat.cell(row, "refused at start", outcomes) == "refused, 1 test"
 
 
@@ -87,9 +87,9 @@ def test_what_is_wrong_with_a_document(
     rows: str, marks: str, wanted: list[compat.Need], complaint: str | None
 ) -> None:
     def marked(names: str) -> list[dict[str, str]]:
-        return [mark(name, f"t.py::{name}") for name in names.split()]
+        return [mark(name, f"e2e/t.py::{name}") for name in names.split()]
 
-    records = [record(name, f"t.py::{name}", "passed") for name in rows.split()]
+    records = [record(name, f"e2e/t.py::{name}", "passed") for name in rows.split()]
     text = compat.render(compat.make_rows(marked(rows), []), records)
     found = compat.problems(text, marked(marks), wanted)
     assert found == ([] if complaint is None else [complaint])
