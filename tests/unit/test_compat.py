@@ -59,8 +59,12 @@ def test_results_of_several_runs_and_releases() -> None:
     wanted = [need("c", "none", why="nobody asked"), need("a", "a")]
     text = compat.render(compat.make_rows(marks, wanted), records)
     assert line_of("a", text) == [
-        "a", "supported, 2 tests", "supported, 1 test (1 not run)", "`e2e/t`, `unit/u`", "slow",
-    ]  # fmt: skip
+        "a",
+        "supported, 2 tests",
+        "supported, 1 test (1 not run)",
+        "`e2e/t`, `unit/u`",
+        "slow",
+    ]
     assert line_of("b", text)[1:3] == ["not run: no GPU", "**fails**: 1 of 1 tests"]
     assert line_of("c", text)[1:3] == ["not run: nobody asked"] * 2
     assert compat.problems(text, marks, wanted) == []
