@@ -46,7 +46,7 @@ sync: ## copy changed patches and overlay into build/env/TAG [TAG=]
 demo: env ## conversations that outgrow the device cache, tier off and on [TAG=]
 	@build/env/$(TAG)/bin/python -m demo --out build/demo
 
-.PHONY: test lint test-tooling test-unit test-sim test-e2e test-upstream format
+.PHONY: test lint test-tooling test-unit test-sim test-e2e test-upstream upstream-diff compat format
 test: ## all checks, for all tags or for TAGS=v0.32.0,...
 	$(TESTS) --tags '$(TAGS)'
 
@@ -67,6 +67,13 @@ test-e2e: ## the real engine on a CPU [TAG=]
 
 test-upstream: ## upstream's own tests, tier off and swapped in [TAG=]
 	$(TESTS) --tags $(TAG) env upstream
+
+upstream-diff: env ## upstream's own tests, unpatched against patched, 15 minutes [TAG=]
+	$(TESTS) --tags $(TAG) upstream-diff
+
+compat: env ## docs/compatibility.md from the results in build/compat [TAG=]
+	@build/env/$(TAG)/bin/python scripts/compat.py \
+	  --python build/env/$(TAG)/bin/python build/compat/*.jsonl
 
 format: env ## ruff: format, and mend what it can [TAG=]
 	@build/env/$(TAG)/bin/ruff format --quiet .

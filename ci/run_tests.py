@@ -29,6 +29,8 @@ from patchtool.fetch import fetch
 START = time.monotonic()
 LIMIT_S = 20 * 60
 """No command of a stage takes that long unless it hangs."""
+LONG_S = 60 * 60
+"""The same for stages that run when they are asked for."""
 
 
 def say(text: str) -> None:
@@ -70,7 +72,7 @@ class Run:
     def python(self) -> str:
         return str(self.layout.env(self.tag) / "bin" / "python")
 
-    def command(self, command: Sequence[str | Path]) -> int:
+    def command(self, command: Sequence[str | Path], limit_s: float = LIMIT_S) -> int:
         """Exit status of a command; its own process group is gone afterwards."""
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -80,9 +82,9 @@ class Run:
             start_new_session=True,
         )
         try:
-            return process.wait(LIMIT_S)
+            return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            say(f"stopped after {LIMIT_S} s: {command[0]} …")
+            say(f"stopped after {limit_s} s: {command[0]} …")
             return -1
         finally:
             try:
@@ -92,6 +94,9 @@ class Run:
 
     def environment(self) -> dict[str, str]:
         env = dict(os.environ, KV_TIER_TAG=self.tag)
+        # What `make compat` reads.
+        record = self.layout.build / "compat" / f"{self.tag}.jsonl"
+        env.setdefault("KV_TIER_COMPAT", str(record))
         env["PATH"] = f"{self.layout.env(self.tag) / 'bin'}{os.pathsep}{env['PATH']}"
         # An engine start takes twice as long without it.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -213,6 +218,15 @@ def upstream(run: Run) -> Counts:
     return counts
 
 
+def upstream_diff(run: Run) -> Counts:
+    """Upstream's tests on both builds; not a part of `make test`."""
+    sdist = fetch(run.layout, load_pins(run.layout, run.tag).sdist)
+    out = run.layout.build / "upstream-tests"
+    command = [sys.executable, "-m", "tests.upstream.diff", "--tag", run.tag]
+    command += ["--python", run.python, "--sdist", str(sdist), "--out", str(out)]
+    return Counts(failed=1) if run.command(command, LONG_S) else Counts(passed=1)
+
+
 def has_engine(layout: Layout, tag: str) -> bool:
     """Whether there is a CPU build of the tag itself."""
     cpu = load_pins(layout, tag).cpu
@@ -229,15 +243,20 @@ STAGES: dict[str, Callable[[Run], Counts]] = {
     "e2e": e2e,
     "upstream": upstream,
 }
+EXTRA: dict[str, Callable[[Run], Counts]] = {"upstream-diff": upstream_diff}
+"""Stages that run when they are asked for."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tags", default="", help="separated by commas; all if empty")
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument(
+        "stages", nargs="*", metavar="STAGE", help=", ".join(STAGES | EXTRA)
+    )
     options = parser.parse_args()
-    if unknown := set(options.stages) - STAGES.keys():
-        parser.error(f"unknown stages {sorted(unknown)}; there are {list(STAGES)}")
+    known = STAGES | EXTRA
+    if unknown := set(options.stages) - known.keys():
+        parser.error(f"unknown stages {sorted(unknown)}; there are {list(known)}")
     layout = Layout.default()
     tags = re.split(r"[, ]+", options.tags) if options.tags else layout.tags()
     names = options.stages or list(STAGES)
@@ -258,7 +277,7 @@ def main() -> int:
             say(f"== {name} {tag}")
             start = time.monotonic()
             try:
-                counts = STAGES[name](Run(layout, tag, tag == tags[0]))
+                counts = known[name](Run(layout, tag, tag == tags[0]))
             except ToolError as error:
                 say(f"error: {error}")
                 counts = Counts(failed=1)

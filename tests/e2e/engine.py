@@ -163,6 +163,10 @@ class Engine:
         done, self._done = self._done, {}
         return [_answer(done[name]) for name in names]
 
+    def slots(self) -> list[Any]:
+        """Filled host slots."""
+        return self.pool.host.filled()
+
     def oldest_slot(self) -> int:
         """The host slot that was filled first."""
         return min(self.pool.host.filled(), key=lambda slot: slot.store_seq).index

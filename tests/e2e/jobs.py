@@ -38,6 +38,8 @@ CONTROLS = {
     "load_fails_in_a_crowd": "overcommit",
     "store_fails": "conversations",
 }
+# Workloads whose damage `verify` must notice. They ask what `conversations` asks.
+REFUSED = ["nan_slot", "corrupt_slot_refused"]
 
 
 @dataclass
@@ -112,7 +114,14 @@ JOBS = {
         | device(SMALL)
         | tier(200)
         | {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2},
-        ["loras"],
+        ["loras", "tenants", "hash_algorithm"],
+    ),
+    "verify": Job(
+        COMMON
+        | device(SMALL)
+        | tier(1000, verify=True)
+        | {"async_scheduling": True, "prefix_caching_hash_algo": "sha256_cbor"},
+        ["conversations", "overcommit", "hash_algorithm", *REFUSED],
     ),
 }
 TIERED = [name for name in JOBS if name.startswith("write_")]

@@ -75,6 +75,7 @@ def test_conversations_are_served_from_the_host(results: Results, name: str) -> 
     assert counters["kv_tier_host_hit_tokens"] > 0.5 * hits
 
 
+@pytest.mark.compat("model kinds", "full attention (Llama)")
 @pytest.mark.parametrize("name", tiered("large"))
 def test_nothing_that_was_computed_is_computed_again(
     results: Results, name: str

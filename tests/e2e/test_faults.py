@@ -5,7 +5,7 @@ import pytest
 
 from .compare import assert_same_answers
 from .conftest import Results
-from .jobs import CONTROLS, TIERED
+from .jobs import CONTROLS, REFUSED, TIERED
 
 tiered = pytest.mark.parametrize(
     "name",
@@ -45,3 +45,29 @@ def test_a_failed_load_makes_running_requests_start_over(
     workloads = results(name)["workloads"]
     undamaged = workloads[CONTROLS[fault]]["counters"]["num_preemptions"]
     assert workloads[fault]["counters"]["num_preemptions"] > undamaged
+
+
+@pytest.mark.compat("faults", "a slot that changed since its store (`verify`)")
+@pytest.mark.engines("large", "verify")
+@pytest.mark.parametrize("workload", ["conversations", "overcommit"])
+def test_verify_changes_no_answer(results: Results, workload: str) -> None:
+    found = results("verify")["workloads"][workload]
+    assert found["counters"]["kv_tier_loaded_blocks"] > 0
+    expected = results("large")["workloads"][workload]["answers"]
+    assert_same_answers(found["answers"], expected)
+
+
+@pytest.mark.compat("faults", "a slot that changed since its store (`verify`)")
+@pytest.mark.engines("large", "verify")
+@pytest.mark.parametrize("fault", REFUSED)
+def test_verify_refuses_a_changed_slot(results: Results, fault: str) -> None:
+    """What `test_one_corrupted_slot_is_noticed` shows to be wrong without it."""
+    workloads = results("verify")["workloads"]
+    found = workloads[fault]
+    assert found["failed_loads"] == 1
+    (line,) = (line for line in found["log"] if "blocks failed" in line)
+    assert "do not hold what was stored in them" in line
+    counters, undamaged = found["counters"], workloads["conversations"]["counters"]
+    assert counters["num_preemptions"] > undamaged["num_preemptions"]
+    expected = results("large")["workloads"]["conversations"]["answers"]
+    assert_same_answers(found["answers"], expected)

@@ -6,11 +6,16 @@ every engine, so that its answers can be compared one by one. Prompts are token
 ids; a follow-up prompt holds the engine's own answer, as in a conversation.
 """
 
+import logging
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_block_hash, hash_block_tokens
 
 from .engine import Answer, Engine
 from .jobs import SMALL
@@ -176,6 +181,59 @@ def loras(engine: Engine) -> dict[str, Any]:
     return {"answers": answers}
 
 
+@workload
+def tenants(engine: Engine) -> dict[str, Any]:
+    """A prompt whose KV is on the host only, asked for by everybody but its owner,
+    then by its owner."""
+    prompt = text(880, 5 * BLOCK + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        a, b = (make_lora(Path(folder, n), seed) for n, seed in [("a", 1), ("b", 2)])
+        everybody: dict[str, dict[str, Any]] = {
+            "nobody": {},
+            "salt s": {"salt": "s"},
+            "salt s and a blank": {"salt": "s "},
+            # The name of an adapter (upstream #44701).
+            "salt a": {"salt": "a"},
+            "adapter a": {"lora": a},
+            "adapter b": {"lora": b},
+            "adapter a, salt s": {"lora": a, "salt": "s"},
+            "adapter b, salt s": {"lora": b, "salt": "s"},
+        }
+        rounds = []
+        for owner in everybody:
+            assert engine.reset()
+            answers = {}
+            (first,) = engine.generate([prompt], max_tokens=8, **everybody[owner])
+            fill_device(engine)
+            for name, tenant in everybody.items():
+                if name != owner:
+                    (answers[name],) = engine.generate([prompt], max_tokens=8, **tenant)
+            fill_device(engine, seed=950)
+            (again,) = engine.generate([prompt], max_tokens=8, **everybody[owner])
+            rounds.append(
+                {"owner": owner, "first": first, "others": answers, "again": again}
+            )
+    return {"rounds": rounds}
+
+
+@workload
+def hash_algorithm(engine: Engine) -> dict[str, Any]:
+    """By algorithm, how many keys of a prompt's blocks the host has."""
+    prompt = text(890, 3 * BLOCK + 1)
+    engine.generate([prompt], max_tokens=1)
+    fill_device(engine)
+    keys = {get_block_hash(key) for slot in engine.slots() for key in slot.keys}
+    found = {}
+    for name in ("sha256", "sha256_cbor"):
+        algorithm, parent, hashes = get_hash_fn_by_name(name), None, set()
+        for start in range(0, 3 * BLOCK, BLOCK):
+            tokens = prompt[start : start + BLOCK]
+            parent = hash_block_tokens(algorithm, parent, tokens)
+            hashes.add(parent)
+        found[name] = len(hashes & keys)
+    return {"found": found}
+
+
 def embed(
     engine: Engine, before_round: Callable[[int], None] = lambda number: None
 ) -> dict[str, Any]:
@@ -218,6 +276,56 @@ def corrupt_slot(engine: Engine) -> dict[str, Any]:
     answers = talk(engine, between_turns)
     (reads_after,) = set(engine.on_ranks(count_reads, victim[0]))
     return {"answers": answers, "reads": reads_after - reads[0]}
+
+
+@workload
+def nan_slot(engine: Engine) -> dict[str, Any]:
+    """As `corrupt_slot`, with a slot full of NaNs, which `verify` must refuse: a load
+    would leave them in a device block."""
+
+    def between_turns(turn: int) -> None:
+        if turn == 1:
+            fill_device(engine)
+            engine.on_ranks(fill_with_nans, engine.oldest_slot())
+
+    with refused_loads(engine) as found:
+        answers = talk(engine, between_turns)
+    return {"answers": answers, **found}
+
+
+@workload
+def corrupt_slot_refused(engine: Engine) -> dict[str, Any]:
+    """`corrupt_slot`, and what became of its loads."""
+    with refused_loads(engine) as found:
+        result = corrupt_slot(engine)
+    return {**result, **found}
+
+
+@contextmanager
+def refused_loads(engine: Engine) -> Iterator[dict[str, Any]]:
+    """Number of reports of failed loads that reach the scheduler meanwhile, and what
+    a rank in this process logs of them."""
+    found: dict[str, Any] = {"failed_loads": 0, "log": []}
+    apply_report = engine.pool.apply_report
+
+    def count(report: Any) -> bool:
+        failed = apply_report(report)
+        found["failed_loads"] += failed
+        return failed
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found["log"].append(self.format(record))
+
+    handler = Keep()
+    logger = logging.getLogger("vllm.v1.kv_tier.worker")
+    logger.addHandler(handler)
+    engine.pool.apply_report = count
+    try:
+        yield found
+    finally:
+        del engine.pool.apply_report
+        logger.removeHandler(handler)
 
 
 @workload
@@ -287,6 +395,10 @@ def spoil_slot(wrapper: Any, index: int) -> None:
     """
     slots = wrapper.kv_tier.buffer.slots
     slots[index].copy_(slots[index].roll(slots.shape[1] // 3 // 8 * 8))
+
+
+def fill_with_nans(wrapper: Any, index: int) -> None:
+    wrapper.kv_tier.buffer.slots[index].fill_(0xFF)
 
 
 def spoil_first_load(wrapper: Any, among: set[int]) -> None:

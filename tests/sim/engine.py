@@ -3,7 +3,7 @@
 
 import json
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +28,19 @@ from .layouts import MAX_MODEL_LEN, Layout
 from .worker import Step, Worker
 
 SLOT_BYTES = 1 << 20
+
+EVENTS = (
+    "stored",
+    "loaded",
+    "loaded ahead",
+    "preempted",
+    "aborted",
+    "reset",
+    "reset running",
+    "failed",
+)
+"""`Engine.events`: blocks stored and loaded, requests preempted for lack of blocks or
+aborted in their life, successful resets, and steps in which something failed."""
 
 # Prefixes have few blocks here: let none be too few to be loaded ahead.
 pool._MIN_AHEAD = 1
@@ -91,6 +104,8 @@ class Engine:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.finished: list[Conversation] = []
+        self.events: Counter[str] = Counter()
+        """What happened: see `EVENTS`."""
         self._live: dict[str, Conversation] = {}
         self._num_requests = 0
         self._epoch = 0
@@ -152,10 +167,13 @@ class Engine:
         executed = False
         if self._scheduler.has_requests():
             self._num_steps += 1
+            before = self._num_preemptions()
             output = self._scheduler.schedule()
+            self.events["preempted"] += self._num_preemptions() - before
             self._invariants.check_no_pins()
             step = self._worker.submit(output, self._epoch, rush, fail)
             self._in_flight.append(step)
+            self._count(step)
             step.is_void = self._is_void()
             self._check()
             executed = output.total_num_scheduled_tokens > 0
@@ -172,12 +190,14 @@ class Engine:
             req_id = list(self._live)[number % len(self._live)]
             self._scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
             self.finished.append(self._live.pop(req_id))
+            self.events["aborted"] += 1
             self._check()
 
     def reset(self, running: bool) -> bool:
         """Reset the prefix cache, as after a change of weights."""
         done = self._scheduler.reset_prefix_cache(reset_running_requests=running)
         if done:
+            self.events["reset running" if self._live else "reset"] += 1
             self._epoch += 1
             self._invariants.start_over()
             for conversation in self._live.values():
@@ -202,6 +222,23 @@ class Engine:
         self._invariants.check_idle()
         if not self.reset(running=False):
             raise Violation("refs", "blocks are in use without a request")
+        # This one is no part of a script.
+        self.events["reset"] -= 1
+
+    def _num_preemptions(self) -> int:
+        return sum(each.request.num_preemptions for each in self._live.values())
+
+    def _count(self, step: Step) -> None:
+        plan, events = step.plan, self.events
+        events["stored"] += len(plan.store_slots)
+        events["loaded"] += len(plan.load_slots)
+        events["loaded ahead"] += len(plan.ahead_slots)
+        copies = {
+            "store": plan.store_slots,
+            "load": plan.load_slots or plan.ahead_slots,
+            "compute": step.output.num_scheduled_tokens,
+        }
+        events["failed"] += bool(step.fail and copies[step.fail])
 
     def _process_oldest(self) -> None:
         step = self._in_flight.popleft()
@@ -345,7 +382,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
     config.cache_config = copy(base.cache_config)
     config.cache_config.num_gpu_blocks = setup.num_blocks
     config.cache_config.block_size = layout.block_size
-    config.cache_config.mamba_cache_mode = "align" if layout.has_states else "none"
+    config.cache_config.mamba_cache_mode = layout.mamba_cache_mode
     tier = KVTierConfig(
         size_bytes=setup.num_slots * SLOT_BYTES,
         store_policy=setup.store_policy,  # type: ignore[arg-type]

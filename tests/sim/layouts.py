@@ -13,6 +13,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -32,13 +34,18 @@ class Group:
     def block_size(self) -> int:
         return self.spec.block_size
 
+    @property
+    def keeps_all_states(self) -> bool:
+        """Every block has the state at its end, not the last one only."""
+        return isinstance(self.spec, MambaSpec) and self.spec.mamba_cache_mode == "all"
+
     def max_blocks(self, max_in_flight_tokens: int) -> int:
         """Device blocks that one request can hold at once."""
         if isinstance(self.spec, (SlidingWindowSpec, ChunkedLocalAttentionSpec)):
             return self.spec.max_admission_blocks_per_request(
                 max_in_flight_tokens, MAX_MODEL_LEN
             )
-        if isinstance(self.spec, MambaSpec):
+        if isinstance(self.spec, MambaSpec) and not self.keeps_all_states:
             return 3 + self.spec.num_prefill_checkpoint_blocks
         return cdiv(MAX_MODEL_LEN, self.block_size)
 
@@ -60,6 +67,15 @@ class Layout:
     @property
     def has_states(self) -> bool:
         return any(group.first_read is None for group in self.groups)
+
+    @property
+    def mamba_cache_mode(self) -> str:
+        modes = [
+            group.spec.mamba_cache_mode
+            for group in self.groups
+            if isinstance(group.spec, MambaSpec)
+        ]
+        return modes[0] if modes else "none"
 
     @property
     def hit_alignment(self) -> int:
@@ -102,6 +118,16 @@ def window(size: int, block_size: int = 4) -> Group:
     return Group(spec, lambda position: max(0, position - size + 1))
 
 
+def mla(block_size: int = 4) -> Group:
+    spec = MLAAttentionSpec(block_size=block_size, **_heads(1))
+    return Group(spec, lambda position: 0)
+
+
+def mla_window(size: int, block_size: int = 4) -> Group:
+    spec = SlidingWindowMLASpec(block_size=block_size, sliding_window=size, **_heads(1))
+    return Group(spec, lambda position: max(0, position - size + 1))
+
+
 def chunked(size: int, block_size: int = 4) -> Group:
     spec = ChunkedLocalAttentionSpec(
         block_size=block_size, attention_chunk_size=size, **_heads(1)
@@ -109,12 +135,14 @@ def chunked(size: int, block_size: int = 4) -> Group:
     return Group(spec, lambda position: position // size * size)
 
 
-def mamba(block_size: int = 4, has_checkpoints: bool = False) -> Group:
+def mamba(
+    block_size: int = 4, has_checkpoints: bool = False, mode: str = "align"
+) -> Group:
     spec = MambaSpec(
         block_size=block_size,
         shapes=((1,),),
         dtypes=(torch.float32,),
-        mamba_cache_mode="align",
+        mamba_cache_mode=mode,
         num_prefill_checkpoint_blocks=int(has_checkpoints),
         prefill_checkpoint_alignment=1 if has_checkpoints else None,
     )
@@ -130,7 +158,13 @@ LAYOUTS = (
     Layout("full+window, block sizes differ", (full(8), window(9, 4)), 4),
     Layout("full+full, head sizes differ", (full(), full(head_size=2)), 4),
     Layout("full+chunked", (full(), chunked(8)), 4),
+    Layout("chunked", (chunked(16),), 4),
+    Layout("MLA", (mla(),), 4),
+    # Like DeepSeek-V4, whose windows have smaller blocks.
+    Layout("MLA+MLA window", (mla(8), mla_window(9, 4)), 4),
+    Layout("mamba", (mamba(),), 4),
     Layout("full+mamba", (full(), mamba()), 4),
+    Layout("full+mamba, all states", (full(), mamba(mode="all")), 4),
     Layout("full+2 mamba", (full(), mamba(), mamba()), 4),
     Layout("full+window+mamba", (full(), window(6), mamba()), 4),
     # A forward pass leaves a state inside its chunk, for a block of its own.

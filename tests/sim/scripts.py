@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users and luck do to an engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -157,12 +158,16 @@ _IDLE = Steps(0)
 
 # One number for an action: cheap to draw. Shrinking idles what is not needed.
 _NUMBERS = st.integers(0, 2**24)
-SCRIPTS = st.builds(
-    Script,
-    _NUMBERS.map(lambda n: random_setup(Random(n))),
-    st.lists(
-        _NUMBERS.map(lambda n: random_action(Random(n)) if n else _IDLE),
-        min_size=20,
-        max_size=40,
-    ),
-)
+
+
+def scripts(**setup: Any) -> st.SearchStrategy[Script]:
+    """Scripts on engines of which `setup` is given and the rest is drawn."""
+    return st.builds(
+        Script,
+        _NUMBERS.map(lambda n: replace(random_setup(Random(n)), **setup)),
+        st.lists(
+            _NUMBERS.map(lambda n: random_action(Random(n)) if n else _IDLE),
+            min_size=20,
+            max_size=40,
+        ),
+    )

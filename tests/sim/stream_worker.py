@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier.calibrate import CopyEngines
+from vllm.v1.kv_tier.checksum import SlotChecksums
 from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer
 from vllm.v1.kv_tier.lane import Copy
 from vllm.v1.kv_tier.layer_waits import LayerWaits
@@ -48,6 +49,8 @@ class Luck:
     """A thread launches the loads of a step."""
     slowest_launch_s: float = 1e-3
     """Of one part of a copy."""
+    verify: bool = False
+    """Slots are checked before they are loaded."""
 
 
 class StreamEngine(Engine):
@@ -121,7 +124,8 @@ class StreamWorker(Worker):
         self._waits = waits
         self._order = _Watched(self, CudaStreams(torch.device("cpu"), waits))
         engines = CopyEngines(engine, engine, engine, 1.0, 1.0)
-        self._tier = HostTier(regions, engines, self._order, waits)
+        sums = _Checksums(self, setup.num_slots) if luck.verify else None
+        self._tier = HostTier(regions, engines, self._order, waits, sums)
 
     def _more_memory(self, size: int) -> list[list[list[int]]]:
         return [
@@ -258,6 +262,17 @@ class StreamWorker(Worker):
                 launched.set()
 
         return watched
+
+
+class _Checksums(SlotChecksums):
+    """Of simulated slots."""
+
+    def __init__(self, worker: StreamWorker, num_slots: int) -> None:
+        super().__init__(torch.empty(num_slots, 0), torch.device("cuda", 0))
+        self._slots = worker.slots
+
+    def _sum(self, slot: int) -> bytes:
+        return repr([memory[slot] for memory in self._slots]).encode()
 
 
 class _Watched(CopyOrder):

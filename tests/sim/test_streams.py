@@ -21,15 +21,17 @@ import pytest
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier import streams
+from vllm.v1.kv_tier.checksum import SlotChecksums
 from vllm.v1.kv_tier.lane import Job, Lane
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.streams import Copies, CudaStreams
+from vllm.v1.kv_tier.worker import HostTier
 
 from .content import Violation
 from .engine import Setup
 from .fake_cuda import PACES, Event, FakeCuda, Pace, Stream, Stuck
 from .layouts import LAYOUTS
-from .scripts import random_script
+from .scripts import Steps, random_script
 from .stream_worker import Luck, StreamEngine, StreamWorker
 from .worker import Step
 
@@ -62,10 +64,14 @@ def _collect_fast() -> Iterator[None]:
     gc.unfreeze()
 
 
-def _play(cuda: FakeCuda, luck: Luck, seed: int, **setup: Any) -> None:
+def _play(
+    cuda: FakeCuda, luck: Luck, seed: int, has_faults: bool = True, **setup: Any
+) -> None:
     script = random_script(Random(seed))
     engine = StreamEngine(replace(script.setup, **setup), cuda, luck, seed)
     for action in script.actions:
+        if isinstance(action, Steps) and not has_faults:
+            action = replace(action, fail=None)
         action.run(engine)
     engine.drain()
 
@@ -165,6 +171,53 @@ def _random_plan(rng: Random, seq: int, setup: Setup) -> StepPlan:
         store_after_compute=up_to(seq - 1),
         store_after_loads=up_to(seq - 1 if stores_first else seq),
     )
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_no_good_slot_is_refused(
+    layerwise: bool, pace: Pace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the checksums are taken that stores in flight leave."""
+    refused, checked = _checks(monkeypatch)
+    for seed in range(NUM_SCRIPTS):
+        with _device(pace, seed, monkeypatch) as cuda:
+            luck = Luck(layerwise, launches_long=True, verify=True)
+            _play(cuda, luck, seed, has_faults=False, **(BUSY if seed % 2 else {}))
+    assert checked and not refused
+
+
+def test_a_checksum_taken_too_early_refuses_good_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The test above could fail."""
+    refused, _ = _checks(monkeypatch)
+    monkeypatch.setattr(SlotChecksums, "_end_of_copies", lambda self: lambda: None)
+    for seed in range(MAX_SCRIPTS):
+        with _device("late", seed, monkeypatch) as cuda:
+            _play(cuda, Luck(False, True, verify=True), seed, has_faults=False, **BUSY)
+        if refused:
+            return
+    pytest.fail(f"{MAX_SCRIPTS} scripts found nothing")
+
+
+def _checks(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """Plans whose loads will have been refused, and slots that were checked."""
+    refused: list[int] = []
+    checked: list[int] = []
+    load_failed, check = HostTier._load_failed, SlotChecksums.check
+
+    def note_refused(self: HostTier, seq: int) -> None:
+        refused.append(seq)
+        load_failed(self, seq)
+
+    def note_checked(self: SlotChecksums, slots: list[int]) -> None:
+        checked.extend(slots)
+        check(self, slots)
+
+    patch.setattr(HostTier, "_load_failed", note_refused)
+    patch.setattr(SlotChecksums, "check", note_checked)
+    return refused, checked
 
 
 def test_events_of_the_fake() -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from vllm.model_executor.layers.mamba.checkpoint import (
     compute_mamba_prefill_checkpoints,
 )
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_tier.calibrate import CopyEngines
@@ -410,6 +411,11 @@ class Worker:
             if group.first_read is not None:
                 continue
             size, table = group.block_size, request.tables[g]
+            if group.keeps_all_states:
+                want = request.sequence.values[g][start - 1] if start else None
+                state = self.device[table[(start - 1) // size]][0] if start else None
+                is_right &= state == want
+                continue
             source = (start - 1) // size if before is None else before
             target = (start + num_tokens - 1) // size
             request.state_index = target
@@ -442,6 +448,14 @@ class Worker:
             self._layout.groups, request.tables, request.sequence.values, strict=True
         ):
             size = group.block_size
+            if group.keeps_all_states:
+                for i in range(start // size, cdiv(end, size)):
+                    state = (
+                        GARBAGE if is_spoiled else values[min((i + 1) * size, end) - 1]
+                    )
+                    block = self._writable(table[i])
+                    self.device[block] = [state] * self._width
+                continue
             if group.first_read is None:
                 state = GARBAGE if is_spoiled else values[end - 1]
                 block = self._writable(table[(end - 1) // size])

@@ -19,6 +19,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.kv_tier import config as kv_tier_config
 from vllm.v1.kv_tier.config import GiB, KVTierConfig
 
+compat = pytest.mark.compat
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -79,6 +81,7 @@ def test_defaults(model: str) -> None:
         max_load_stall_ms=2.0,
         copy_engine="auto",
         layerwise_loads=True,
+        verify=False,
         check_memory=True,
     )
 
@@ -90,6 +93,7 @@ def test_every_key_is_taken(model: str) -> None:
         "max_load_stall_ms": 0.25,
         "copy_engine": "dma",
         "layerwise_loads": False,
+        "verify": True,
         "check_memory": False,
     }
     found = tier(model, kv_offloading_config=options)
@@ -150,12 +154,14 @@ def test_a_size_that_is_none(model: str, size: float | None) -> None:
     names_all(text, "--kv-offloading-size", f"got {size}", "Give a size")
 
 
+@compat("refused at start", "a size that the machine does not have")
 def test_a_size_above_the_machines_memory(model: str) -> None:
     text = message(model, kv_offloading_size=1e6)
     names_all(text, "--kv-offloading-size 1e+06", "larger than the memory", "Lower it")
     names_all(text, '{"check_memory": false}')
 
 
+@compat("refused at start", "a size that the machine does not have")
 def test_a_size_above_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_tier_config, "available_host_bytes", lambda: 3 * GiB)
     KVTierConfig(size_bytes=3 * GiB).check_available_memory()
@@ -210,6 +216,7 @@ def test_a_size_above_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"load_budget_gib": 2}, ["unknown key 'load_budget_gib'"]),
         ({"check_memory": "no"}, ["check_memory must be true or false", "got 'no'"]),
         ({"check_memory": 0}, ["check_memory must be true or false", "got 0"]),
+        ({"verify": "on"}, ["verify must be true or false", "got 'on'"]),
     ],
     ids=str,
 )
@@ -245,12 +252,14 @@ def test_options_that_are_no_json_object(
 # ----------------------------------------------------------------- combinations
 
 
+@compat("refused at start", "prefix caching off")
 def test_prefix_caching_turned_off(model: str) -> None:
     text = message(model, enable_prefix_caching=False)
     names_all(text, "--kv-offloading-backend core", "--no-enable-prefix-caching")
     names_all(text, "Turn prefix caching on")
 
 
+@compat("refused at start", "another connector that offloads to host memory")
 @pytest.mark.parametrize(
     "connector",
     ["OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1"],
@@ -262,6 +271,7 @@ def test_a_connector_that_also_offloads(model: str, connector: str) -> None:
     names_all(text, "Remove one of them")
 
 
+@compat("refused at start", "another connector that offloads to host memory")
 def test_a_connector_inside_a_multi_connector(model: str) -> None:
     inner = [{"kv_connector": n} for n in ("NixlConnector", "OffloadingConnector")]
     other = KVTransferConfig(
@@ -301,6 +311,16 @@ def test_an_executor_that_returns_one_ranks_output(
     names_all(str(error.value), "--distributed-executor-backend ray", "Use mp")
 
 
+@compat("refused at start", "HiSparse")
+def test_hisparse(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine_config(model)
+    monkeypatch.setattr(config.attention_config, "hisparse_config", object())
+    with pytest.raises(ValueError) as error:
+        KVTierConfig.from_vllm_config(config)
+    names_all(str(error.value), "--kv-offloading-backend core and HiSparse", "Remove")
+
+
+@compat("refused at start", "platforms other than CUDA, ROCm and CPU")
 def test_an_unsupported_platform(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config(model)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)

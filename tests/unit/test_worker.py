@@ -67,6 +67,13 @@ def output() -> ModelRunnerOutput:
     return ModelRunnerOutput(req_ids=[], req_id_to_index={})
 
 
+def verifying(rank: Rank) -> Rank:
+    """With a tier that checks slots before it loads them."""
+    cpu = torch.device("cpu")
+    rank.tier = HostTier.allocate(rank.regions, NUM_SLOTS, cpu, verify=True)
+    return rank
+
+
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b))
 

@@ -53,6 +53,10 @@ class KVTierConfig:
     """Let each layer wait for its own part of the loads of a step, where the engine
     allows it, instead of the step for all of them."""
 
+    verify: bool = False
+    """Keep a checksum of every host slot, and refuse to load a slot whose bytes have
+    changed since its store (bad memory, a stray write)."""
+
     check_memory: bool = True
     """Refuse a size that exceeds the memory available at start. Turn it off on
     machines whose memory grows on demand (ballooning)."""
@@ -113,7 +117,7 @@ class KVTierConfig:
                 f"{flag}: unknown copy_engine {self.copy_engine!r}. "
                 f"Use one of {', '.join(COPY_ENGINES)}."
             )
-        for name in ("layerwise_loads", "check_memory"):
+        for name in ("layerwise_loads", "verify", "check_memory"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(

@@ -40,6 +40,8 @@ def anonymous(num_bytes: int, huge_pages: bool = True) -> torch.Tensor:
     )
     # A fork would copy pinned memory, all of it and at once.
     mapping.madvise(mmap.MADV_DONTFORK)
+    # A core dump would take minutes, and show prompts to whoever gets it.
+    mapping.madvise(mmap.MADV_DONTDUMP)
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     start = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()

@@ -58,7 +58,13 @@ def start_kv_tier(
         config.check_available_memory()
     ranks = executor.collective_rpc(
         _start_rank,
-        args=(num_blocks, num_slots, config.copy_engine, config.layerwise_loads),
+        args=(
+            num_blocks,
+            num_slots,
+            config.copy_engine,
+            config.layerwise_loads,
+            config.verify,
+        ),
     )
     if len(per_rank) > 1:
         executor.kv_tier_aggregator = StepReportAggregator()
@@ -96,6 +102,7 @@ def _start_rank(
     num_slots: int,
     copy_engine: str,
     layerwise_loads: bool,
+    verify: bool,
 ) -> tuple[float, bool]:
     runner = wrapper.worker.model_runner
     regions = build_regions(runner.kv_caches, num_blocks)
@@ -103,8 +110,17 @@ def _start_rank(
     if layerwise_loads and runner.device.type == "cuda":
         waits = make_layer_waits(wrapper.worker.vllm_config, regions)
     set_layer_waits(waits)
-    tier = HostTier.allocate(regions, num_slots, runner.device, copy_engine, waits)
+    tier = HostTier.allocate(
+        regions, num_slots, runner.device, copy_engine, waits, verify
+    )
     wrapper.kv_tier = tier
     load_s = slot_bytes(regions) / tier.engines.load_bytes_per_s
+    if tier.checksums is not None:
+        check_s = tier.checksums.seconds_per_slot()
+        logger.info(
+            "KV tier: slots are checked before their loads, at %.1f GB/s.",
+            slot_bytes(regions) / check_s / 1e9,
+        )
+        load_s += check_s
     # Nobody waits for a rank without KV memory.
     return load_s, waits is not None or not regions

@@ -12,6 +12,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.calibrate import CopyEngines, choose_engines
+from vllm.v1.kv_tier.checksum import SlotChecksums
 from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer, slot_bytes
 from vllm.v1.kv_tier.host_buffer import HostBuffer
 from vllm.v1.kv_tier.layer_waits import LayerWaits
@@ -55,6 +56,7 @@ class HostTier:
         engines: What copies between them and the host slots.
         order: When.
         layer_waits: Where the layers wait for loads, if they can.
+        checksums: What each load is checked by, if it is.
 
     """
 
@@ -64,11 +66,13 @@ class HostTier:
         engines: CopyEngines,
         order: CopyOrder,
         layer_waits: LayerWaits | None = None,
+        checksums: SlotChecksums | None = None,
     ) -> None:
         self.engines = engines
         self._regions = regions
         self._order = order
         self._layer_waits = layer_waits
+        self.checksums = checksums
         self._seq = 0
         self._join_begun: float | None = None
         # Lanes report failures too.
@@ -85,6 +89,7 @@ class HostTier:
         device: torch.device,
         copy_engine: str = "auto",
         layer_waits: LayerWaits | None = None,
+        verify: bool = False,
     ) -> "HostTier":
         """A tier with host memory of its own.
 
@@ -94,6 +99,7 @@ class HostTier:
             device: Where the regions are.
             copy_engine: `auto`, or the engine that must be used.
             layer_waits: Where the layers wait for loads, if they can.
+            verify: Check before each load that the slot holds what was stored.
 
         Raises:
             MemoryError: The host memory cannot be had.
@@ -111,7 +117,8 @@ class HostTier:
             regions, buffer.slots, copy_engine, device, pinned=buffer.pinned
         )
         order = CudaStreams(device, layer_waits) if on_gpu else InOrder()
-        tier = cls(regions, engines, order, layer_waits)
+        checksums = SlotChecksums(buffer.slots, device) if verify else None
+        tier = cls(regions, engines, order, layer_waits, checksums)
         tier.buffer = buffer
         return tier
 
@@ -212,6 +219,9 @@ class HostTier:
         return (slice(i, i + size) for i in range(0, num_blocks, size))
 
     def _launches_long(self, num_blocks: int) -> bool:
+        if self.checksums is not None:
+            # They are compared first.
+            return True
         pieces = num_blocks * len(self._regions)
         return self.engines.step_loads.launch_s(pieces) > _LONG_LAUNCH_S
 
@@ -221,6 +231,8 @@ class HostTier:
             engine = self.engines.stores
             for chunk in self._chunks(engine, len(slots), _STORE_CHUNK_BYTES):
                 self._copy(engine.stores(blocks[chunk], slots[chunk]), after_part)
+                if self.checksums is not None:
+                    self.checksums.stored(slots[chunk])
             self._bad_slots.difference_update(slots)
         except Exception:
             logger.exception("KV tier: storing %d blocks failed.", len(slots))
@@ -236,7 +248,7 @@ class HostTier:
         if not slots:
             return
         with self._loading(plan.seq, slots):
-            self._check_filled(slots)
+            self._check(slots)
             transfer = self.engines.step_loads.loads(slots, blocks)
             for part in parts:
                 transfer.copy(part)
@@ -245,18 +257,21 @@ class HostTier:
     def _load_ahead(self, plan: StepPlan, after_part: Callable[[], None]) -> None:
         blocks, slots = plan.ahead_blocks, plan.ahead_slots
         with self._loading(plan.seq, slots):
-            self._check_filled(slots)
             engine = self.engines.loads
             for chunk in self._chunks(engine, len(slots), _LOAD_CHUNK_BYTES):
+                self._check(slots[chunk])
                 self._copy(engine.loads(slots[chunk], blocks[chunk]), after_part)
 
     def _copy(self, transfer: Transfer, after_part: Callable[[], None]) -> None:
         transfer.copy(range(len(self._regions)))
         after_part()
 
-    def _check_filled(self, slots: list[int]) -> None:
+    def _check(self, slots: list[int]) -> None:
+        """Before these slots are loaded, while the load can still be refused."""
         if not self._bad_slots.isdisjoint(slots):
             raise RuntimeError("The slot was never filled.")
+        if self.checksums is not None:
+            self.checksums.check(slots)
 
     @contextmanager
     def _loading(self, seq: int, slots: list[int]) -> Iterator[None]:

