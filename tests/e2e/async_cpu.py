@@ -27,6 +27,7 @@ class _Nothing:
 
 def allow_async_scheduling() -> None:
     """Let engines made in this process from now on schedule asynchronously."""
+    from vllm.config import VllmConfig
     from vllm.platforms.cpu import CpuPlatform
 
     upstream = CpuPlatform.check_and_update_config
@@ -39,6 +40,15 @@ def allow_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = staticmethod(  # type: ignore[assignment]
         check_and_update_config
     )
+    VllmConfig._get_v1_model_runner_unsupported_features = lambda config: []
+    do_without_streams()
+
+
+def do_without_streams(wrapper: Any = None) -> None:
+    """Let the model runner of this process schedule asynchronously.
+
+    Runs on the ranks too, where they are processes of their own.
+    """
     torch.Event = torch.cuda.Event = torch.cuda.Stream = _Nothing  # type: ignore
     torch.cuda.current_stream = _Nothing
     torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
 from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
@@ -105,5 +106,6 @@ def _start_rank(
         waits = make_layer_waits(wrapper.worker.vllm_config, regions)
     set_layer_waits(waits)
     tier = HostTier.allocate(regions, num_slots, runner.device, copy_engine, waits)
+    tier.is_last_stage = get_pp_group().is_last_rank
     wrapper.kv_tier = tier
     return slot_bytes(regions) / tier.engines.load_bytes_per_s
