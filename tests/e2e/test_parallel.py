@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.executor import ray_utils
+from vllm.v1.kv_tier.config import KVTierConfig
 from vllm.v1.kv_tier.host_memory import available_host_bytes
 
 from .compare import assert_same_answers
@@ -293,25 +293,8 @@ def test_embeddings_with_a_pipeline(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------- executors
 
 
-@pytest.mark.parametrize(
-    "executor",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.compat(
-                "refused at start", f"--distributed-executor-backend {name}"
-            ),
-        )
-        for name in ("ray", "external_launcher")
-    ],
-)
-def test_an_executor_whose_ranks_cannot_agree(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, executor: str
-) -> None:
-    """Each would hear of the failed copies of one rank only."""
-    # Refused before it is used.
-    monkeypatch.setattr(ray_utils, "assert_ray_available", lambda: None)
-    args = EngineArgs(
+def two_ranks(llama: Path, executor: str) -> EngineArgs:
+    return EngineArgs(
         model=str(llama),
         skip_tokenizer_init=True,
         tensor_parallel_size=2,
@@ -320,6 +303,24 @@ def test_an_executor_whose_ranks_cannot_agree(
         kv_offloading_backend="core",
         kv_offloading_size=0.1,
     )
-    expected = f"not supported with --distributed-executor-backend {executor}: "
-    with pytest.raises(ValueError, match=expected):
-        args.create_engine_config()
+
+
+REFUSED = "not supported with --distributed-executor-backend"
+"""The scheduler would hear of the failed copies of one rank only."""
+
+
+@pytest.mark.compat(
+    "refused at start", "--distributed-executor-backend external_launcher"
+)
+def test_ranks_with_schedulers_of_their_own(llama: Path) -> None:
+    with pytest.raises(ValueError, match=f"{REFUSED} external_launcher: .* Use mp"):
+        two_ranks(llama, "external_launcher").create_engine_config()
+
+
+@pytest.mark.compat("refused at start", "--distributed-executor-backend ray")
+def test_ranks_of_ray(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set afterwards: without Ray installed upstream ends before the tier is asked."""
+    config = two_ranks(llama, "mp").create_engine_config()
+    monkeypatch.setattr(config.parallel_config, "distributed_executor_backend", "ray")
+    with pytest.raises(ValueError, match=f"{REFUSED} ray: .* Use mp"):
+        KVTierConfig.from_vllm_config(config)
