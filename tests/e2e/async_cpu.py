@@ -27,7 +27,6 @@ class _Nothing:
 
 def allow_async_scheduling() -> None:
     """Let engines made in this process from now on schedule asynchronously."""
-    from vllm.config import VllmConfig
     from vllm.platforms.cpu import CpuPlatform
 
     upstream = CpuPlatform.check_and_update_config
@@ -40,7 +39,6 @@ def allow_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = staticmethod(  # type: ignore[assignment]
         check_and_update_config
     )
-    VllmConfig._get_v1_model_runner_unsupported_features = lambda config: []
     do_without_streams()
 
 

@@ -146,7 +146,6 @@ if os.environ.get("KV_TIER_PARALLEL") == "all":
     PARALLEL |= {
         "TP=2": parallel(2, 1),
         "TP=2 x PP=2": parallel(2, 2),
-        "PP=2, async scheduling": parallel(1, 2, async_scheduling=True),
     }
 JOBS |= PARALLEL
 

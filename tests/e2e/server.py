@@ -39,10 +39,15 @@ class Server:
     """
 
     def __init__(
-        self, model: Path, flags: Sequence[str], env: dict[str, str], log: Path
+        self,
+        model: Path,
+        flags: Sequence[str],
+        env: dict[str, str],
+        log: Path,
+        client_timeout_s: float = 120,
     ) -> None:
         self.model = str(model)
-        self.flags = flags
+        self._client_timeout_s = client_timeout_s
         self._log = log
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -84,7 +89,9 @@ class Server:
             json.dumps(body).encode(),
             {"Content-Type": "application/json", **headers},
         )
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(
+            request, timeout=self._client_timeout_s
+        ) as response:
             return json.load(response)
 
     def complete(

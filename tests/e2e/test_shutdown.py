@@ -2,8 +2,8 @@
 """Servers with a host tier that are told to end, or whose processes die.
 
 Each is busy storing and loading then, on two ranks. Three ways by default, all of
-them with `KV_TIER_PARALLEL=all`, and also without the tier, which shows what of it is
-upstream's.
+them with `KV_TIER_PARALLEL=all`, and also without the tier: that is what they must be
+like.
 """
 
 import os
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError, URLError
 
 import pytest
 
@@ -24,6 +25,7 @@ from .workloads import text
 
 END_TIMEOUT_S = 120
 """After a signal. Upstream waits some seconds for each kind of process in turn."""
+CLIENT_TIMEOUT_S = 60
 HOST_GIB = 0.25
 TIER = [*CORE, "--kv-offloading-size", str(HOST_GIB)]
 RANKS = [
@@ -31,6 +33,7 @@ RANKS = [
     *("--kv-cache-memory-bytes", str(SMALL * BLOCK_BYTES // 2)),
 ]
 NUM_TOKENS = 24
+NUM_CLIENTS = 4
 PROMPTS = [text(i, 5 * BLOCK_TOKENS + 1) for i in range(8)]
 
 
@@ -42,17 +45,23 @@ class Way:
     signal: int
     exit_codes: tuple[int, ...]
     """Of the API server."""
+    flags: tuple[str, ...] = ()
 
 
 WAYS = {
-    "SIGTERM": Way("APIServer", signal.SIGTERM, (0,)),
+    "SIGTERM": Way(
+        "APIServer", signal.SIGTERM, (0,), ("--shutdown-timeout", str(END_TIMEOUT_S))
+    ),
     "SIGKILL of a worker": Way("Worker_TP1", signal.SIGKILL, (0, 1)),
-    "SIGKILL of the API server": Way("APIServer", signal.SIGKILL, (-9,)),
+    "SIGKILL of the API server": Way("APIServer", signal.SIGKILL, (-signal.SIGKILL,)),
 }
 TIERS = {"with the tier": TIER}
 if os.environ.get("KV_TIER_PARALLEL") == "all":
     WAYS |= {
-        "SIGINT": Way("APIServer", signal.SIGINT, (0, -2, 130)),
+        # Upstream kills the engine at once and leaves requests without an answer; the
+        # API server ends when the clients have given up.
+        "SIGTERM without time to drain": Way("APIServer", signal.SIGTERM, (0,)),
+        "SIGINT": Way("APIServer", signal.SIGINT, (0, -signal.SIGINT)),
         "SIGKILL of the engine core": Way("EngineCore", signal.SIGKILL, (0, 1)),
     }
     TIERS |= {"without": []}
@@ -72,14 +81,14 @@ class Clients:
     def __post_init__(self) -> None:
         self._threads = [
             threading.Thread(target=self._ask, args=(first,), daemon=True)
-            for first in range(4)
+            for first in range(NUM_CLIENTS)
         ]
         for thread in self._threads:
             thread.start()
 
     def _ask(self, first: int) -> None:
         while True:
-            for i in range(first, len(PROMPTS), 4):
+            for i in range(first, len(PROMPTS), NUM_CLIENTS):
                 try:
                     found = complete(self.server, i)
                 except (OSError, HTTPException, ValueError) as error:
@@ -115,13 +124,16 @@ def rss(pid: int) -> tuple[int, int]:
     return anonymous << 10, shared << 10
 
 
-@pytest.fixture(params=TIERS)
-def server(
-    request: pytest.FixtureRequest, llama: Path, tmp_path: Path
-) -> Iterator[Server]:
+@pytest.fixture
+def server(llama: Path, tmp_path: Path, tier: str, name: str) -> Iterator[Server]:
     make_tokenizer(llama)
-    flags = [*SERVE, *RANKS, *TIERS[request.param]]
-    server = Server(llama, flags, server_environment(), tmp_path / "log")
+    server = Server(
+        llama,
+        [*SERVE, *RANKS, *TIERS[tier], *WAYS[name].flags],
+        server_environment(),
+        tmp_path / "log",
+        CLIENT_TIMEOUT_S,
+    )
     yield server
     server.kill()
 
@@ -130,29 +142,37 @@ def server(
     "name",
     [pytest.param(name, marks=pytest.mark.compat("faults", name)) for name in WAYS],
 )
-def test_a_busy_server_ends(server: Server, name: str) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_busy_server_ends(server: Server, tier: str, name: str) -> None:
     way = WAYS[name]
-    has_tier = "core" in server.flags
     expected = [complete(server, i) for i in range(len(PROMPTS))]
     assert len(set(expected)) == len(PROMPTS)
     clients = Clients(server, expected)
     assert clients.two_rounds.wait(END_TIMEOUT_S)
-    found = server.metrics("vllm:kv_tier_")
-    workers = [server.pid_of(f"Worker_TP{rank}") for rank in range(2)]
-    if has_tier:
-        assert found["vllm:kv_tier_loaded_blocks_total"] > 0
-        assert found["vllm:kv_tier_stored_blocks_total"] > 0
-        for pid in workers:
-            anonymous, shared = rss(pid)
-            assert anonymous > HOST_GIB / 2 * GiB > shared
+    if TIERS[tier]:
+        check_the_tier(server)
     assert not clients.errors
 
     os.kill(server.pid_of(way.process), way.signal)
 
     assert server.process.wait(END_TIMEOUT_S) in way.exit_codes, server.log()[-3000:]
+    # No client is left without an answer, and no answer is wrong.
     assert clients.join(END_TIMEOUT_S) == 0
-    assert len(clients.errors) == 4
+    assert len(clients.errors) == NUM_CLIENTS
     assert not clients.wrong
+    if "--shutdown-timeout" in way.flags:
+        # What was running got its answer; what came afterwards was refused.
+        assert {type(error) for error in clients.errors} <= {URLError, HTTPError}
     # Memory that belongs to a process only is gone with it.
     assert server.leftover_processes(END_TIMEOUT_S) == []
     assert server.stranded_shared_memory() == set()
+
+
+def check_the_tier(server: Server) -> None:
+    """It is in use, and its memory is that of the workers alone."""
+    found = server.metrics("vllm:kv_tier_")
+    assert found["vllm:kv_tier_loaded_blocks_total"] > 0
+    assert found["vllm:kv_tier_stored_blocks_total"] > 0
+    for rank in range(2):
+        anonymous, shared = rss(server.pid_of(f"Worker_TP{rank}"))
+        assert anonymous > HOST_GIB / 2 * GiB > shared
