@@ -214,8 +214,8 @@ class KVTierConfig:
 def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None:
     """Refuse a size that engines cannot all have, before they start.
 
-    Each engine looks again at what is left when it allocates, but engines that start
-    side by side do not see what the others are about to take.
+    Each engine looks at what is left when it allocates, later and so more exactly, but
+    engines that start side by side do not see what the others are about to take.
 
     Args:
         vllm_config: Settings of each engine.
@@ -226,7 +226,8 @@ def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None
 
     """
     config = KVTierConfig.from_vllm_config(vllm_config)
-    if config is not None and vllm_config.parallel_config.nnodes == 1:
+    on_one_node = vllm_config.parallel_config.nnodes == 1
+    if config is not None and num_engines > 1 and on_one_node:
         config.check_available_memory(num_engines)
 
 
