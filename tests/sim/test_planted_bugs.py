@@ -124,7 +124,7 @@ BUGS = [
     Bug(miss_fence("store_after_loads"), CONTENTS, {"is_async": True, "num_slots": 6}),
     Bug(miss_fence("store_after_compute"), CONTENTS, {"is_async": True}),
     Bug(miss_fence("load_after_compute"), CONTENTS, {"is_async": True}),
-    # Nothing but a pipeline has several steps in flight without asynchronous scheduling.
+    # Without asynchronous scheduling only pipelines have several steps in flight.
     Bug(miss_fence("store_after_compute"), CONTENTS, PIPELINE),
     Bug(miss_fence("load_after_compute"), CONTENTS, PIPELINE),
     Bug(miss_fence("compute_after_loads"), CONTENTS, AHEAD),
