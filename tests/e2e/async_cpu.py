@@ -39,6 +39,14 @@ def allow_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = staticmethod(  # type: ignore[assignment]
         check_and_update_config
     )
+    do_without_streams()
+
+
+def do_without_streams(wrapper: Any = None) -> None:
+    """Let the model runner of this process schedule asynchronously.
+
+    Runs on the ranks too, where they are processes of their own.
+    """
     torch.Event = torch.cuda.Event = torch.cuda.Stream = _Nothing  # type: ignore
     torch.cuda.current_stream = _Nothing
     torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment]

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from . import sharp_weights as sharp_weights  # A load format.
-from .async_cpu import allow_async_scheduling
+from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine
 from .mamba_cpu import end_prefill_steps_at_blocks
+from .pipeline_cpu import make_buffers_between_stages
 from .workloads import WORKLOADS
 
 
@@ -23,6 +24,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job["llm"].get("mamba_cache_mode"):
         end_prefill_steps_at_blocks()
     engine = Engine(**job["llm"])
+    if job["llm"].get("async_scheduling"):
+        engine.on_ranks(do_without_streams)
+    if job["llm"].get("pipeline_parallel_size", 1) > 1:
+        engine.on_ranks(make_buffers_between_stages)
     results: dict[str, Any] = {}
     for name in job["workloads"]:
         assert engine.reset(), f"The cache is in use before {name}."

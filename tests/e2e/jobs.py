@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that are compared, and what each is asked to do."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,16 @@ CONTROLS = {
 }
 # Workloads whose damage `verify` must notice. They ask what `conversations` asks.
 REFUSED = ["nan_slot", "corrupt_slot_refused"]
+# What is asked of engines with several ranks, beside the controls: faults that only
+# one rank has.
+ONE_RANK = {
+    "load_fails": "conversations",
+    "load_fails_on_the_first_rank": "conversations",
+    "store_fails": "conversations",
+    "store_fails_on_the_first_rank": "conversations",
+}
+PARALLEL_WORKLOADS = ["conversations", "overcommit", "shared_prefix", "aborts"]
+CORRUPT_EACH_RANK = "corrupt_each_rank"
 
 
 @dataclass
@@ -51,14 +62,17 @@ class Job:
 
     @property
     def num_ranks(self) -> int:
-        return self.llm.get("tensor_parallel_size", 1)
+        return self.llm.get("tensor_parallel_size", 1) * self.llm.get(
+            "pipeline_parallel_size", 1
+        )
 
 
-def device(num_blocks: int, num_ranks: int = 1) -> dict[str, Any]:
-    """A device cache of `num_blocks` on each rank."""
+def device(num_blocks: int, num_ranks: int = 1, num_stages: int = 1) -> dict[str, Any]:
+    """A device cache of `num_blocks` on each of the ranks of each stage."""
     return {
-        "kv_cache_memory_bytes": BLOCK_BYTES // num_ranks * num_blocks,
+        "kv_cache_memory_bytes": BLOCK_BYTES // (num_ranks * num_stages) * num_blocks,
         "tensor_parallel_size": num_ranks,
+        "pipeline_parallel_size": num_stages,
     }
 
 
@@ -74,7 +88,7 @@ JOBS = {
     # Never evicts, and splits no prompt.
     "large": Job(
         COMMON | device(400) | {"max_num_batched_tokens": 2048},
-        [*WORKLOADS, "sampling"],
+        [*WORKLOADS, "sampling", "served"],
     ),
     "small": Job(COMMON | CHUNKED | device(SMALL)),
     "write_back": Job(
@@ -124,4 +138,24 @@ JOBS = {
         ["conversations", "overcommit", "hash_algorithm", *REFUSED],
     ),
 }
+
+
+def parallel(num_ranks: int, num_stages: int, **llm: Any) -> Job:
+    return Job(
+        COMMON | CHUNKED | device(SMALL, num_ranks, num_stages) | tier(1000) | llm,
+        [*PARALLEL_WORKLOADS, *ONE_RANK, CORRUPT_EACH_RANK],
+    )
+
+
+PARALLEL = {
+    "PP=2": parallel(1, 2),
+    "TP=2, async scheduling": parallel(2, 1, async_scheduling=True),
+}
+if os.environ.get("KV_TIER_PARALLEL") == "all":
+    PARALLEL |= {
+        "TP=2": parallel(2, 1),
+        "TP=2 x PP=2": parallel(2, 2),
+    }
+JOBS |= PARALLEL
+
 TIERED = [name for name in JOBS if name.startswith("write_")]

@@ -39,9 +39,15 @@ class Server:
     """
 
     def __init__(
-        self, model: Path, flags: Sequence[str], env: dict[str, str], log: Path
+        self,
+        model: Path,
+        flags: Sequence[str],
+        env: dict[str, str],
+        log: Path,
+        client_timeout_s: float = 120,
     ) -> None:
         self.model = str(model)
+        self._client_timeout_s = client_timeout_s
         self._log = log
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -77,21 +83,35 @@ class Server:
         with urllib.request.urlopen(url, timeout=60) as response:
             return response.read().decode()
 
-    def complete(self, tokens: list[int], **params: Any) -> dict[str, Any]:
-        """Answer of /v1/completions to a prompt of token ids."""
-        body = {"model": self.model, "prompt": tokens, "temperature": 0, **params}
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> Any:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}/v1/completions",
+            f"http://127.0.0.1:{self._port}{path}",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **headers},
         )
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(
+            request, timeout=self._client_timeout_s
+        ) as response:
             return json.load(response)
 
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """Values at /metrics, all labels together, by name."""
+    def complete(
+        self, tokens: list[int], replica: int | None = None, **params: Any
+    ) -> dict[str, Any]:
+        """Answer of /v1/completions to a prompt of token ids.
+
+        Of the data parallel engine `replica`, if it is given.
+        """
+        body = {"model": self.model, "prompt": tokens, "temperature": 0, **params}
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+        return self.post("/v1/completions", body, **headers)
+
+    def metrics(self, prefix: str, engine: int | None = None) -> dict[str, float]:
+        """Values at /metrics by name, of one engine or of all together."""
         found: dict[str, float] = {}
-        pattern = rf"^({re.escape(prefix)}\w*)(?:\{{.*\}})? (\S+)$"
+        labels = r"(?:\{.*\})?"
+        if engine is not None:
+            labels = rf'\{{.*engine="{engine}".*\}}'
+        pattern = rf"^({re.escape(prefix)}\w*){labels} (\S+)$"
         for name, value in re.findall(pattern, self.get("/metrics"), re.MULTILINE):
             found[name] = found.get(name, 0) + float(value)
         return found
@@ -114,16 +134,28 @@ class Server:
         deadline = time.monotonic() + timeout_s
         while (found := self._processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return found
+        return list(found.values())
 
-    def _processes(self) -> list[str]:
-        found = []
+    def pid_of(self, name: str) -> int:
+        """The process that upstream gave a title with `name`.
+
+        The API server, which has none when it is run as a module, is `APIServer`.
+        """
+        if name == "APIServer":
+            return self.process.pid
+        (pid,) = (p for p, line in self._processes().items() if name in line)
+        return pid
+
+    def _processes(self) -> dict[int, str]:
+        """Command lines of all processes of the server that are alive, by id."""
+        found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 state, session = fields[0], int(fields[3])
                 if session == self.process.pid and state != "Z":
-                    found.append((folder / "cmdline").read_text().replace("\0", " "))
+                    line = (folder / "cmdline").read_text().replace("\0", " ")
+                    found[int(folder.name)] = line
             except OSError:
                 continue
         return found

@@ -87,6 +87,17 @@ def shared_prefix(engine: Engine) -> dict[str, Any]:
     return {"answers": answers + engine.generate(prompts, max_tokens=12)}
 
 
+SERVED = [text(i, 5 * BLOCK + 1) for i in range(8)]
+"""Prompts that servers are asked too; more than the small device cache holds."""
+
+
+@workload
+def served(engine: Engine) -> dict[str, Any]:
+    """What servers are asked, one by one."""
+    answers = [engine.generate([p], max_tokens=8)[0] for p in SERVED]
+    return {"answers": answers}
+
+
 @workload
 def sampling(engine: Engine) -> dict[str, Any]:
     """n=3 with a seed, first computed, then from the cache.
@@ -349,6 +360,26 @@ def corrupt_each_group(engine: Engine) -> dict[str, Any]:
 
 
 @workload
+def corrupt_each_rank(engine: Engine) -> dict[str, Any]:
+    """One slot is wrong on one rank when it is loaded, on each rank in turn.
+
+    Asks for each what `conversations` asks.
+    """
+    results: list[dict[str, Any]] = []
+    for rank in range(engine.facts["world_size"]):
+        assert engine.reset()
+
+        def between_turns(turn: int, rank: int = rank) -> None:
+            if turn == 1:
+                engine.on_ranks(spoil_first_load, engine.slots_of(group=0), rank)
+
+        answers = talk(engine, between_turns)
+        spoilt = engine.on_ranks(stop_spoiling)
+        results.append({"answers": answers, "spoilt": spoilt})
+    return {"ranks": results}
+
+
+@workload
 def corrupt_embeddings(engine: Engine) -> dict[str, Any]:
     """One slot is wrong when it is loaded. Asks what `embeddings` asks."""
 
@@ -384,6 +415,29 @@ def store_fails(engine: Engine) -> dict[str, Any]:
     return {"answers": answers, "failures": engine.on_ranks(mend_copy, "stores")}
 
 
+@workload
+def load_fails_on_the_first_rank(engine: Engine) -> dict[str, Any]:
+    """As `load_fails`. With a pipeline, this rank's outputs go to no scheduler."""
+    engine.on_ranks(break_copy, "loads", 2, 0)
+    answers = talk(engine)
+    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "loads")}
+
+
+@workload
+def store_fails_on_the_first_rank(engine: Engine) -> dict[str, Any]:
+    """As `store_fails`."""
+    engine.on_ranks(break_copy, "stores", 3, 0)
+    answers = talk(engine)
+    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "stores")}
+
+
+@workload
+def embeddings_load_fails_on_the_first_rank(engine: Engine) -> dict[str, Any]:
+    """One load fails on the first rank. Asks what `embeddings` asks."""
+    engine.on_ranks(break_copy, "loads", 2, 0)
+    return {**embed(engine), "failures": engine.on_ranks(mend_copy, "loads")}
+
+
 # These run on the ranks. `wrapper` is a WorkerWrapperBase with a HostTier.
 
 
@@ -401,8 +455,13 @@ def fill_with_nans(wrapper: Any, index: int) -> None:
     wrapper.kv_tier.buffer.slots[index].fill_(0xFF)
 
 
-def spoil_first_load(wrapper: Any, among: set[int]) -> None:
-    """Spoil the first slot of `among` that is loaded, before it is."""
+def spoil_first_load(wrapper: Any, among: set[int], rank: int | None = None) -> None:
+    """Spoil the first slot of `among` that is loaded, before it is.
+
+    On one rank, if it is given, else on all.
+    """
+    if rank not in (None, wrapper.worker.rank):
+        return
     wrapper.spoilt = []
     for engine in copiers(wrapper, "loads"):
 
@@ -443,11 +502,12 @@ def count_reads(wrapper: Any, index: int) -> int:
     return wrapper.reads.count(index)
 
 
-def break_copy(wrapper: Any, name: str, skip: int) -> None:
-    """Let one of the `stores` or `loads` of the last rank fail, after `skip` good
-    ones."""
-    parallel = wrapper.vllm_config.parallel_config
-    if wrapper.worker.rank != parallel.world_size - 1:
+def break_copy(wrapper: Any, name: str, skip: int, rank: int = -1) -> None:
+    """Let one of the `stores` or `loads` of a rank fail, after `skip` good ones.
+
+    Ranks count from the last one where `rank` is negative.
+    """
+    if wrapper.worker.rank != rank % wrapper.vllm_config.parallel_config.world_size:
         return
     wrapper.failures = 0
     left = skip

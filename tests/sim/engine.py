@@ -66,6 +66,8 @@ class Setup:
     is_async: bool = False
     is_v2: bool = False
     """Speak to the worker as to model runner V2."""
+    num_stages: int = 1
+    """Of a pipeline, each of which takes the steps in order."""
     token_budget: int = 16
     max_num_seqs: int = 4
     by_priority: bool = False
@@ -82,7 +84,7 @@ class Setup:
     @property
     def depth(self) -> int:
         """Steps in flight."""
-        return 2 if self.is_async else 1
+        return self.num_stages + self.is_async
 
 
 @dataclass
@@ -379,6 +381,8 @@ def make_scheduler(setup: Setup) -> Scheduler:
     config.scheduler_config.policy = "priority" if setup.by_priority else "fcfs"
     config.scheduler_config.async_scheduling = setup.is_async
     config.scheduler_config.scheduler_reserve_full_isl = setup.reserve_full_isl
+    config.parallel_config = copy(base.parallel_config)
+    config.parallel_config.pipeline_parallel_size = setup.num_stages
     config.cache_config = copy(base.cache_config)
     config.cache_config.num_gpu_blocks = setup.num_blocks
     config.cache_config.block_size = layout.block_size

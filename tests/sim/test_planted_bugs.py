@@ -101,6 +101,7 @@ class Bug:
     """Settings that bring rare bugs within reach of few scripts."""
 
 
+PIPELINE = {"num_stages": 3, "is_async": False}
 AHEAD = {"load_time": 1.0, "max_stall": 0.0}
 CONTENTS = ("device", "host", "read", "tokens")
 BUGS = [
@@ -123,6 +124,9 @@ BUGS = [
     Bug(miss_fence("store_after_loads"), CONTENTS, {"is_async": True, "num_slots": 6}),
     Bug(miss_fence("store_after_compute"), CONTENTS, {"is_async": True}),
     Bug(miss_fence("load_after_compute"), CONTENTS, {"is_async": True}),
+    # Without asynchronous scheduling only pipelines have several steps in flight.
+    Bug(miss_fence("store_after_compute"), CONTENTS, PIPELINE),
+    Bug(miss_fence("load_after_compute"), CONTENTS, PIPELINE),
     Bug(miss_fence("compute_after_loads"), CONTENTS, AHEAD),
     Bug(miss_fence("load_after_loads"), CONTENTS, AHEAD | {"spare_blocks": 0}),
 ]

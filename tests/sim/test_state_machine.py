@@ -10,12 +10,14 @@ line of counts is appended for each of the above.
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, given, note, seed, settings
+from hypothesis import strategies as st
 
 from .engine import EVENTS
 from .layouts import LAYOUTS, Layout
@@ -92,3 +94,17 @@ def test_scripts_had_all_in_them(layout: Layout) -> None:
     if not _events[layout]:
         pytest.skip("the scripts did not run")
     assert [event for event in EVENTS if not _events[layout][event]] == []
+
+
+@settings(
+    max_examples=max(EXAMPLES // 8, 1),
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(scripts(), st.integers(2, 4))
+def test_scripts_of_a_pipeline(script: Script, num_stages: int) -> None:
+    """More steps are in flight than in any engine without stages."""
+    script = replace(script, setup=replace(script.setup, num_stages=num_stages))
+    note(str(script))
+    script.play()

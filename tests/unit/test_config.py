@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.kv_tier import config as kv_tier_config
-from vllm.v1.kv_tier.config import GiB, KVTierConfig
+from vllm.v1.kv_tier.config import GiB, KVTierConfig, check_memory_of_engines
 
 compat = pytest.mark.compat
 
@@ -169,6 +169,23 @@ def test_a_size_above_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
         KVTierConfig(size_bytes=4 * GiB).check_available_memory()
     names_all(str(error.value), "--kv-offloading-size 4 does not fit", "3.0 GiB")
     names_all(str(error.value), "Lower it, free memory, or set --kv-offloading-config")
+
+
+def test_data_parallel_engines_that_do_not_fit_together(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_tier_config, "available_host_bytes", lambda: 3 * GiB)
+    config = engine_config(model, kv_offloading_size=1.25)
+    check_memory_of_engines(config, 2)
+    with pytest.raises(ValueError) as error:
+        check_memory_of_engines(config, 3)
+    names_all(str(error.value), "--kv-offloading-size 1.25 does not fit", "3.0 GiB")
+    names_all(str(error.value), "each of the 3 data parallel engines", "3.75 GiB")
+    # One engine looks when it allocates: memory may still become free until then.
+    check_memory_of_engines(engine_config(model, kv_offloading_size=4), 1)
+    # The tier is off.
+    off = engine_config(model, kv_offloading_backend="native", kv_offloading_size=None)
+    check_memory_of_engines(off, 99)
 
 
 # ----------------------------------------------------------------------- config

@@ -42,12 +42,15 @@ def run(
     executor: Executor,
     num_bytes: int,
     block_sizes: Sequence[int] = (16,),
+    is_last_stage: bool = True,
     **settings: Any,
 ) -> SimpleNamespace:
     config = KVTierConfig(size_bytes=num_bytes, **settings)
     monkeypatch.setattr(
         start.KVTierConfig, "from_vllm_config", lambda vllm_config: config
     )
+    stage = SimpleNamespace(is_last_rank=is_last_stage)
+    monkeypatch.setattr(start, "get_pp_group", lambda: stage)
     parallel = SimpleNamespace(nnodes=1)
     specs = [SimpleNamespace(block_size=size) for size in block_sizes]
     kv_cache_config = SimpleNamespace(
@@ -115,6 +118,15 @@ def test_reports_are_merged_where_there_are_several_ranks(
         run(monkeypatch, executor, 100 * BLOCK_BYTES)
     assert one.kv_tier_aggregator is None
     assert isinstance(two.kv_tier_aggregator, StepReportAggregator)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_rank_knows_whether_its_outputs_have_tokens(
+    monkeypatch: pytest.MonkeyPatch, is_last: bool
+) -> None:
+    executor = Executor(num_ranks=1)
+    run(monkeypatch, executor, 100 * BLOCK_BYTES, is_last_stage=is_last)
+    assert executor.wrappers[0].kv_tier.is_last_stage is is_last
 
 
 def test_not_enough_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:

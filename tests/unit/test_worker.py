@@ -204,6 +204,15 @@ def test_a_report_waits_for_an_output() -> None:
     assert rank.report() == StepReport(9)
 
 
+def test_a_report_of_an_early_pipeline_stage_goes_alone() -> None:
+    """A pooling model there has None for every step."""
+    rank = failed_rank()
+    rank.tier.is_last_stage = False
+    assert rank.tier.end_step(None).kv_tier_report == StepReport(9)
+    assert EMPTY_MODEL_RUNNER_OUTPUT.kv_tier_report is None
+    assert rank.tier.end_step(None) is None
+
+
 def test_a_report_never_lands_on_the_shared_empty_output() -> None:
     found = failed_rank().tier.attach_report(EMPTY_MODEL_RUNNER_OUTPUT)
     assert found.kv_tier_report == StepReport(9)

@@ -187,22 +187,52 @@ class KVTierConfig:
                 "Remove the backend."
             )
 
-    def check_available_memory(self) -> None:
+    def check_available_memory(self, num_engines: int = 1) -> None:
         """Refuse a size that the machine cannot give now.
+
+        Args:
+            num_engines: Engines with a tier of that size each.
 
         Raises:
             ValueError: Less is available than `--kv-offloading-size` asks for.
 
         """
-        available = available_host_bytes()
-        if self.check_memory and self.size_bytes > available:
-            raise ValueError(
-                f"--kv-offloading-size {self.size_bytes / GiB:g} does not fit: "
-                f"{available / GiB:.1f} GiB of host memory are available "
-                f"(of {total_host_bytes() / GiB:.1f} GiB). Lower it, free memory, or "
-                "set --kv-offloading-config '{\"check_memory\": false}' where memory "
-                "grows on demand."
+        needed, available = num_engines * self.size_bytes, available_host_bytes()
+        if not self.check_memory or needed <= available:
+            return
+        together = ""
+        if num_engines > 1:
+            together = (
+                f"each of the {num_engines} data parallel engines on this machine "
+                f"takes as much, {needed / GiB:g} GiB together, but "
             )
+        raise ValueError(
+            f"--kv-offloading-size {self.size_bytes / GiB:g} does not fit: {together}"
+            f"{available / GiB:.1f} GiB of host memory are available "
+            f"(of {total_host_bytes() / GiB:.1f} GiB). Lower it, free memory, or "
+            "set --kv-offloading-config '{\"check_memory\": false}' where memory "
+            "grows on demand."
+        )
+
+
+def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None:
+    """Refuse a size that engines cannot all have, before they start.
+
+    Each engine looks at what is left when it allocates, later and so more exactly, but
+    engines that start side by side do not see what the others are about to take.
+
+    Args:
+        vllm_config: Settings of each engine.
+        num_engines: Data parallel engines that this machine is about to start.
+
+    Raises:
+        ValueError: Less is available than they ask for together.
+
+    """
+    config = KVTierConfig.from_vllm_config(vllm_config)
+    on_one_node = vllm_config.parallel_config.nnodes == 1
+    if config is not None and num_engines > 1 and on_one_node:
+        config.check_available_memory(num_engines)
 
 
 @dataclass(frozen=True)

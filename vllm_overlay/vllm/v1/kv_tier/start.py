@@ -3,6 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
 from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
@@ -113,6 +114,7 @@ def _start_rank(
     tier = HostTier.allocate(
         regions, num_slots, runner.device, copy_engine, waits, verify
     )
+    tier.is_last_stage = get_pp_group().is_last_rank
     wrapper.kv_tier = tier
     load_s = slot_bytes(regions) / tier.engines.load_bytes_per_s
     if tier.checksums is not None:

@@ -19,7 +19,11 @@ from vllm.v1.kv_tier.layer_waits import LayerWaits
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.regions import Region
 from vllm.v1.kv_tier.streams import Copies, CopyOrder, CudaStreams, InOrder
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    ModelRunnerOutput,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -124,6 +128,10 @@ class HostTier:
 
     buffer: HostBuffer
     """Kept as long as the tier is."""
+
+    is_last_stage = True
+    """Whether the outputs of this rank's pipeline stage have tokens. The reports of
+    the others go alone."""
 
     @torch.inference_mode()
     def begin_step(self, scheduler_output: "SchedulerOutput") -> None:
@@ -301,10 +309,14 @@ class HostTier:
         """Put what is to report since the last output on `output`, if anything is.
 
         An output that is no model output yet (None between `execute_model` and
-        `sample_tokens`) passes as it is, and the report waits for the next one.
+        `sample_tokens`) passes as it is, and the report waits for the next one. Not
+        so in the first stages of a pipeline, where a pooling model has no next one:
+        an output with nothing else goes to the `StepReportAggregator`.
         """
         if self._report is None:
             return output
+        if output is None and not self.is_last_stage:
+            output = EMPTY_MODEL_RUNNER_OUTPUT
         if not isinstance(output, AsyncModelRunnerOutput | ModelRunnerOutput):
             return output
         with self._lock:

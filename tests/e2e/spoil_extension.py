@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker extension for servers that damages the host tier from outside."""
+
+import gc
+from typing import Any
+
+
+class SpoilSlots:
+    """For `--worker-extension-cls`; reached by POST /collective_rpc."""
+
+    vllm_config: Any
+
+    def spoil_all_slots(self, replica: int) -> None:
+        """Move the bytes of every slot of one data parallel replica.
+
+        Whole numbers at a time: anything else can make NaNs, which would stay in the
+        device block and harm whoever has it next.
+        """
+        from vllm.v1.kv_tier.worker import HostTier
+
+        if self.vllm_config.parallel_config.data_parallel_index != replica:
+            return
+        (tier,) = (o for o in gc.get_objects() if isinstance(o, HostTier))
+        slots = tier.buffer.slots
+        slots.copy_(slots.roll(slots.shape[1] // 3 // 8 * 8, dims=1))
