@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the table of settings in docs/configuration.md from `KVTierConfig`.
 
-    PYTHONPATH=scripts build/env/v0.32.0/bin/python scripts/reference.py
+PYTHONPATH=scripts build/env/v0.32.0/bin/python scripts/reference.py
 """
 
 import dataclasses

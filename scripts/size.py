@@ -18,13 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
+from tqdm import tqdm
+
 from sizing import replay as replay_module
 from sizing.kv_bytes import ITEM_BYTES, kv_bytes_per_token
 from sizing.picture import draw
 from sizing.replay import Engine, Outcome, Tier, replay
 from sizing.trace import ID_TOKENS, Call, read_trace, unbounded_hit_rate
-from tqdm import tqdm
-
 from vllm.v1.kv_tier.config import StorePolicy
 from vllm.v1.kv_tier.policy import POLICIES, make_policy
 

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
 from vllm.v1.kv_tier.host_table import HostSlot

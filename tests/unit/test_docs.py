@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from reference import ROOT, configuration_page, with_reference
 
 OVERLAY = ROOT / "vllm_overlay" / "vllm" / "v1" / "kv_tier"
