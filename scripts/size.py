@@ -148,8 +148,8 @@ def main() -> None:
     unbounded = unbounded_hit_rate(args.calls, args.block_size)
     cases = tiers(args.host_gib, args.eviction_policy, args.store_policy)
     print(
-        f"{len(args.calls):,} requests, {args.kv_bytes_per_token:,} bytes of KV a token, "
-        f"blocks of {args.block_size} tokens; {args.device_gib:g} GiB on the device.\n"
+        f"{len(args.calls):,} requests, {args.kv_bytes_per_token:,} bytes of KV a "
+        f"token, blocks of {args.block_size} tokens; {args.device_gib:g} GiB on the device.\n"
         f"An unbounded cache has {unbounded:.1%} of the prompt blocks."
     )
     if args.note:

@@ -52,8 +52,8 @@ def read_trace(path: Path) -> list[Call]:
                 calls.append(_call(json.loads(line)))
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(
-                    f"{path}, line {number}: {error!r}. Each line must be a JSON object "
-                    "with timestamp, input_length, output_length and hash_ids (one for "
+                    f"{path}, line {number}: {error!r}. Each line must be a JSON "
+                    "object with timestamp, input_length, output_length and hash_ids (one for "
                     f"each {ID_TOKENS} tokens of the prompt)."
                 ) from error
     if not calls:

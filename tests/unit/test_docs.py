@@ -45,8 +45,8 @@ def names_of(tree: ast.Module, module: str) -> dict[str, str]:
     names = {k: v for k, v in vars(loaded).items() if isinstance(v, str)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            if (text := text_of(node.value, names)) != ELLIPSIS:
-                names[node.targets[0].id] = text
+            text = text_of(node.value, names)
+            names |= {node.targets[0].id: text} if text != ELLIPSIS else {}
     return names
 
 

@@ -171,7 +171,7 @@ class S3FIFO(EvictionPolicy):
         del (self._first if key in self._first else self._main)[key]
 
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        if len(self._first) > self._FIRST * self.num_slots or not self._main:
+        if len(self._first) >= self._FIRST * self.num_slots or not self._main:
             key = self._evict_first(is_pinned)
             return self._evict_main(is_pinned) if key is None else key
         key = self._evict_main(is_pinned)
