@@ -8,6 +8,7 @@ and store policy. Writes size.json and size.png, and prints a table.
 """
 
 import argparse
+import gc
 import json
 import multiprocessing
 import resource
@@ -50,7 +51,9 @@ def replay_all(
 ) -> list[Outcome]:
     """Every case through the trace, `jobs` at a time, in the order of `cases`."""
     found: dict[Tier, Outcome] = {}
-    # Forked: imports of vLLM take longer than a case.
+    # Forked: imports of vLLM take longer than a case. What is there already is left
+    # alone by the garbage collection of the children.
+    gc.freeze()
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         futures = [pool.submit(replay, engine, case, calls) for case in cases]
@@ -149,7 +152,8 @@ def main() -> None:
     cases = tiers(args.host_gib, args.eviction_policy, args.store_policy)
     print(
         f"{len(args.calls):,} requests, {args.kv_bytes_per_token:,} bytes of KV a "
-        f"token, blocks of {args.block_size} tokens; {args.device_gib:g} GiB on the device.\n"
+        f"token, blocks of {args.block_size} tokens; {args.device_gib:g} GiB on the "
+        "device.\n"
         f"An unbounded cache has {unbounded:.1%} of the prompt blocks."
     )
     if args.note:

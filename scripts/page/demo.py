@@ -62,8 +62,8 @@ def demo_page(folder: Path) -> str:
         f"{report['conversation_tokens']:,} tokens in "
         f"{len({r['conversation'] for r in requests})} conversations. Room for "
         f"{report['device_cache_tokens']:,} on the device and "
-        f"{report['host_tier_tokens']:,} in host memory. vLLM {report['version']}, on a "
-        "CPU.",
+        f"{report['host_tier_tokens']:,} in host memory. "
+        f"vLLM {report['version']}, on a CPU.",
         _cards(report),
         sections,
     )

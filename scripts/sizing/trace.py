@@ -53,8 +53,8 @@ def read_trace(path: Path) -> list[Call]:
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"{path}, line {number}: {error!r}. Each line must be a JSON "
-                    "object with timestamp, input_length, output_length and hash_ids (one for "
-                    f"each {ID_TOKENS} tokens of the prompt)."
+                    "object with timestamp, input_length, output_length and hash_ids "
+                    f"(one for each {ID_TOKENS} tokens of the prompt)."
                 ) from error
     if not calls:
         raise ValueError(f"{path} has no requests")
