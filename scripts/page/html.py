@@ -32,7 +32,7 @@ section { background: #fff; border: 1px solid #e1e5ea; border-radius: 8px;
   grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); }
 .card { background: #fff; border: 1px solid #e1e5ea; border-radius: 8px;
   padding: 12px 16px; }
-.card b { display: block; font-size: 24px; line-height: 1.3; }
+.card b { display: block; font-size: 20px; line-height: 1.4; white-space: nowrap; }
 .card span { color: #47535f; font-size: 14px; }
 .bad b { color: #b3261e; }
 img { width: 100%; height: auto; display: block; }

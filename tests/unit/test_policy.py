@@ -368,7 +368,7 @@ def test_a_policy_can_be_imported() -> None:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("fifo", "unknown eviction_policy 'fifo'. Use one of lru, arc, s3fifo, or"),
+        ("fifo", "unknown eviction_policy 'fifo'. Use one of s3fifo, lru, arc, or"),
         ("", "unknown eviction_policy ''"),
         (None, "unknown eviction_policy None"),
         (3, "unknown eviction_policy 3"),

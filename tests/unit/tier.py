@@ -41,6 +41,8 @@ class Tier:
         load_s: float = 0.0,
         **config: Any,
     ) -> None:
+        # Its order is the easiest to foretell.
+        config = {"eviction_policy": "lru"} | config
         layout = KVTierLayout(
             KVTierConfig(size_bytes=num_slots * SLOT_BYTES, **config),
             num_slots,

@@ -37,9 +37,9 @@ class KVTierConfig:
     `write_through` stores every block in the step after it was filled: more copies,
     but evictions never wait."""
 
-    eviction_policy: str = "lru"
-    """Which host slot makes room: `lru`, `arc`, or the import path
-    (`package.module.Class`) of an `EvictionPolicy`."""
+    eviction_policy: str = "s3fifo"
+    """Which host slot makes room: `s3fifo`, `lru`, `arc`, or the import path
+    (`package.module.Class`) of a `vllm.v1.kv_tier.policy.EvictionPolicy`."""
 
     max_load_stall_ms: float | None = 2.0
     """How long a step with other requests may wait for the loads of a request that

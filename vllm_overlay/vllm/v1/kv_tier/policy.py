@@ -219,9 +219,9 @@ def _pop_oldest(
 
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
+    "s3fifo": S3FIFO,
     "lru": LRU,
     "arc": ARC,
-    "s3fifo": S3FIFO,
 }
 
 
