@@ -79,6 +79,17 @@ format: env ## ruff: format, and mend what it can [TAG=]
 	@build/env/$(TAG)/bin/ruff format --quiet .
 	@build/env/$(TAG)/bin/ruff check --quiet --fix .
 
+.PHONY: docs size report
+docs: env ## build/site: the documentation, strict; writes the reference of settings [TAG=]
+	@build/env/$(TAG)/bin/python scripts/reference.py
+	@build/env/$(TAG)/bin/mkdocs build --quiet
+
+size: env ## hit rates to expect of host sizes and policies, from a trace [TAG= ARGS=]
+	@build/env/$(TAG)/bin/python scripts/size.py $(ARGS)
+
+report: env ## build/report.html: a demo or benchmark run on one page [TAG= ARGS=]
+	@build/env/$(TAG)/bin/python -m page $(or $(ARGS),build/demo)
+
 .PHONY: bench bench-copy bench-memory bench-scheduler bench-off-path gpu-check
 bench: ## the tier beside upstream's connectors on this machine's GPU, an hour or two [ARGS=]
 	@$(PYTHON) scripts/bench/compare.py --out build/bench $(ARGS)

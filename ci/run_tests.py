@@ -154,6 +154,14 @@ def lint(run: Run) -> Counts:
     return counts + run.simple(bin_ / "mypy", f"--cache-dir={cache}", *what)
 
 
+def docs(run: Run) -> Counts:
+    """The pages build, and no link or anchor within them is broken."""
+    if not run.first:
+        return Counts()
+    mkdocs = run.layout.env(run.tag) / "bin" / "mkdocs"
+    return run.simple(mkdocs, "build", "--quiet")
+
+
 def env(run: Run) -> Counts:
     return run.patchtool("env", run.tag)
 
@@ -236,6 +244,7 @@ def has_engine(layout: Layout, tag: str) -> bool:
 STAGES: dict[str, Callable[[Run], Counts]] = {
     "env": env,
     "lint": lint,
+    "docs": docs,
     "patches": patches,
     "tooling": tooling,
     "unit": unit,

@@ -4,8 +4,9 @@
     PYTHONPATH=scripts build/env/v0.32.0/bin/python -m demo --out build/demo
 
 Makes a model, serves it twice with `vllm serve`, talks to it over HTTP, and writes
-to the folder: `report.json`, `report.png`, `server-off.log`, `server-on.log` and
-the model. Ends with 0 if the tier did its work, else with 1 and the reasons.
+to the folder: `report.html`, `report.json`, `report.png`, `server-off.log`,
+`server-on.log`, `spans.jsonl` (when copies ran) and the model. Ends with 0 if the tier
+did its work, else with 1 and the reasons.
 """
 
 import argparse
@@ -20,12 +21,15 @@ from typing import Any
 
 from openai import OpenAIError
 
+from page.demo import demo_page
+
 from .client import ChatClient
 from .model import ModelShape, write_model, write_tokenizer
 from .picture import draw
 from .prose import chapters, conversation
 from .report import Comparison
 from .serve import ServerError, serving, vllm_serve
+from .spans import SPANS
 from .talk import Exchange, ask_with_hits, talk
 
 
@@ -76,6 +80,7 @@ class Sizes:
             flags |= {
                 "--kv-offloading-size": self.host_gib,
                 "--kv-offloading-backend": "core",
+                "--worker-extension-cls": "demo.recorder.Recorder",
             }
         # No compilation: it would take longer than the conversations.
         switches = ["--enforce-eager", "--enable-prompt-tokens-details"]
@@ -127,7 +132,8 @@ class Demo:
         flags = self.sizes.flags(self.shape, tier)
         self.note(f"tier {name}: vllm serve {' '.join(flags)}")
         command = vllm_serve(self.out / "model", flags)
-        with serving(command, log, self.note) as url:
+        environment = {SPANS: str((self.out / "spans.jsonl").resolve())} if tier else {}
+        with serving(command, log, self.note, environment) as url:
             self.note("ready; the first request takes longer and does not count")
             with ChatClient(url) as client:
                 warm_up = [{"role": "user", "content": self.sizes.warm_up()}]
@@ -154,7 +160,8 @@ class Demo:
         build = about()
         names = [patch["name"] for patch in build["patches"]]
         path = self.out / "report.json"
-        for stale in (path, path.with_suffix(".png")):
+        page = path.with_suffix(".html")
+        for stale in (path, path.with_suffix(".png"), page, self.out / "spans.jsonl"):
             stale.unlink(missing_ok=True)
         self.note(f"vLLM {build['version']}, {len(names)} patches on {build['tag']}")
         model = self.make_model()
@@ -181,7 +188,8 @@ class Demo:
             path.with_suffix(".png"),
         )
         print(f"\n{comparison.table()}\n")
-        self.note(f"wrote {path} and {path.with_suffix('.png')}")
+        page.write_text(demo_page(self.out))
+        self.note(f"wrote {page}, {path} and {path.with_suffix('.png')}")
         return failures
 
     def run_off_only(self) -> None:

@@ -209,6 +209,8 @@ class Comparison:
                     "device_hit_tokens": on.device_hit_tokens,
                     "host_hit_tokens": on.host_hit_tokens,
                     "device_hit_tokens_off": off.device_hit_tokens,
+                    "stored_bytes": on.stored_bytes,
+                    "loaded_bytes": on.loaded_bytes,
                     "ttft_ms_off": round(off.answer.ttft_ms, 1),
                     "ttft_ms_on": round(on.answer.ttft_ms, 1),
                     "identical": off.answer.token_ids == on.answer.token_ids,

@@ -8,7 +8,7 @@ import subprocess
 import sysconfig
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,7 +36,10 @@ def vllm_serve(model: Path, flags: Sequence[str]) -> list[str]:
 
 @contextmanager
 def serving(
-    command: Sequence[str], log: Path, note: Callable[[str], None]
+    command: Sequence[str],
+    log: Path,
+    note: Callable[[str], None],
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """Runs a server on a free port while the `with` block lasts.
 
@@ -44,6 +47,7 @@ def serving(
         command: takes `--host` and `--port`, and answers `/health` once it is ready.
         log: where its output goes.
         note: called with a line of progress now and then while it starts.
+        environment: variables that the server has beside this process's.
 
     Yields:
         The server's URL, once it is ready.
@@ -61,7 +65,7 @@ def serving(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | quiet,
+            env=os.environ | quiet | dict(environment or {}),
             # A group of its own: the engine and its workers end with the server.
             start_new_session=True,
         )

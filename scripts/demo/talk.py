@@ -8,17 +8,31 @@ from .client import Answer, ChatClient, Message
 
 DEVICE_HITS = "vllm:kv_tier_device_hit_tokens_total"
 HOST_HITS = "vllm:kv_tier_host_hit_tokens_total"
+STORED = ("vllm:kv_tier_stored_blocks_total",)
+LOADED = (
+    "vllm:kv_tier_loaded_blocks_total",
+    "vllm:kv_tier_loaded_ahead_blocks_total",
+)
+SLOT_BYTES = "vllm:kv_tier_slot_bytes"
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One turn of one conversation: both counted from 1."""
+    """One turn of one conversation: both counted from 1.
+
+    Attributes:
+        stored_bytes: copied to host memory since the exchange before ended.
+        loaded_bytes: copied from it.
+
+    """
 
     conversation: int
     turn: int
     answer: Answer
     device_hit_tokens: int
     host_hit_tokens: int
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
 
 
 def ask_with_hits(
@@ -55,15 +69,28 @@ def talk(
     """First turn of every conversation, second turn of every conversation, …"""
     histories: list[list[Message]] = [[] for _ in conversations]
     exchanges = []
+    moved = _moved(client) if tier else (0, 0)
     for turn, sayings in enumerate(zip(*conversations, strict=True), start=1):
         for number, (history, saying) in enumerate(zip(histories, sayings), start=1):
             history.append({"role": "user", "content": saying})
             answer, device, host = ask_with_hits(client, history, max_tokens, tier)
             history.append({"role": "assistant", "content": answer.text})
-            exchanges.append(Exchange(number, turn, answer, device, host))
+            before, moved = moved, _moved(client) if tier else (0, 0)
+            stored, loaded = (now - then for now, then in zip(moved, before))
+            exchanges.append(
+                Exchange(number, turn, answer, device, host, stored, loaded)
+            )
             note(
                 f"turn {turn}, conversation {number}: {answer.prompt_tokens} prompt "
                 f"tokens, {device} on device, {host} in host memory, "
                 f"first token after {answer.ttft_ms:.0f} ms"
             )
     return exchanges
+
+
+def _moved(client: ChatClient) -> tuple[int, int]:
+    """Bytes that a server with the tier stored and loaded so far."""
+    metrics = client.metrics()
+    stored, loaded = (sum(map(metrics.value, names)) for names in (STORED, LOADED))
+    slot_bytes = metrics.value(SLOT_BYTES)
+    return stored * slot_bytes, loaded * slot_bytes

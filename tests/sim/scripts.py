@@ -111,7 +111,7 @@ def random_setup(rng: Random) -> Setup:
         spare_blocks=rng.randint(0, 10),
         num_slots=rng.randint(1, 40),
         store_policy=rng.choice(["write_back", "write_through"]),
-        eviction_policy=rng.choice(["lru", "arc"]),
+        eviction_policy=rng.choice(["s3fifo", "lru", "arc"]),
         load_time=rng.choice([0, 0.2, 0.5, 1, 2]),
         max_stall=rng.choice([0, 0, 1, 3]),
         is_async=rng.random() < 0.5,

@@ -77,7 +77,7 @@ def test_defaults(model: str) -> None:
     assert tier(model) == KVTierConfig(
         size_bytes=GiB // 2,
         store_policy="write_back",
-        eviction_policy="lru",
+        eviction_policy="s3fifo",
         max_load_stall_ms=2.0,
         copy_engine="auto",
         layerwise_loads=True,
@@ -207,7 +207,7 @@ def test_data_parallel_engines_that_do_not_fit_together(
         ({"store_policy": ["write_back"]}, ["unknown store_policy ['write_back']"]),
         (
             {"eviction_policy": "fifo"},
-            ["unknown eviction_policy 'fifo'", "one of lru, arc"],
+            ["unknown eviction_policy 'fifo'", "one of s3fifo, lru, arc"],
         ),
         ({"eviction_policy": 3}, ["unknown eviction_policy 3"]),
         ({"eviction_policy": ["lru"]}, ["unknown eviction_policy ['lru']"]),

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from vllm.v1.kv_tier.policy import ARC, LRU, EvictionPolicy, make_policy
+from vllm.v1.kv_tier.policy import ARC, LRU, S3FIFO, EvictionPolicy, make_policy
 
 NUM_SLOTS = 5
 KEYS = st.integers(0, 12)
@@ -107,11 +107,72 @@ class ModelARC:
             del (self.b2 or self.b1)[0]
 
 
+class ModelS3FIFO:
+    """Two lists of [key, uses], oldest first, and the ghosts of the first."""
+
+    def __init__(self) -> None:
+        self.first: list[list[int]] = []
+        self.main: list[list[int]] = []
+        self.ghosts: list[int] = []
+
+    @property
+    def resident(self) -> set[int]:
+        return {key for key, _ in self.first + self.main}
+
+    def insert(self, key: int) -> None:
+        if key in self.ghosts:
+            self.ghosts.remove(key)
+            self.main.append([key, 0])
+        else:
+            self.first.append([key, 0])
+
+    def hit(self, key: int) -> None:
+        for entry in self.first + self.main:
+            if entry[0] == key:
+                entry[1] = min(entry[1] + 1, 3)
+
+    def remove(self, key: int) -> None:
+        self.first = [entry for entry in self.first if entry[0] != key]
+        self.main = [entry for entry in self.main if entry[0] != key]
+
+    def evict(self, pinned: set[int]) -> int | None:
+        steps = [self.evict_first, self.evict_main]
+        if 2 * len(self.first) < NUM_SLOTS and self.main:
+            steps.reverse()
+        for step in steps:
+            if (victim := step(pinned)) is not None:
+                return victim
+        return None
+
+    def evict_first(self, pinned: set[int]) -> int | None:
+        kept: list[list[int]] = []
+        while self.first:
+            key, uses = self.first.pop(0)
+            if uses:
+                self.main.append([key, 0])
+            elif key in pinned:
+                kept.append([key, uses])
+            else:
+                self.first = kept + self.first
+                self.ghosts = [*self.ghosts, key][-NUM_SLOTS:]
+                return key
+        self.first = kept
+        return None
+
+    def evict_main(self, pinned: set[int]) -> int | None:
+        for _ in range(4 * len(self.main)):
+            key, uses = self.main.pop(0)
+            if not uses and key not in pinned:
+                return key
+            self.main.append([key, max(0, uses - 1)])
+        return None
+
+
 class PolicyMachine(RuleBasedStateMachine):
     """Whatever a host table may do to a policy."""
 
     policy: EvictionPolicy
-    model: ModelLRU | ModelARC
+    model: ModelLRU | ModelARC | ModelS3FIFO
     keys = Bundle("keys")
 
     def __init__(self) -> None:
@@ -185,9 +246,23 @@ class ARCMachine(PolicyMachine):
         assert not set(ghosts) & self.model.resident
 
 
+class S3FIFOMachine(PolicyMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.model = S3FIFO(NUM_SLOTS), ModelS3FIFO()
+
+    @invariant()
+    def ghosts_are_bounded(self) -> None:
+        policy = self.policy
+        assert isinstance(policy, S3FIFO)
+        assert len(policy._ghosts) <= NUM_SLOTS
+        assert not set(policy._ghosts) & self.model.resident
+
+
 TestLRU = LRUMachine.TestCase
 TestARC = ARCMachine.TestCase
-TestLRU.settings = TestARC.settings = settings(
+TestS3FIFO = S3FIFOMachine.TestCase
+TestLRU.settings = TestARC.settings = TestS3FIFO.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None
 )
 
@@ -240,7 +315,47 @@ def test_arc_forgets_a_removed_key() -> None:
     assert [policy.evict(never), policy.evict(never)] == [1, 0]
 
 
-@pytest.mark.parametrize("name, cls", [("lru", LRU), ("arc", ARC)])
+def test_s3fifo_keeps_what_was_used_again_through_a_scan() -> None:
+    policy = S3FIFO(4)
+    fill(policy, range(4))
+    policy.hit(0)
+    policy.hit(1)
+    gone = set()
+    for key in range(100, 120):
+        gone.add(policy.evict(never))
+        policy.insert(key)
+    assert not {0, 1} & gone and {2, 3} <= gone
+
+
+def test_s3fifo_lets_go_of_what_was_used_long_ago() -> None:
+    policy = S3FIFO(4)
+    fill(policy, range(4))
+    for key in (0, 1, 2):
+        policy.hit(key)
+    assert policy.evict(never) == 3
+    policy.insert(4)
+    # Used once, and not since: each had one round in the second queue.
+    assert [policy.evict(never) for _ in range(3)] == [0, 1, 2]
+
+
+def test_s3fifo_knows_a_key_that_comes_back() -> None:
+    policy = S3FIFO(2)
+    fill(policy, range(2))
+    assert policy.evict(never) == 0
+    policy.insert(0)
+    # It is in the second queue now, and 1 in the first.
+    assert [policy.evict(never), policy.evict(never)] == [1, 0]
+
+
+def test_s3fifo_forgets_a_removed_key() -> None:
+    policy = S3FIFO(2)
+    fill(policy, range(2))
+    policy.remove(0)
+    policy.insert(0)
+    assert [policy.evict(never), policy.evict(never)] == [1, 0]
+
+
+@pytest.mark.parametrize("name, cls", [("lru", LRU), ("arc", ARC), ("s3fifo", S3FIFO)])
 def test_policies_have_names(name: str, cls: type) -> None:
     policy = make_policy(name, 7)
     assert type(policy) is cls and policy.num_slots == 7
@@ -253,7 +368,7 @@ def test_a_policy_can_be_imported() -> None:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("fifo", "unknown eviction_policy 'fifo'. Use one of lru, arc, or"),
+        ("fifo", "unknown eviction_policy 'fifo'. Use one of s3fifo, lru, arc, or"),
         ("", "unknown eviction_policy ''"),
         (None, "unknown eviction_policy None"),
         (3, "unknown eviction_policy 3"),

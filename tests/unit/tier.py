@@ -42,6 +42,8 @@ class Tier:
         layerwise: bool = False,
         **config: Any,
     ) -> None:
+        # Its order is the easiest to foretell.
+        config = {"eviction_policy": "lru"} | config
         layout = KVTierLayout(
             KVTierConfig(size_bytes=num_slots * SLOT_BYTES, **config),
             num_slots,

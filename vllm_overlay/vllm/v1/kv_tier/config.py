@@ -32,34 +32,42 @@ class KVTierConfig:
     """Host memory of all ranks of one engine together, in bytes."""
 
     store_policy: StorePolicy = "write_back"
-    """`write_back` stores a block before the device evicts it; `write_through`
-    stores every block in the step after it was filled."""
+    """`write_back` stores a block before the device evicts it (the three quarters of
+    the device that would go first), so that what fits the rest is never copied.
+    `write_through` stores every block in the step after it was filled: more copies,
+    but evictions never wait."""
 
-    eviction_policy: str = "lru"
-    """Which host slot makes room: `lru`, `arc`, or the import path
-    (`package.module.Class`) of an `EvictionPolicy`."""
+    eviction_policy: str = "s3fifo"
+    """Which host slot makes room: `s3fifo`, `lru`, `arc`, or the import path
+    (`package.module.Class`) of a `vllm.v1.kv_tier.policy.EvictionPolicy`."""
 
     max_load_stall_ms: float | None = 2.0
     """How long a step with other requests may wait for the loads of a request that
-    joins it, in milliseconds. A request whose loads take longer waits for them
-    outside, while the others run on. None: no limit."""
+    joins it, in milliseconds, beyond the time in which the step computes while layers
+    load. A request whose loads take longer waits for them outside, while the others run
+    on; those behind it may pass. `0`: a step with other requests never waits. `null`
+    (None): no limit, every load is waited for in its step."""
 
     copy_engine: str = "auto"
-    """What copies on a GPU: `dma` (copy engines, batched), `kernel` (a Triton
-    kernel), `torch` (one copy for each block and region), or `auto`: what
-    measures best at start for each direction and size."""
+    """What copies on a GPU: `dma` (the copy engines, by block or by piece), `kernel`
+    (a Triton kernel), `torch` (one copy for each block and region; the only one for
+    host memory that is not pinned). `auto` measures them at start and takes the best
+    for each direction and size; the log line `KV tier: copy engines …` says which."""
 
     layerwise_loads: bool = True
-    """Let each layer wait for its own part of the loads of a step, where the engine
-    allows it, instead of the step for all of them."""
+    """Let each attention layer wait for its own part of the loads of a step, instead of
+    the step for all of them. Where that is not possible the log line `KV tier: steps
+    wait for all their loads at once` gives the reason."""
 
     verify: bool = False
     """Keep a checksum of every host slot, and refuse to load a slot whose bytes have
-    changed since its store (bad memory, a stray write)."""
+    changed since its store (bad memory, a stray write): nothing of it reaches the
+    device, the error names the slots, and what depended on them is computed again. It
+    reads every stored and loaded byte once more, by the CPU."""
 
     check_memory: bool = True
-    """Refuse a size that exceeds the memory available at start. Turn it off on
-    machines whose memory grows on demand (ballooning)."""
+    """Refuse a size above the memory that is available at start. `false` on machines
+    whose memory grows on demand (ballooning)."""
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVTierConfig | None":

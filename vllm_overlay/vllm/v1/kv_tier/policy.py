@@ -133,6 +133,81 @@ class ARC(EvictionPolicy):
             (self._again_ghosts or self._once_ghosts).popitem(last=False)
 
 
+class S3FIFO(EvictionPolicy):
+    """Two queues: keys prove themselves in the first, and stay in the second.
+
+    New keys go to `_first`, those that come back while remembered to `_main`. A key
+    that was used leaves `_first` for `_main` instead of the cache; in `_main` each use
+    earns it another round, three at most. Hits move nothing. From Yang et al., "FIFO
+    Queues Are All You Need for Cache Eviction", SOSP 2023.
+
+    Two numbers are not the paper's. `_first` has half of the slots, not a tenth: a
+    conversation comes back minutes later, after much else. One use is proof enough,
+    not two: uses that the device serves are not seen here.
+    """
+
+    _FIRST = 1 / 2
+    _MAX_USES = 3
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        # Uses since a key came to where it is, oldest key first.
+        self._first: OrderedDict[Key, int] = OrderedDict()
+        self._main: OrderedDict[Key, int] = OrderedDict()
+        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+
+    def insert(self, key: Key) -> None:
+        if key in self._ghosts:
+            del self._ghosts[key]
+            self._main[key] = 0
+        else:
+            self._first[key] = 0
+
+    def hit(self, key: Key) -> None:
+        queue = self._first if key in self._first else self._main
+        queue[key] = min(queue[key] + 1, self._MAX_USES)
+
+    def remove(self, key: Key) -> None:
+        del (self._first if key in self._first else self._main)[key]
+
+    def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
+        if len(self._first) >= self._FIRST * self.num_slots or not self._main:
+            key = self._evict_first(is_pinned)
+            return self._evict_main(is_pinned) if key is None else key
+        key = self._evict_main(is_pinned)
+        return self._evict_first(is_pinned) if key is None else key
+
+    def _evict_first(self, is_pinned: Callable[[Key], bool]) -> Key | None:
+        proven, victim = [], None
+        for key, uses in self._first.items():
+            if uses:
+                proven.append(key)
+            elif not is_pinned(key):
+                victim = key
+                break
+        for key in proven:
+            del self._first[key]
+            self._main[key] = 0
+        if victim is not None:
+            del self._first[victim]
+            self._ghosts[victim] = None
+            if len(self._ghosts) > self.num_slots:
+                self._ghosts.popitem(last=False)
+        return victim
+
+    def _evict_main(self, is_pinned: Callable[[Key], bool]) -> Key | None:
+        main = self._main
+        # A round more than uses can earn: then all that is left is pinned.
+        for _ in range((self._MAX_USES + 1) * len(main)):
+            key, uses = next(iter(main.items()))
+            if not uses and not is_pinned(key):
+                del main[key]
+                return key
+            main.move_to_end(key)
+            main[key] = max(uses - 1, 0)
+        return None
+
+
 def _pop_oldest(
     keys: "OrderedDict[Key, None]", is_pinned: Callable[[Key], bool]
 ) -> Key | None:
@@ -143,7 +218,11 @@ def _pop_oldest(
     return None
 
 
-POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "arc": ARC}
+POLICIES: dict[str, type[EvictionPolicy]] = {
+    "s3fifo": S3FIFO,
+    "lru": LRU,
+    "arc": ARC,
+}
 
 
 def make_policy(name: str, num_slots: int) -> EvictionPolicy:

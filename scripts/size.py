@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much host memory is worth it: hit rates that a trace of requests would have had.
+
+    make size ARGS='--model config.json --device-gib 100 --trace trace.jsonl'
+
+Runs the tier's own block pool through the trace, for each host size, eviction policy
+and store policy. Writes size.json and size.png, and prints a table.
+"""
+
+import argparse
+import gc
+import json
+import multiprocessing
+import resource
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+from tqdm import tqdm
+
+from sizing import replay as replay_module
+from sizing.kv_bytes import ITEM_BYTES, kv_bytes_per_token
+from sizing.picture import draw
+from sizing.replay import Engine, Outcome, Tier, replay
+from sizing.trace import ID_TOKENS, Call, read_trace, unbounded_hit_rate
+from vllm.v1.kv_tier.config import StorePolicy
+from vllm.v1.kv_tier.policy import POLICIES, make_policy
+
+GiB = 1 << 30
+SIZES = (0, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def tiers(
+    sizes_gib: Sequence[float], policies: Sequence[str], stores: Sequence[StorePolicy]
+) -> list[Tier]:
+    """What to try, the longest first. Without a tier there is one case."""
+    cases = []
+    for size in sorted(set(sizes_gib), reverse=True):
+        if size == 0:
+            cases.append(Tier(0))
+            continue
+        cases += [Tier(int(size * GiB), p, s) for p in policies for s in stores]
+    return cases
+
+
+def replay_all(
+    engine: Engine, cases: Sequence[Tier], calls: Sequence[Call], jobs: int
+) -> list[Outcome]:
+    """Every case through the trace, `jobs` at a time, in the order of `cases`."""
+    found: dict[Tier, Outcome] = {}
+    # Forked: imports of vLLM take longer than a case. What is there already is left
+    # alone by the garbage collection of the children.
+    gc.freeze()
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        futures = [pool.submit(replay, engine, case, calls) for case in cases]
+        for future in tqdm(as_completed(futures), total=len(cases), unit="case"):
+            outcome = future.result()
+            found[outcome.tier] = outcome
+    return [found[case] for case in cases]
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Markdown: hit rate of the device + of the host, in % of the prompt blocks."""
+    sizes = sorted({o.tier.host_bytes for o in outcomes})
+    pairs = dict.fromkeys(
+        (o.tier.eviction_policy, o.tier.store_policy)
+        for o in outcomes
+        if o.tier.host_bytes
+    )
+    cells = {}
+    for o in outcomes:
+        text = f"{100 * o.device_rate:.1f} + {100 * o.host_rate:.1f}"
+        for pair in pairs or [("none", "none")]:
+            if not o.tier.host_bytes or pair == (
+                o.tier.eviction_policy,
+                o.tier.store_policy,
+            ):
+                cells[pair, o.tier.host_bytes] = text
+    lines = [
+        ["GiB", *(f"{size / GiB:g}" for size in sizes)],
+        ["---"] * (len(sizes) + 1),
+    ]
+    for pair in pairs or [("none", "none")]:
+        lines.append([", ".join(pair), *(cells[pair, size] for size in sizes)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="size",
+        description=f"{__doc__}\n{replay_module.__doc__}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--trace", type=Path, required=True, help="JSON lines of the Mooncake traces")
+    add("--model", type=Path, help="config.json of a model, or its folder")
+    add("--kv-bytes-per-token", type=int, help="of all ranks; instead of --model")
+    add("--kv-cache-dtype", choices=["auto", *ITEM_BYTES], default="auto")
+    add("--tp", type=int, default=1, help="tensor parallel size, for --model")
+    add("--device-gib", type=float, required=True, help="KV cache of all ranks")
+    add("--host-gib", type=float, nargs="+", default=SIZES, metavar="GIB")
+    add("--eviction-policy", nargs="+", default=list(POLICIES), metavar="POLICY")
+    stores = list(get_args(StorePolicy))
+    add("--store-policy", nargs="+", choices=stores, default=stores)
+    add("--block-size", type=int, default=ID_TOKENS, help=f"divides {ID_TOKENS}")
+    add("--prefill-tokens-per-s", type=float, default=33_000, metavar="TOKENS")
+    add("--itl-ms", type=float, default=6.0, help="milliseconds an output token")
+    add("--max-num-seqs", type=int, default=256, help="requests that run at once")
+    add("--jobs", type=int, default=multiprocessing.cpu_count())
+    add("--out", type=Path, default=Path("build/size"))
+    args = parser.parse_args()
+    if (args.model is None) == (args.kv_bytes_per_token is None):
+        parser.error("give either --model or --kv-bytes-per-token")
+    if not 1 <= args.block_size <= ID_TOKENS or ID_TOKENS % args.block_size:
+        parser.error(f"--block-size {args.block_size} does not divide {ID_TOKENS}")
+    for name in ("device_gib", "prefill_tokens_per_s", "tp", "max_num_seqs", "jobs"):
+        if not getattr(args, name) > 0:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} must be above 0, got {getattr(args, name)}")
+    if min(args.host_gib) < 0:
+        parser.error(f"--host-gib {min(args.host_gib):g} is below 0")
+    try:
+        for policy in args.eviction_policy:
+            make_policy(policy, 1)
+        args.calls = read_trace(args.trace)
+        args.note = ""
+        if args.model is not None:
+            args.kv_bytes_per_token, args.note = kv_bytes_per_token(
+                args.model, args.tp, args.kv_cache_dtype
+            )
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    started = time.monotonic()
+    engine = Engine(
+        args.block_size,
+        args.kv_bytes_per_token * args.block_size,
+        int(args.device_gib * GiB),
+        args.prefill_tokens_per_s,
+        args.itl_ms / 1e3,
+        args.max_num_seqs,
+    )
+    unbounded = unbounded_hit_rate(args.calls, args.block_size)
+    cases = tiers(args.host_gib, args.eviction_policy, args.store_policy)
+    print(
+        f"{len(args.calls):,} requests, {args.kv_bytes_per_token:,} bytes of KV a "
+        f"token, blocks of {args.block_size} tokens; {args.device_gib:g} GiB on the "
+        "device.\n"
+        f"An unbounded cache has {unbounded:.1%} of the prompt blocks."
+    )
+    if args.note:
+        print(f"Note: {args.note}.")
+    outcomes = replay_all(engine, cases, args.calls, args.jobs)
+    wall_s = time.monotonic() - started
+    used = [
+        resource.getrusage(who)
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
+    cpu_s = sum(u.ru_utime + u.ru_stime for u in used)
+    print("\nHits on the device + on the host, % of the prompt blocks:\n")
+    print(table(outcomes))
+    if too_long := max(o.too_long for o in outcomes):
+        print(f"\n{too_long} requests do not fit the device and were left out.")
+    args.out.mkdir(parents=True, exist_ok=True)
+    result = {
+        "trace": args.trace.name,
+        "requests": len(args.calls),
+        "kv_bytes_per_token": args.kv_bytes_per_token,
+        "note": args.note,
+        "engine": asdict(engine),
+        "unbounded_hit_rate": unbounded,
+        "wall_s": round(wall_s, 1),
+        "cpu_s": round(cpu_s, 1),
+        "outcomes": [outcome.as_json() for outcome in outcomes],
+    }
+    (args.out / "size.json").write_text(json.dumps(result, indent=1) + "\n")
+    title = (
+        f"{args.trace.stem}: {len(args.calls):,} requests, "
+        f"{args.kv_bytes_per_token / 1024:g} KiB of KV a token, "
+        f"{args.device_gib:g} GiB on the device"
+    )
+    draw(outcomes, unbounded, title, args.out / "size.png")
+    print(
+        f"\n{len(cases)} cases in {wall_s:.0f} s, {cpu_s:.0f} s of CPU. "
+        f"Wrote {args.out / 'size.json'} and {args.out / 'size.png'}.\n"
+        "What is modelled and what is not: --help."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of a sizing run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from .replay import Outcome
+
+GiB = 1 << 30
+COLORS = ("#1f77b4", "#e76f51", "#2a9d8f", "#8d5a97", "#b5651d", "#264653")
+DEVICE = "#d9dee4"
+LINES = {"write_back": "-", "write_through": "--"}
+
+
+def draw(outcomes: Sequence[Outcome], unbounded: float, title: str, path: Path) -> None:
+    """Write a PNG: hit rate over host size, a line for each pair of policies."""
+    matplotlib.use("Agg")
+    figure = Figure(figsize=(8.5, 5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, size=10)
+    tiers = [outcome.tier for outcome in outcomes]
+    sizes = sorted({tier.host_bytes for tier in tiers})
+    none = next((o for o in outcomes if not o.tier.host_bytes), None)
+    if none is not None:
+        axes.axhspan(0, none.hit_rate, color=DEVICE, label="without a tier")
+    axes.axhline(unbounded, color="#5c6770", linestyle=":", label="unbounded cache")
+    policies = list(dict.fromkeys(t.eviction_policy for t in tiers if t.host_bytes))
+    for color, policy in zip(COLORS * len(policies), policies):
+        for store in dict.fromkeys(tier.store_policy for tier in tiers):
+            points = [
+                (o.tier.host_bytes / GiB, o.hit_rate)
+                for o in outcomes
+                if not o.tier.host_bytes
+                or (o.tier.eviction_policy, o.tier.store_policy) == (policy, store)
+            ]
+            axes.plot(
+                *zip(*sorted(points)),
+                LINES[store],
+                color=color,
+                marker=".",
+                label=f"{policy}, {store}",
+            )
+    # Sizes double: 0 and the first of them stand as far apart as the others.
+    axes.set_xscale("symlog", base=2, linthresh=max(GiB, *sizes[1:2]) / GiB)
+    axes.set_xticks([s / GiB for s in sizes], [f"{s / GiB:g}" for s in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("host memory, GiB")
+    axes.set_ylabel("prompt blocks that were hits")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(0, 1.12 * unbounded)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.grid(color="#e6e9ed")
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documentation says of the code: settings, messages, metrics."""
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reference import ROOT, configuration_page, with_reference
+
+OVERLAY = ROOT / "vllm_overlay" / "vllm" / "v1" / "kv_tier"
+ELLIPSIS = "…"
+
+
+def test_the_configuration_reference_is_that_of_the_class() -> None:
+    page = configuration_page().read_text()
+    assert with_reference(page) == page, "run `make docs`"
+
+
+def test_a_stale_reference_is_noticed() -> None:
+    page = configuration_page().read_text()
+    stale = page.replace("`max_load_stall_ms`", "`max_stall`", 1)
+    assert with_reference(stale) == page != stale
+
+
+def text_of(node: ast.AST, names: dict[str, str]) -> str:
+    """A message with an ellipsis for whatever is not known before it is raised."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[sdrg]", ELLIPSIS, node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part, names) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return text_of(node.value, names)
+    if isinstance(node, ast.Name):
+        return names.get(node.id, ELLIPSIS)
+    return ELLIPSIS
+
+
+def names_of(tree: ast.Module, module: str) -> dict[str, str]:
+    """Strings that have a name in a module, whether in it or in a function."""
+    loaded = importlib.import_module(f"vllm.v1.kv_tier.{module}")
+    names = {k: v for k, v in vars(loaded).items() if isinstance(v, str)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            text = text_of(node.value, names)
+            names |= {node.targets[0].id: text} if text != ELLIPSIS else {}
+    return names
+
+
+def messages(path: Path) -> Iterator[str]:
+    """Texts of the errors of settings, and of whatever is logged as not well."""
+    tree = ast.parse(path.read_text())
+    names = names_of(tree, path.stem)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        called = ast.unparse(node.func)
+        if called == "ValueError" or re.fullmatch(
+            r"logger\.(warning|error|exception|critical)(_once)?", called
+        ):
+            yield text_of(node.args[0], names)
+
+
+def listed() -> list[re.Pattern[str]]:
+    """The messages of the troubleshooting page."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    cells = [line.split(" | ")[0] for line in page.splitlines() if line[:2] == "| "]
+    spans = [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]
+    return [re.compile(".*".join(map(re.escape, s.split(ELLIPSIS)))) for s in spans]
+
+
+@pytest.mark.parametrize("path", sorted(OVERLAY.glob("*.py")), ids=lambda p: p.stem)
+def test_every_message_is_in_troubleshooting(path: Path) -> None:
+    patterns = listed()
+    missing = [m for m in messages(path) if not any(p.search(m) for p in patterns)]
+    assert not missing
+
+
+def test_messages_are_found_with_what_their_names_stand_for() -> None:
+    found = list(messages(OVERLAY / "config.py"))
+    assert len(found) > 10
+    unknown = "--kv-offloading-config: unknown store_policy …. Use one of …."
+    assert unknown in found
+    assert not any(p.search("a message that nobody wrote down") for p in listed())
+
+
+def test_metrics_of_the_docs_exist() -> None:
+    from vllm.v1.kv_tier import stats
+
+    source = Path(stats.__file__).read_text()
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for name in re.findall(r"vllm:kv_tier_(\w+)", page.read_text()):
+            known = name.removesuffix("_total").removesuffix("_")
+            assert f'"{known}' in source, f"{page.name}: vllm:kv_tier_{name}"
