@@ -38,6 +38,10 @@ def make_block_pool(kv_cache_config: Any, **kwargs: Any) -> BlockPool:
     layout: KVTierLayout | None = kv_cache_config.kv_tier
     if layout is None:
         return BlockPool(**kwargs)
+    if kwargs.get("enable_kv_cache_events"):
+        from vllm.v1.kv_tier.events import PublishingBlockPool
+
+        return PublishingBlockPool(layout, **kwargs)
     return TieredBlockPool(layout, **kwargs)
 
 
@@ -89,7 +93,7 @@ _LOOK_ANEW = 1000
 _CLAIM_WITHIN_S = 1.0
 
 
-_Hole = tuple[list[KVCacheBlock], int, HostSlot]
+Hole = tuple[list[KVCacheBlock], int, HostSlot]
 """Where a loaded block belongs: index in a list, and the slot that is there."""
 
 
@@ -337,7 +341,7 @@ class TieredBlockPool(BlockPool):
         managers: Sequence[Any],
         computed_blocks: tuple[Sequence[KVCacheBlock], ...],
         num_tokens: int,
-    ) -> tuple[list[list[KVCacheBlock]], list[KVCacheBlock], list[_Hole]]:
+    ) -> tuple[list[list[KVCacheBlock]], list[KVCacheBlock], list[Hole]]:
         """Take a hit of `num_tokens` apart.
 
         Returns:
@@ -347,7 +351,7 @@ class TieredBlockPool(BlockPool):
         """
         groups = [list(group) for group in computed_blocks]
         hits: list[KVCacheBlock] = []
-        holes: list[_Hole] = []
+        holes: list[Hole] = []
         for manager, group in zip(managers, groups, strict=True):
             # Upstream drops the head that the attention window has left behind.
             first = manager.get_num_skipped_tokens(num_tokens) // manager.block_size
@@ -363,7 +367,7 @@ class TieredBlockPool(BlockPool):
 
     def _load(
         self,
-        holes: list[_Hole],
+        holes: list[Hole],
         hits: list[KVCacheBlock],
         ahead: bool,
     ) -> int:
