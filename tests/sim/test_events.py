@@ -178,9 +178,10 @@ def _clear_twice(pool: PublishingBlockPool) -> None:
 
 
 def _swap_tokens(
-    pool: PublishingBlockPool, keys: object, medium: str, emit: Callable = (
-        PublishingBlockPool._emit_stored
-    )
+    pool: PublishingBlockPool,
+    keys: object,
+    medium: str,
+    emit: Callable = (PublishingBlockPool._emit_stored),
 ) -> None:
     num_events = len(pool.kv_event_queue)
     emit(pool, keys, medium)
@@ -198,9 +199,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_wrong_stream_is_noticed(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_stream_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PublishingBlockPool, name, BUGS[name])
     with pytest.raises(Mismatch):
         run(LAYOUTS[2], STEPS, seed=2)

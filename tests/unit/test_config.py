@@ -286,7 +286,9 @@ def test_a_connector_that_recomputes_failed_loads(model: str) -> None:
 
 def test_kv_cache_events_can_be_published(model: str) -> None:
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    config = KVTierConfig.from_vllm_config(engine_config(model, kv_events_config=events))
+    config = KVTierConfig.from_vllm_config(
+        engine_config(model, kv_events_config=events)
+    )
     assert config is not None
 
 

@@ -154,6 +154,7 @@ class TieredBlockPool(BlockPool):
         self._last_clean: KVCacheBlock | None = None
         self._clean_steps = 0
         self._loading = False
+        self._backlog = 0
         self._stats = KVTierStats()
 
     # ------------------------------------------------------------------ a step
@@ -379,6 +380,7 @@ class TieredBlockPool(BlockPool):
         new_blocks = self._new_blocks_to_load(len(holes))
         self._taken -= len(holes)
         self._taken_by_loads += len(holes)
+        self._stats.promoted_blocks += len(holes)
         plan = self._plan
         queue = self._loads_ahead if ahead else self._loads
         insert, computed_by = super()._insert_block_hash, self._computed_by
@@ -605,8 +607,8 @@ class TieredBlockPool(BlockPool):
 
     def _demote(self, block: KVCacheBlock) -> None:
         is_computed = self._computed_by[block.block_id] < self._plan.seq
-        if is_computed and not self._is_clean(block):
-            self._queue_store(block)
+        if is_computed and not self._is_clean(block) and not self._queue_store(block):
+            self._stats.dropped_blocks += 1
 
     def _invalidate(self, block: KVCacheBlock) -> None:
         for key in self._keys(block):
@@ -622,11 +624,13 @@ class TieredBlockPool(BlockPool):
             stale = self.host.get(key)
             if stale is not None:
                 if self.host.is_pinned(stale):
+                    self._stats.refused_pinned += 1
                     return False
                 self.host.remove(stale)
         plan = self._plan
         slot = self.host.insert(keys, block.block_hash_num_tokens, plan.seq)
         if slot is None:
+            self._stats.refused_no_slot += 1
             return False
         self.host.pin((slot,))
         self._stores[slot.index] = block
@@ -744,6 +748,8 @@ class TieredBlockPool(BlockPool):
             last = block
         self._last_clean = last
         self._clean_steps += self._num_clean >= window
+        num_free = self.free_block_queue.num_free_blocks
+        self._backlog = max(0, min(window, num_free) - self._num_clean)
 
     def _free_blocks(
         self, num_blocks: int, after: KVCacheBlock | None = None
@@ -805,6 +811,7 @@ class TieredBlockPool(BlockPool):
 
         """
         self.loads.measured(report.loads, report.prefill, self._tokens_per_block)
+        self._stats.record_report(report)
         for index, seq in report.failed_store_slots.items():
             slot = self.host.at(index)
             if slot is not None and slot.store_seq == seq:
@@ -839,6 +846,9 @@ class TieredBlockPool(BlockPool):
         stats.slots_total = self.host.num_slots
         stats.slots_used = len(self.host)
         stats.slot_bytes = self.slot_bytes
+        stats.cleaner_backlog_blocks = (
+            len(self._fresh) if self.write_through else self._backlog
+        )
         stats.load_seconds_per_block = self.loads.load_s
         stats.prefill_seconds_per_block = self.loads.prefill_s
         stats.evicted_slots, self.host.evictions = self.host.evictions, 0
