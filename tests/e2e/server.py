@@ -45,8 +45,9 @@ class Server:
         self._log = log
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
-            self._port = s.getsockname()[1]
-        address = ["--host", "127.0.0.1", "--port", str(self._port)]
+            port = s.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        address = ["--host", "127.0.0.1", "--port", str(port)]
         self._shm_before = set(os.listdir(SHM))
         with log.open("w") as output:
             self.process = subprocess.Popen(
@@ -73,15 +74,14 @@ class Server:
         return self._log.read_text()
 
     def get(self, path: str) -> str:
-        url = f"http://127.0.0.1:{self._port}{path}"
-        with urllib.request.urlopen(url, timeout=60) as response:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return response.read().decode()
 
     def complete(self, tokens: list[int], **params: Any) -> dict[str, Any]:
         """Answer of /v1/completions to a prompt of token ids."""
         body = {"model": self.model, "prompt": tokens, "temperature": 0, **params}
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}/v1/completions",
+            f"{self.url}/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )

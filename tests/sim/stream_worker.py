@@ -23,7 +23,7 @@ from vllm.v1.kv_tier.calibrate import CopyEngines
 from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer
 from vllm.v1.kv_tier.lane import Copy
 from vllm.v1.kv_tier.layer_waits import LayerWaits
-from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.plan import StepPlan, Times
 from vllm.v1.kv_tier.regions import Region
 from vllm.v1.kv_tier.streams import Copies, CopyOrder, CudaStreams
 from vllm.v1.kv_tier.worker import HostTier
@@ -268,6 +268,7 @@ class _Watched(CopyOrder):
     def __init__(self, worker: StreamWorker, order: CopyOrder) -> None:
         self._worker = worker
         self._order = order
+        self._told: Times = {}
 
     def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
         for kind, pairs in (
@@ -291,6 +292,14 @@ class _Watched(CopyOrder):
             raise Violation("plan", f"times run backwards: {loads}, {prefill}")
         # Simulated time is another one.
         return (0, 0.0), (0, 0.0)
+
+    def take_copy_times(self) -> Times:
+        times = self._order.take_copy_times()
+        for key, (num_blocks, seconds) in times.items():
+            if num_blocks < 1 or seconds < 0 or key in self._told:
+                raise Violation("plan", f"{key} took {seconds} again: {num_blocks}")
+        self._told.update(times)
+        return times
 
 
 class _Engine(CopyEngine):

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator and a router see of the demo's server: metrics and KV events.
+
+The conversations of `make demo`, over HTTP, on a smaller model; then a crowd that the
+device has no room for. The pool's own state comes from `open_scheduler`.
+"""
+
+import json
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo.__main__ import Sizes
+from demo.client import ChatClient
+from demo.model import ModelShape, write_model, write_tokenizer
+from demo.prose import chapters
+from prometheus_client.parser import text_string_to_metric_families
+from tests.follower import Follower, Subscriber
+from vllm.v1.kv_tier.metrics import METRICS, PREFIX
+
+from .conftest import environment
+from .server import Server
+
+SHAPE = ModelShape(num_hidden_layers=2, hidden_size=256, intermediate_size=512)
+CROWD, CROWD_TOKENS = 8, 80
+TURNS = 3
+PATIENCE_S = 60
+
+
+@dataclass
+class Seen:
+    """What was seen at rest."""
+
+    cached_tokens: list[int]
+    """`usage.prompt_tokens_details.cached_tokens` of every response."""
+    samples: dict[tuple[str, frozenset], float]
+    """Of /metrics, by name and labels (without engine and model)."""
+    state: dict[str, Any]
+    follower: Follower
+    after_reset: "Seen | None" = None
+    log: str = ""
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.samples[PREFIX + name, frozenset(labels.items())]
+
+
+class Watched:
+    """A server and its followers."""
+
+    def __init__(self, server: Server, subscriber: Subscriber, state: Path) -> None:
+        self.server = server
+        self.subscriber = subscriber
+        self.follower = Follower()
+        self._state = state
+        self._cached: list[int] = []
+
+    def talk(self) -> None:
+        """Some turns of the demo's conversations, then all of them at once."""
+        sizes = Sizes()
+        sayings = sizes.sayings()
+        histories: list[list[dict[str, str]]] = [[] for _ in sayings]
+        with ChatClient(self.server.url) as client:
+            for turn in range(TURNS):
+                for history, said in zip(histories, sayings):
+                    history.append({"role": "user", "content": said[turn]})
+                    answer = client.ask(history, sizes.answer_tokens)
+                    history.append({"role": "assistant", "content": answer.text})
+                    self._cached.append(answer.cached_tokens)
+
+            def go_on(i: int) -> int:
+                said = [*histories[i % len(histories)]]
+                said.append({"role": "user", "content": f"And then, {i}?"})
+                return client.ask(said, CROWD_TOKENS).cached_tokens
+
+            with ThreadPoolExecutor(CROWD) as users:
+                self._cached += users.map(go_on, range(CROWD))
+
+    def reset(self) -> None:
+        url = f"{self.server.url}/reset_prefix_cache"
+        request = urllib.request.Request(url, method="POST")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.status == 200
+
+    def look(self) -> Seen:
+        """Once nothing changes any more."""
+        deadline = time.monotonic() + PATIENCE_S
+        before: object = None
+        while time.monotonic() < deadline:
+            events = self.subscriber.receive(timeout_s=1)
+            if events is not None:
+                self.follower.follow(events)
+                continue
+            now = self._state.read_text(), self._samples()
+            if now == before:
+                state, samples = now
+                return Seen(
+                    self._cached.copy(), samples, json.loads(state), self.follower
+                )
+            before = now
+        raise AssertionError("the server does not come to rest")
+
+    def _samples(self) -> dict[tuple[str, frozenset], float]:
+        found: dict[tuple[str, frozenset], float] = {}
+        for family in text_string_to_metric_families(self.server.get("/metrics")):
+            for sample in family.samples:
+                labels = sample.labels.items()
+                own = frozenset(x for x in labels if x[0] not in _COMMON)
+                found[sample.name, own] = sample.value
+        return {k: v for k, v in found.items() if k[0].startswith(_NAMES)}
+
+
+_COMMON = ("engine", "model_name")
+_NAMES = (PREFIX, "vllm:prompt_tokens_cached", "vllm:prefix_cache_hits")
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("seen")
+    tokenizer = write_tokenizer(folder / "model")
+    said = set(tokenizer(" ".join(chapters())).input_ids)
+    write_model(folder / "model", SHAPE, said - set(tokenizer.all_special_ids))
+    endpoint = f"ipc://{folder}/events"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    flags = [
+        *Sizes().flags(SHAPE, tier=True),
+        *("--kv-events-config", json.dumps(events)),
+        *("--scheduler-cls", "tests.e2e.open_scheduler.OpenScheduler"),
+        # Nobody is deferred for long, but some loads come ahead.
+        *("--kv-offloading-config", '{"max_load_stall_ms": 0}'),
+    ]
+    env = environment() | {
+        "HF_HUB_OFFLINE": "1",
+        "KV_TIER_STATE": str(folder / "state.json"),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOG_STATS_INTERVAL": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    subscriber = Subscriber(endpoint)
+    server = Server(folder / "model", flags, env, folder / "log")
+    try:
+        yield Watched(server, subscriber, folder / "state.json")
+    finally:
+        server.kill()
+        subscriber.close()
+
+
+@pytest.fixture(scope="module")
+def seen(watched: Watched) -> Seen:
+    """After the talk; and after a reset and some more of it."""
+    watched.talk()
+    seen = watched.look()
+    seen.follower = _copy(seen.follower)
+    watched.reset()
+    watched.talk()
+    seen.after_reset = watched.look()
+    seen.log = watched.server.log()
+    return seen
+
+
+def _copy(follower: Follower) -> Follower:
+    new = Follower()
+    new.blocks, new.num_events = follower.blocks.copy(), follower.num_events.copy()
+    return new
+
+
+def _both(seen: Seen) -> list[Seen]:
+    assert seen.after_reset is not None
+    return [seen, seen.after_reset]
+
+
+def test_the_host_was_needed(seen: Seen) -> None:
+    """What follows says something of both tiers, of preemptions and loads ahead."""
+    assert seen.value("device_hit_tokens_total") > 0
+    assert seen.value("host_hit_tokens_total") > 5000
+    assert seen.value("loaded_ahead_blocks_total") > 0
+    assert seen.value("loaded_blocks_total") > 0
+    assert seen.value("resumed_from_host_total") > 0
+
+
+def test_every_metric_is_on_the_page(seen: Seen) -> None:
+    for metric in METRICS:
+        suffix = {"counter": "_total", "histogram": "_count"}.get(metric.kind, "")
+        for value in metric.values or (None,):
+            label = {metric.label: value} if value is not None else {}
+            assert seen.value(metric.name + suffix, **label) >= 0
+
+
+def test_hits_by_tier_are_the_cached_tokens_of_the_responses(seen: Seen) -> None:
+    for each in _both(seen):
+        device = each.value("device_hit_tokens_total")
+        host = each.value("host_hit_tokens_total")
+        assert device + host == sum(each.cached_tokens) > 0
+        per_request = {
+            tier: each.value("request_hit_tokens_sum", tier=tier)
+            for tier in ("device", "host")
+        }
+        assert per_request == {"device": device, "host": host}
+        num_hits = sum(tokens > 0 for tokens in each.cached_tokens)
+        assert each.value("request_hit_tokens_count", tier="host") == num_hits
+        # Upstream's own, with the source that it has a label for.
+        by_source = {
+            dict(labels)["source"]: value
+            for (name, labels), value in each.samples.items()
+            if name == "vllm:prompt_tokens_cached_by_source_total"
+        }
+        assert by_source["device"] == device and by_source["host"] == host
+
+
+def test_the_page_says_what_the_pool_counted(seen: Seen) -> None:
+    gauges = {metric.name for metric in METRICS if metric.kind == "gauge"}
+    for each in _both(seen):
+        state, planned = each.state, Counter(each.state["planned"])
+        for name, count in state["counted"].items():
+            if name.startswith("refused_"):
+                reason = name.removeprefix("refused_")
+                assert each.value("refused_stores_total", reason=reason) == count
+            elif name not in gauges:
+                assert each.value(f"{name}_total") == count, name
+        assert each.value("slots_used") == state["num_slots_used"]
+        assert each.value("slots_total") == state["num_slots"]
+        size = state["slot_bytes"]
+        assert each.value("used_bytes") == state["num_slots_used"] * size
+        assert each.value("total_bytes") == state["num_slots"] * size
+        for name in ("stored", "loaded", "loaded_ahead"):
+            assert each.value(f"{name}_blocks_total") == planned[name]
+            assert each.value(f"{name}_bytes_total") == planned[name] * size
+        for kind in ("store", "load", "load_ahead"):
+            copies = planned[f"{kind} copies"]
+            assert each.value("copy_seconds_count", kind=kind) == copies
+            assert each.value("copy_bytes_per_second_count", kind=kind) == copies
+        assert each.value("load_stall_seconds_count") == planned["load copies"]
+        for kind in ("store", "load", "layer_wait"):
+            assert each.value("failures_total", kind=kind) == 0
+
+
+def test_counters_live_through_a_reset(seen: Seen) -> None:
+    first, second = _both(seen)
+    for name in ("stored_blocks_total", "host_hit_tokens_total"):
+        assert second.value(name) > first.value(name) > 0
+    assert second.follower.num_events["AllBlocksCleared"] == 1
+
+
+def test_the_events_tell_what_both_tiers_hold(seen: Seen) -> None:
+    for each in _both(seen):
+        for medium, tier in (("GPU", "device"), ("CPU", "host")):
+            held = Counter({(group, key): n for group, key, n in each.state[tier]})
+            assert held == each.follower.held(medium), medium
+            assert len(held) > 20
+        assert each.follower.num_events["BlockRemoved GPU"] > 0
+
+
+def test_a_wrong_follower_is_noticed(seen: Seen) -> None:
+    (key, _) = next(iter(seen.follower.held("CPU").items()))
+    seen_by_one = _copy(seen.follower)
+    del seen_by_one.blocks["CPU", *key]
+    with pytest.raises(AssertionError):
+        test_the_events_tell_what_both_tiers_hold(
+            Seen([], {}, seen.state, seen_by_one, seen.after_reset)
+        )
+
+
+def test_the_log_line_has_the_rate_of_the_host(seen: Seen) -> None:
+    assert "Host KV tier hit rate: " in seen.log
+    assert "Prefix cache hit rate: " in seen.log
