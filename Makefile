@@ -72,6 +72,10 @@ format: env ## ruff: format, and mend what it can [TAG=]
 	@build/env/$(TAG)/bin/ruff format --quiet .
 	@build/env/$(TAG)/bin/ruff check --quiet --fix .
 
+.PHONY: docs-metrics
+docs-metrics: env ## docs/metrics.md, from the code [TAG=]
+	@build/env/$(TAG)/bin/python scripts/metrics_doc.py docs/metrics.md
+
 .PHONY: bench bench-copy bench-memory bench-scheduler bench-off-path gpu-check
 bench: ## the tier beside upstream's connectors on this machine's GPU, an hour or two [ARGS=]
 	@$(PYTHON) scripts/bench/compare.py --out build/bench $(ARGS)

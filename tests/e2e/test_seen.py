@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator and a router see of the demo's server: metrics and KV events.
 
-The conversations of `make demo`, over HTTP, on a smaller model; then a crowd that the
-device has no room for. The pool's own state comes from `open_scheduler`.
+The conversations of `make demo`, over HTTP, on a smaller model; then a crowd that
+outgrows the device cache. The pool's own state comes from `open_scheduler`.
 """
 
 import json
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
 from demo.__main__ import Sizes
 from demo.client import ChatClient
 from demo.model import ModelShape, write_model, write_tokenizer
 from demo.prose import chapters
-from prometheus_client.parser import text_string_to_metric_families
 from tests.follower import Follower, Subscriber
 from vllm.v1.kv_tier.metrics import METRICS, PREFIX
 
@@ -28,7 +29,8 @@ from .conftest import environment
 from .server import Server
 
 SHAPE = ModelShape(num_hidden_layers=2, hidden_size=256, intermediate_size=512)
-CROWD, CROWD_TOKENS = 8, 80
+# All are admitted, and outgrow the device cache together.
+CROWD, CROWD_CHARS, CROWD_TOKENS = 8, 700, 200
 TURNS = 3
 PATIENCE_S = 60
 
@@ -61,7 +63,7 @@ class Watched:
         self._cached: list[int] = []
 
     def talk(self) -> None:
-        """Some turns of the demo's conversations, then all of them at once."""
+        """Some turns of the demo's conversations; then many write at once."""
         sizes = Sizes()
         sayings = sizes.sayings()
         histories: list[list[dict[str, str]]] = [[] for _ in sayings]
@@ -73,13 +75,16 @@ class Watched:
                     history.append({"role": "assistant", "content": answer.text})
                     self._cached.append(answer.cached_tokens)
 
-            def go_on(i: int) -> int:
-                said = [*histories[i % len(histories)]]
-                said.append({"role": "user", "content": f"And then, {i}?"})
-                return client.ask(said, CROWD_TOKENS).cached_tokens
+            # Who asks again at once finds the device cache.
+            self._cached.append(client.ask(history[:-1], 1).cached_tokens)
+
+            def write(i: int) -> int:
+                begin = f"{i}. {sayings[i % len(sayings)][0][:CROWD_CHARS]}"
+                message = {"role": "user", "content": begin}
+                return client.ask([message], CROWD_TOKENS).cached_tokens
 
             with ThreadPoolExecutor(CROWD) as users:
-                self._cached += users.map(go_on, range(CROWD))
+                self._cached += users.map(write, range(CROWD))
 
     def reset(self) -> None:
         url = f"{self.server.url}/reset_prefix_cache"
@@ -259,7 +264,7 @@ def test_the_events_tell_what_both_tiers_hold(seen: Seen) -> None:
 def test_a_wrong_follower_is_noticed(seen: Seen) -> None:
     (key, _) = next(iter(seen.follower.held("CPU").items()))
     seen_by_one = _copy(seen.follower)
-    del seen_by_one.blocks["CPU", *key]
+    del seen_by_one.blocks["CPU", key[0], key[1]]
     with pytest.raises(AssertionError):
         test_the_events_tell_what_both_tiers_hold(
             Seen([], {}, seen.state, seen_by_one, seen.after_reset)

@@ -93,9 +93,13 @@ def new_pool(cls: type[BlockPool], *args: Any, **kwargs: Any) -> BlockPool:
     """`BlockPool.__new__`: decides by the arguments which class is built."""
     enable_caching = kwargs.get("enable_caching", args[1] if len(args) > 1 else False)
     events = kwargs.get("enable_kv_cache_events", args[3] if len(args) > 3 else False)
-    if cls is BlockPool and enable_caching:
-        return object.__new__(SwappedPublishingPool if events else SwappedPool)
-    return object.__new__(cls)
+    if cls is not BlockPool or not enable_caching:
+        return object.__new__(cls)
+    if not events:
+        return object.__new__(SwappedPool)
+    # The host's own events could not be told from those of HiSparse's pool there.
+    on_host = kwargs.get("medium") == MEDIUM_CPU
+    return object.__new__(cls if on_host else SwappedPublishingPool)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
