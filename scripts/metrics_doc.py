@@ -58,7 +58,7 @@ The device may hold a block twice, and then stores it twice and removes it twice
 `tests/follower.py` is a subscriber that does.
 
 While events are on, the scheduler keeps what an event must say for each block of either
-tier, 150 bytes and 3 for each of its tokens.
+tier: about 220 bytes, and 4 for each of its tokens.
 """
 
 

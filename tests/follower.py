@@ -31,7 +31,7 @@ class Follower:
         """How many blocks have each key."""
         self.num_events: Counter[str] = Counter()
         """By type and medium."""
-        self._descriptions: dict[tuple[int, Any], tuple] = {}
+        self._descriptions: dict[tuple[int | None, Any], tuple] = {}
 
     def follow(self, events: Iterable[Any]) -> None:
         """Take events in.
@@ -98,7 +98,7 @@ class Subscriber:
     """
 
     def __init__(self, endpoint: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.set_hwm(0)
         self._socket.connect(endpoint)

@@ -160,7 +160,8 @@ def test_times_wait_for_an_output_too() -> None:
     assert aggregator.aggregate([None, other], output_rank=0) is None
     found = aggregator.aggregate(told(StepReport(times=times), LOAD_3), output_rank=0)
     assert times_of(found) == times
-    assert found is not None and found.kv_tier_report.failed_load_seq == 3
+    assert found is not None and found.kv_tier_report is not None
+    assert found.kv_tier_report.failed_load_seq == 3
 
 
 def test_a_rank_that_never_tells_does_not_fill_memory() -> None:
