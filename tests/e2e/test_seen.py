@@ -11,7 +11,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from demo.prose import chapters
 from tests.follower import Follower, Subscriber
 from vllm.v1.kv_tier.metrics import METRICS, PREFIX
 
-from .conftest import environment
+from .conftest import ROOT, environment
+from .prometheus import MISSING, Prometheus
 from .server import Server
 
 SHAPE = ModelShape(num_hidden_layers=2, hidden_size=256, intermediate_size=512)
@@ -47,6 +48,9 @@ class Seen:
     follower: Follower
     after_reset: "Seen | None" = None
     log: str = ""
+    queried: dict[str, list[float]] | None = None
+    """Values of the dashboard's queries; None without a Prometheus."""
+    rules: list[dict[str, Any]] = field(default_factory=list)
 
     def value(self, name: str, **labels: str) -> float:
         return self.samples[PREFIX + name, frozenset(labels.items())]
@@ -156,17 +160,49 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         subscriber.close()
 
 
+OPS = ROOT / "ops"
+
+
 @pytest.fixture(scope="module")
-def seen(watched: Watched) -> Seen:
+def seen(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """After the talk; and after a reset and some more of it."""
-    watched.talk()
-    seen = watched.look()
-    seen.follower = _copy(seen.follower)
-    watched.reset()
-    watched.talk()
-    seen.after_reset = watched.look()
-    seen.log = watched.server.log()
+    prometheus = None
+    if not MISSING:
+        folder = tmp_path_factory.mktemp("prometheus") / "own"
+        prometheus = Prometheus(watched.server.url, OPS / "alerts.yml", folder)
+    try:
+        if prometheus is not None:
+            prometheus.wait_for("vllm:kv_tier_slots_total")
+        watched.talk()
+        seen = watched.look()
+        seen.follower = _copy(seen.follower)
+        watched.reset()
+        watched.talk()
+        seen.after_reset = watched.look()
+        seen.log = watched.server.log()
+        if prometheus is not None:
+            host = seen.after_reset.value("host_hit_tokens_total")
+            prometheus.wait_for(f"vllm:kv_tier_host_hit_tokens_total == {host}")
+            seen.queried = {
+                expression: [float(s["value"][1]) for s in prometheus.query(expression)]
+                for expression in dashboard_queries()
+            }
+            seen.rules = prometheus.rules()
+    finally:
+        if prometheus is not None:
+            prometheus.stop()
     return seen
+
+
+def dashboard_queries() -> list[str]:
+    """As Grafana sends them."""
+    dashboard = json.loads((OPS / "grafana.json").read_text())
+    variables = {"$__rate_interval": "10m", "$model": ".*", "$engine": ".*"}
+    queries = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    for name, value in variables.items():
+        queries = [query.replace(name, value) for query in queries]
+    assert not any("$" in query for query in queries)
+    return queries
 
 
 def _copy(follower: Follower) -> Follower:
@@ -274,3 +310,21 @@ def test_a_wrong_follower_is_noticed(seen: Seen) -> None:
 def test_the_log_line_has_the_rate_of_the_host(seen: Seen) -> None:
     assert "Host KV tier hit rate: " in seen.log
     assert "Prefix cache hit rate: " in seen.log
+
+
+@pytest.mark.skipif(MISSING, reason="Prometheus is not installed")
+def test_the_dashboard_shows_something_everywhere(seen: Seen) -> None:
+    assert seen.queried is not None
+    assert [query for query, values in seen.queried.items() if not values] == []
+    # Of a kind of copy that did not happen there is no quantile.
+    numbers = [v for values in seen.queried.values() for v in values if v == v]
+    assert all(v >= 0 for v in numbers) and sum(v > 0 for v in numbers) > 15
+
+
+@pytest.mark.skipif(MISSING, reason="Prometheus is not installed")
+def test_prometheus_evaluates_the_alert_rules(seen: Seen) -> None:
+    assert len(seen.rules) == 5
+    assert {rule["health"] for rule in seen.rules} <= {"ok", "unknown"}
+    # A minute is too short for any but the first, which must not fire.
+    assert {rule["state"] for rule in seen.rules} <= {"inactive", "pending"}
+    assert seen.rules[0]["state"] == "inactive"
