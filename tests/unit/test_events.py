@@ -196,6 +196,28 @@ def test_a_reset_that_is_refused_clears_nothing() -> None:
     assert sum(tier.follower.held("CPU").values()) == 1
 
 
+def test_a_hit_that_is_told_again_lies_where_it_lies() -> None:
+    tier = Publisher()
+    one = request(range(12))
+    tier.compute(one)
+    first = tier.told()[0]
+    tier.pool.emit_cached_block_events(one, 2, BLOCK, 0)
+    (again,) = tier.pool.take_events()
+    assert again.medium == "GPU" and again.token_ids == first.token_ids[: 2 * BLOCK]
+    # The last block of the chain goes first.
+    tier.pool.begin_step()
+    tier.pool.get_new_blocks(1)
+    tier.told()
+    tier.pool.emit_cached_block_events(one, 3, BLOCK, 0)
+    found = tier.pool.take_events()
+    assert [(e.medium, e.block_hashes) for e in found] == [
+        ("GPU", hashes(one)[:2]),
+        ("CPU", hashes(one)[2:]),
+    ]
+    assert [e.parent_block_hash for e in found] == [None, hashes(one)[1]]
+    assert found[1].token_ids == list(range(8, 12))
+
+
 def test_the_follower_notices_what_was_never_stored() -> None:
     removed = BlockRemoved(block_hashes=[1], medium="CPU", group_idx=0)
     with pytest.raises(Mismatch, match="never stored"):

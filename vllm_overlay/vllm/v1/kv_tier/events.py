@@ -7,6 +7,7 @@ key, encoded, as long as one of the tiers has the key.
 """
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -115,6 +116,43 @@ class PublishingBlockPool(TieredBlockPool):
                 self._descriptions.setdefault(key, _encode(event))
         return key
 
+    def emit_cached_block_events(
+        self,
+        request: Request,
+        num_cached_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+    ) -> None:
+        """As upstream, which tells a request's prefix hit again where that asks for it
+        (`kv_cache_report_mode`); each block as on the tier that has it."""
+        num_events = len(self.kv_event_queue)
+        super().emit_cached_block_events(
+            request, num_cached_blocks, block_size, kv_cache_group_id
+        )
+        hashes = resolve_block_hashes(
+            request.block_hashes, self.hash_block_size, block_size
+        )
+        keys = [
+            make_block_hash_with_group_id(hashes[i], kv_cache_group_id)
+            for i in range(num_cached_blocks)
+        ]
+        media = [self._medium_of(key) for key in keys]
+        if MEDIUM_CPU not in media:
+            return
+        del self.kv_event_queue[num_events:]
+        for medium, run in groupby(zip(media, keys), key=lambda each: each[0]):
+            if medium is not None:
+                self._emit_stored((key for _, key in run), medium)
+        for event in self.kv_event_queue[num_events:]:
+            assert isinstance(event, BlockStored)
+            event.session_id = request.session_id
+
+    def _medium_of(self, key: BlockHashWithGroupId) -> str | None:
+        """Of the tier that lookups would find `key` on."""
+        if self.cached_block_hash_to_block.get_one_block(key) is not None:
+            return self.medium
+        return MEDIUM_CPU if self.host.get(key) is not None else None
+
     def _emit_block_removed_events(
         self, block_hashes: list[BlockHashWithGroupId]
     ) -> None:
@@ -167,9 +205,8 @@ class PublishingBlockPool(TieredBlockPool):
 
     def _forget_descriptions(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Of those of `keys` that neither tier has any more."""
-        on_device = self.cached_block_hash_to_block.get_one_block
         for key in keys:
-            if on_device(key) is None and self.host.get(key) is None:
+            if self._medium_of(key) is None:
                 self._descriptions.pop(key, None)
 
 
