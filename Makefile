@@ -80,8 +80,9 @@ format: env ## ruff: format, and mend what it can [TAG=]
 	@build/env/$(TAG)/bin/ruff check --quiet --fix .
 
 .PHONY: docs size report
-docs: env ## build/site: the documentation, strict; writes the reference of settings [TAG=]
+docs: env ## build/site: the documentation, strict; writes the references of settings and metrics [TAG=]
 	@build/env/$(TAG)/bin/python scripts/reference.py
+	@build/env/$(TAG)/bin/python scripts/metrics_doc.py docs/metrics.md
 	@build/env/$(TAG)/bin/mkdocs build --quiet
 
 size: env ## hit rates to expect of host sizes and policies, from a trace [TAG= ARGS=]

@@ -51,8 +51,9 @@ class Server:
         self._log = log
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
-            self._port = s.getsockname()[1]
-        address = ["--host", "127.0.0.1", "--port", str(self._port)]
+            port = s.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        address = ["--host", "127.0.0.1", "--port", str(port)]
         self._shm_before = set(os.listdir(SHM))
         with log.open("w") as output:
             self.process = subprocess.Popen(
@@ -79,13 +80,12 @@ class Server:
         return self._log.read_text()
 
     def get(self, path: str) -> str:
-        url = f"http://127.0.0.1:{self._port}{path}"
-        with urllib.request.urlopen(url, timeout=60) as response:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return response.read().decode()
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Any:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}",
+            self.url + path,
             json.dumps(body).encode(),
             {"Content-Type": "application/json", **headers},
         )

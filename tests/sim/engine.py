@@ -8,7 +8,13 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -74,6 +80,7 @@ class Setup:
     retention: int | None = None
     """Blocks of which windows and states keep one tail; 0: only the last."""
     reserve_full_isl: bool = True
+    kv_events: KVEventsConfig | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -383,6 +390,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
     config.scheduler_config.scheduler_reserve_full_isl = setup.reserve_full_isl
     config.parallel_config = copy(base.parallel_config)
     config.parallel_config.pipeline_parallel_size = setup.num_stages
+    config.kv_events_config = setup.kv_events
     config.cache_config = copy(base.cache_config)
     config.cache_config.num_gpu_blocks = setup.num_blocks
     config.cache_config.block_size = layout.block_size

@@ -24,7 +24,7 @@ from vllm.v1.kv_tier.checksum import SlotChecksums
 from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer
 from vllm.v1.kv_tier.lane import Copy
 from vllm.v1.kv_tier.layer_waits import LayerWaits
-from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.plan import StepPlan, Times
 from vllm.v1.kv_tier.regions import Region
 from vllm.v1.kv_tier.streams import Copies, CopyOrder, CudaStreams
 from vllm.v1.kv_tier.worker import HostTier
@@ -74,6 +74,7 @@ class StreamEngine(Engine):
     def drain(self) -> None:
         super().drain()
         self._worker.settled()
+        self._worker.check_told()
 
     def _check(self) -> None:
         self._invariants.check_counts()
@@ -185,6 +186,10 @@ class StreamWorker(Worker):
             raise Violation("plan", f"never copied: {late}")
         return self
 
+    def check_told(self) -> None:
+        """Every copy has ended: each told its time, and how long a step waited."""
+        self._order.check_told()
+
     def unreported(self) -> object:
         """Failures that no output has told of."""
         return self._tier._report
@@ -280,9 +285,11 @@ class _Watched(CopyOrder):
 
     step: Step
 
-    def __init__(self, worker: StreamWorker, order: CopyOrder) -> None:
+    def __init__(self, worker: StreamWorker, order: CudaStreams) -> None:
         self._worker = worker
         self._order = order
+        self._asked: set[tuple[str, int]] = set()
+        self._told: Times = {}
 
     def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
         for kind, pairs in (
@@ -291,6 +298,9 @@ class _Watched(CopyOrder):
             ("load_ahead", plan.ahead_slots),
         ):
             if pairs:
+                self._asked.add((kind, plan.seq))
+                if kind == "load":
+                    self._asked.add(("stall", plan.seq))
                 run = self._worker.watched(kind, self.step, getattr(copies, kind))
                 setattr(copies, kind, run)
         self._order.begin_step(plan, copies, layerwise)
@@ -306,6 +316,20 @@ class _Watched(CopyOrder):
             raise Violation("plan", f"times run backwards: {loads}, {prefill}")
         # Simulated time is another one.
         return (0, 0.0), (0, 0.0)
+
+    def take_copy_times(self) -> Times:
+        times = self._order.take_copy_times()
+        for key, (num_blocks, seconds) in times.items():
+            if num_blocks < 1 or seconds < 0 or key in self._told:
+                raise Violation("plan", f"{key} took {seconds} again: {num_blocks}")
+        self._told.update(times)
+        return times
+
+    def check_told(self) -> None:
+        self._order._forget_ended()
+        self.take_copy_times()
+        if silent := self._asked - self._told.keys():
+            raise Violation("plan", f"nothing was told of {silent}")
 
 
 class _Engine(CopyEngine):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How reports of the ranks reach the scheduler."""
 
+from collections import Counter
 from copy import deepcopy
 
 import pytest
 
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
-from vllm.v1.kv_tier.plan import StepReport, merge_reports
+from vllm.v1.kv_tier.plan import StepReport, Times, merge_reports
 from vllm.v1.kv_tier.worker import with_report
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
@@ -48,6 +49,27 @@ def output() -> ModelRunnerOutput:
         (
             [StepReport(loads=(1, 1.0), prefill=(9, 1.0)), prefill(9, 2.0)],
             StepReport(loads=(1, 1.0), prefill=(9, 2.0)),
+        ),
+        # A copy moved what it moved everywhere.
+        (
+            [
+                StepReport(times={("store", 1): (4, 2.0), ("load", 1): (1, 1.0)}),
+                StepReport(times={("store", 1): (0, 3.0), ("load", 2): (1, 1.0)}),
+            ],
+            StepReport(
+                times={
+                    ("store", 1): (0, 3.0),
+                    ("load", 1): (1, 1.0),
+                    ("load", 2): (1, 1.0),
+                }
+            ),
+        ),
+        (
+            [
+                StepReport(failures=Counter(store=2)),
+                StepReport(failures=Counter(store=1, load=1)),
+            ],
+            StepReport(failures=Counter(store=2, load=1)),
         ),
     ],
 )
@@ -105,3 +127,48 @@ def test_waiting_reports_merge_with_later_ones() -> None:
     outputs[1].kv_tier_report = StepReport(3, {1: 1})
     found = aggregator.aggregate(outputs, output_rank=0)
     assert found is not None and found.kv_tier_report == StepReport(3, {1: 1})
+
+
+def told(*reports: StepReport | None) -> list[ModelRunnerOutput | None]:
+    outputs: list[ModelRunnerOutput | None] = []
+    for report in reports:
+        outputs.append(with_report(output(), report))
+    return outputs
+
+
+def times_of(found: ModelRunnerOutput | None) -> Times:
+    assert found is not None
+    return found.kv_tier_report.times if found.kv_tier_report is not None else {}
+
+
+def test_times_wait_until_all_ranks_have_told_theirs() -> None:
+    """Ranks see in different steps that a copy has ended."""
+    aggregator = StepReportAggregator()
+    fast = StepReport(times={("store", 1): (4, 1.0), ("load", 2): (1, 1.0)})
+    slow = StepReport(times={("store", 1): (4, 3.0)})
+    late = StepReport(times={("load", 2): (1, 2.0)})
+    assert times_of(aggregator.aggregate(told(fast, slow))) == {("store", 1): (4, 3.0)}
+    assert times_of(aggregator.aggregate(told(None, None))) == {}
+    assert times_of(aggregator.aggregate(told(None, late))) == {("load", 2): (1, 2.0)}
+    assert times_of(aggregator.aggregate(told(None, None))) == {}
+
+
+def test_times_wait_for_an_output_too() -> None:
+    aggregator = StepReportAggregator()
+    times: Times = {("store", 1): (4, 1.0)}
+    _, other = told(None, StepReport(times=times))
+    assert aggregator.aggregate([None, other], output_rank=0) is None
+    found = aggregator.aggregate(told(StepReport(times=times), LOAD_3), output_rank=0)
+    assert times_of(found) == times
+    assert found is not None and found.kv_tier_report is not None
+    assert found.kv_tier_report.failed_load_seq == 3
+
+
+def test_a_rank_that_never_tells_does_not_fill_memory() -> None:
+    aggregator = StepReportAggregator()
+    for seq in range(3000):
+        report = StepReport(times={("store", seq): (1, 1.0)})
+        assert times_of(aggregator.aggregate(told(report, None))) == {}
+    assert len(aggregator._times) == len(aggregator._num_told) <= 1000
+    both = StepReport(times={("store", 3000): (1, 1.0)})
+    assert times_of(aggregator.aggregate(told(both, both))) == both.times

@@ -1,69 +1,187 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of the tier on a real Prometheus registry."""
 
+from collections import Counter
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
+import msgspec
+import prometheus_client as prometheus
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
-from vllm.v1.kv_tier.stats import KVTierProm, KVTierStats
+from vllm.v1.kv_tier.metrics import (
+    METRICS,
+    PREFIX,
+    KVTierLogging,
+    KVTierProm,
+    device_hits,
+)
+from vllm.v1.kv_tier.plan import StepReport
+from vllm.v1.kv_tier.stats import KVTierStats
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+
+from .tier import SLOT_BYTES, Tier
 
 LABELS = ["model_name", "engine"]
 
 
-@pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
+class Published:
+    """The metrics of two engines."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        counter: Any = partial(prometheus.Counter, registry=self.registry)
+        gauge: Any = partial(prometheus.Gauge, registry=self.registry)
+        histogram: Any = partial(prometheus.Histogram, registry=self.registry)
+        self.sources = counter("by_source", "", [*LABELS, "source"])
+        engines: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+        self.prom = KVTierProm(counter, gauge, histogram, self.sources, LABELS, engines)
+
+    def observe(
+        self, stats: KVTierStats | None, engine: int = 0, hits: int = 0
+    ) -> None:
+        both = PrefixCacheStats(requests=1, queries=1000, hits=hits)
+        self.prom.observe(
+            SchedulerStats(prefix_cache_stats=both, kv_tier_stats=stats), engine
+        )
+
+    def value(self, name: str, engine: int = 0, **labels: str) -> float | None:
+        labels = {"model_name": "m", "engine": str(engine)} | labels
+        return self.registry.get_sample_value(name, labels)
+
+    def tier(self, name: str, engine: int = 0, **labels: str) -> float | None:
+        return self.value(PREFIX + name, engine, **labels)
 
 
 @pytest.fixture
-def prom(registry: CollectorRegistry) -> KVTierProm:
-    counter: Any = partial(Counter, registry=registry)
-    gauge: Any = partial(Gauge, registry=registry)
-    engines: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
-    return KVTierProm(counter, gauge, LABELS, engines)
+def published() -> Published:
+    return Published()
 
 
-def value(registry: CollectorRegistry, name: str, engine: int = 0) -> float | None:
-    labels = {"model_name": "m", "engine": str(engine)}
-    return registry.get_sample_value(f"vllm:kv_tier_{name}", labels)
+def test_counters_add_up_and_gauges_follow(published: Published) -> None:
+    tier = published.tier
+    published.observe(KVTierStats(host_hit_tokens=64, loaded_blocks=2, slots_used=9))
+    published.observe(
+        KVTierStats(host_hit_tokens=32, loaded_blocks=1, slots_used=4, slot_bytes=10)
+    )
+    assert tier("host_hit_tokens_total") == 96
+    assert tier("loaded_blocks_total") == 3
+    assert tier("slots_used") == 4
+    assert tier("used_bytes") == 40
 
 
-def test_counters_add_up_and_gauges_follow(
-    prom: KVTierProm, registry: CollectorRegistry
-) -> None:
-    prom.observe(KVTierStats(host_hit_tokens=64, loaded_blocks=2, slots_used=9), 0)
-    prom.observe(KVTierStats(host_hit_tokens=32, loaded_blocks=1, slots_used=4), 0)
-    assert value(registry, "host_hit_tokens_total") == 96
-    assert value(registry, "loaded_blocks_total") == 3
-    assert value(registry, "slots_used") == 4
+def test_engines_count_apart(published: Published) -> None:
+    published.observe(KVTierStats(stored_blocks=5), 1)
+    assert published.tier("stored_blocks_total", 1) == 5
+    assert published.tier("stored_blocks_total", 0) == 0
 
 
-def test_engines_count_apart(prom: KVTierProm, registry: CollectorRegistry) -> None:
-    prom.observe(KVTierStats(stored_blocks=5), 1)
-    assert value(registry, "stored_blocks_total", 1) == 5
-    assert value(registry, "stored_blocks_total", 0) == 0
+def test_a_step_without_stats_changes_nothing(published: Published) -> None:
+    published.observe(KVTierStats(stored_blocks=5))
+    before = generate_latest(published.registry)
+    published.observe(None)
+    assert generate_latest(published.registry) == before
 
 
-def test_a_step_without_stats_changes_nothing(
-    prom: KVTierProm, registry: CollectorRegistry
-) -> None:
-    prom.observe(KVTierStats(stored_blocks=5), 0)
-    before = generate_latest(registry)
-    prom.observe(None, 0)
-    assert generate_latest(registry) == before
+def test_every_metric_is_there_from_the_start(published: Published) -> None:
+    for metric in METRICS:
+        suffix = {"counter": "_total", "histogram": "_count"}.get(metric.kind, "")
+        for value in metric.values or (None,):
+            label = {metric.label: value} if value else {}
+            assert published.tier(metric.name + suffix, **label) == 0
 
 
-def test_every_count_is_published(
-    prom: KVTierProm, registry: CollectorRegistry
-) -> None:
-    counts = {f.name: i + 1 for i, f in enumerate(fields(KVTierStats))}
-    prom.observe(KVTierStats(**counts), 0)
+def test_every_count_is_published(published: Published) -> None:
+    counts = {
+        f.name: i + 1 for i, f in enumerate(fields(KVTierStats)) if f.default == 0
+    }
+    published.observe(KVTierStats(**counts))  # type: ignore[arg-type]
+    for name in ("refused_no_slot", "refused_pinned"):
+        reason = name.removeprefix("refused_")
+        assert published.tier("refused_stores_total", reason=reason) == counts.pop(name)
     for name, count in counts.items():
-        found = value(registry, f"{name}_total")
-        assert count == (value(registry, name) if found is None else found)
+        found = published.tier(f"{name}_total")
+        assert count == (published.tier(name) if found is None else found)
+    for name in ("stored", "loaded", "loaded_ahead"):
+        size = counts[f"{name}_blocks"] * counts["slot_bytes"]
+        assert published.tier(f"{name}_bytes_total") == size
+
+
+def test_copies_requests_and_failures(published: Published) -> None:
+    tier = published.tier
+    stats = KVTierStats(slot_bytes=10**6)
+    stats.record_report(
+        StepReport(
+            times={
+                ("store", 1): (100, 0.01),
+                ("store", 2): (100, 0.2),
+                ("load", 2): (0, 0.5),
+                ("stall", 2): (1, 0.25),
+            },
+            failures=Counter(load=1),
+        )
+    )
+    stats.record_report(StepReport(failures=Counter(load=1, odd=1)))
+    stats.request_hits = [(0, 64), (16, 0)]
+    published.observe(stats)
+    assert tier("copy_seconds_count", kind="store") == 2
+    assert tier("copy_seconds_sum", kind="store") == pytest.approx(0.21)
+    assert tier("copy_bytes_per_second_bucket", kind="store", le="1e+09") == 1
+    assert tier("copy_bytes_per_second_bucket", kind="store", le="1e+10") == 2
+    # It failed.
+    assert tier("copy_seconds_count", kind="load") == 0
+    assert tier("load_stall_seconds_sum") == 0.25
+    assert tier("failures_total", kind="load") == 2
+    assert tier("failures_total", kind="odd") == 1
+    assert tier("request_hit_tokens_sum", tier="host") == 64
+    assert tier("request_hit_tokens_bucket", tier="device", le="0.0") == 1
+
+
+def test_hits_are_told_apart_by_source(published: Published) -> None:
+    published.observe(KVTierStats(host_hit_tokens=64), hits=96)
+    assert published.value("by_source_total", source="host") == 64
+    stats = SchedulerStats(prefix_cache_stats=PrefixCacheStats(hits=96))
+    assert device_hits(stats) == 96
+    stats.kv_tier_stats = KVTierStats(host_hit_tokens=64)
+    assert device_hits(stats) == 32
+
+
+def test_hits_by_source_never_go_down(published: Published) -> None:
+    """That kills the API server (upstream #36755)."""
+    published.observe(KVTierStats(host_hit_tokens=64), hits=32)
+    assert published.value("by_source_total", source="host") == 32
+    stats = SchedulerStats(kv_tier_stats=KVTierStats(host_hit_tokens=64))
+    assert device_hits(stats) == 0
+
+
+def test_the_log_line_has_the_rate_of_the_host() -> None:
+    def line(logging: KVTierLogging) -> str:
+        parts: list[str] = []
+        values: list[int | float | str] = []
+        logging.add_to(parts, values)
+        return ", ".join(parts) % tuple(values)
+
+    logging = KVTierLogging()
+    both = PrefixCacheStats(requests=2, queries=1000, hits=700)
+    stats = SchedulerStats(prefix_cache_stats=both)
+    logging.observe(stats)
+    assert line(logging) == ""
+    stats.kv_tier_stats = KVTierStats(host_hit_tokens=250)
+    logging.observe(stats)
+    assert line(logging) == "Host KV tier hit rate: 25.0%"
+    # As upstream's rate, after a reset of the prefix cache.
+    both.reset, stats.kv_tier_stats.host_hit_tokens = True, 500
+    logging.observe(stats)
+    assert line(logging) == "Host KV tier hit rate: 50.0%"
+
+
+def test_stats_travel_from_the_engine_to_the_api_server() -> None:
+    stats = KVTierStats(host_hit_tokens=3, failures={"load": 1})
+    stats.times, stats.request_hits = [("store", 4, 0.5)], [(1, 2)]
+    packed = msgspec.msgpack.encode(stats)
+    assert msgspec.msgpack.decode(packed, type=KVTierStats) == stats
 
 
 class Request:
@@ -73,18 +191,81 @@ class Request:
 
 def test_hits_of_new_and_resumed_requests_count_apart() -> None:
     stats = KVTierStats()
-    stats.record_hit(Request(0), 96, 64)  # type: ignore[arg-type]
-    stats.record_hit(Request(2), 320, 32)  # type: ignore[arg-type]
+    stats.record_hit(Request(0), 96, 64)
+    stats.record_hit(Request(2), 320, 32)
+    stats.record_hit(Request(1), 32, 0)
     assert stats == KVTierStats(
         device_hit_tokens=32,
         host_hit_tokens=64,
-        resumed_device_hit_tokens=288,
+        resumed_device_hit_tokens=320,
         resumed_host_hit_tokens=32,
+        resumed_from_host=1,
+        request_hits=[(32, 64)],
     )
 
 
 def test_a_hit_that_ends_inside_a_block_counts_its_tokens_only() -> None:
     """No counter may go down: that kills the API server (upstream #36755)."""
     stats = KVTierStats()
-    stats.record_hit(Request(0), 48, 64)  # type: ignore[arg-type]
+    stats.record_hit(Request(0), 48, 64)
     assert (stats.device_hit_tokens, stats.host_hit_tokens) == (0, 48)
+
+
+def test_samples_that_nobody_takes_do_not_fill_memory() -> None:
+    stats = KVTierStats()
+    for seq in range(5000):
+        stats.record_hit(Request(0), 48, 32)
+        stats.record_report(StepReport(times={("store", seq): (1, 1.0)}))
+    assert len(stats.request_hits) == len(stats.times) == 1000
+    assert stats.host_hit_tokens == 5000 * 32
+
+
+# ------------------------------------------------------------- counts of the pool
+
+
+def test_a_store_without_a_slot_is_refused_and_its_block_lost() -> None:
+    tier = Tier(num_blocks=2, num_slots=1)
+    tier.computed("ab")
+    tier.begin()
+    tier.pool.get_new_blocks(2)
+    stats = tier.pool.take_stats()
+    assert (stats.refused_no_slot, stats.dropped_blocks) == (1, 1)
+    assert stats.slots_used == 1
+
+
+def test_a_slot_that_the_plan_uses_is_not_replaced() -> None:
+    tier = Tier(num_blocks=4, num_slots=10)
+    tier.demoted("a")
+    tier.begin()
+    slot = tier.slot("a")
+    tier.promote(tier.find("a"))
+    block = tier.pool.get_new_blocks(1)[0]
+    block.set_block_hash(slot.keys[0], 32)
+    assert not tier.pool._queue_store(block)
+    stats = tier.pool.take_stats()
+    assert stats.refused_pinned == 1 and stats.promoted_blocks == 1
+
+
+def test_the_backlog_is_what_the_cleaner_has_not_stored() -> None:
+    tier = Tier(num_blocks=1000, num_slots=4000)
+    tier.computed("".join(chr(i) for i in range(200, 1100)))
+    backlog: list[int] = []
+    while not backlog or backlog[-1] != 0:
+        tier.idle()
+        backlog.append(tier.pool.take_stats().cleaner_backlog_blocks)
+        assert len(backlog) < 100
+    assert backlog[0] > 200 and backlog == sorted(backlog, reverse=True)
+
+
+def test_with_write_through_the_backlog_is_what_the_step_computes() -> None:
+    tier = Tier(num_blocks=10, store_policy="write_through")
+    tier.begin()
+    tier.compute("abc")
+    tier.end()
+    assert tier.pool.take_stats().cleaner_backlog_blocks == 3
+    tier.idle()
+    assert tier.pool.take_stats().cleaner_backlog_blocks == 0
+
+
+def test_bytes_are_those_of_all_ranks() -> None:
+    assert Tier(num_blocks=4).pool.take_stats().slot_bytes == SLOT_BYTES

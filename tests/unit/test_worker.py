@@ -2,6 +2,7 @@
 """A rank's host tier on CPU memory: copies, failures and their reports."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -55,7 +56,8 @@ class Rank:
         self.tier.begin_step(step(seq, **plan))
 
     def report(self) -> StepReport | None:
-        return self.tier.end_step(output()).kv_tier_report
+        """What failed, as the next output tells it."""
+        return failed(self.tier.end_step(output()).kv_tier_report)
 
 
 @pytest.fixture
@@ -72,6 +74,14 @@ def verifying(rank: Rank) -> Rank:
     cpu = torch.device("cpu")
     rank.tier = HostTier.allocate(rank.regions, NUM_SLOTS, cpu, verify=True)
     return rank
+
+
+def failed(report: StepReport | None) -> StepReport | None:
+    """`report` without what was measured; None if nothing is left."""
+    if report is None:
+        return None
+    only = StepReport(report.failed_load_seq, report.failed_store_slots)
+    return only if only != StepReport() else None
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -215,7 +225,7 @@ def test_a_report_of_an_early_pipeline_stage_goes_alone() -> None:
 
 def test_a_report_never_lands_on_the_shared_empty_output() -> None:
     found = failed_rank().tier.attach_report(EMPTY_MODEL_RUNNER_OUTPUT)
-    assert found.kv_tier_report == StepReport(9)
+    assert failed(found.kv_tier_report) == StepReport(9)
     assert EMPTY_MODEL_RUNNER_OUTPUT.kv_tier_report is None
 
 
@@ -234,7 +244,7 @@ def test_a_report_travels_with_an_async_output() -> None:
     assert later.get_kv_connector_output() == "of the connector"  # type: ignore
     # What fails from now on belongs to the next output.
     fail(rank, 10)
-    assert later.get_output().kv_tier_report == StepReport(9)
+    assert failed(later.get_output().kv_tier_report) == StepReport(9)
     assert EMPTY_MODEL_RUNNER_OUTPUT.kv_tier_report is None
     assert rank.report() == StepReport(10)
 
@@ -261,6 +271,7 @@ class Recorder(InOrder):
     """Keeps what it is asked."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.layerwise: list[bool] = []
         self.num_tokens: list[int] = []
         self.num_parts = [0, 0, 0]
@@ -367,8 +378,9 @@ def test_a_layer_that_did_not_wait_fails_its_step(
     # No model output yet: `sample_tokens` brings it.
     assert tier.end_step(None) is None
     assert "layerwise_loads" in caplog.text
-    report = tier.attach_report(output()).kv_tier_report
-    assert report is not None and report.failed_load_seq == 2
+    found = tier.attach_report(output()).kv_tier_report
+    assert found is not None and found.failed_load_seq == 2
+    assert found.failures == Counter(layer_wait=1)
     # Once is enough.
     order.all_waited = True
     tier.begin_step(step(3, [5], **LOAD))
@@ -426,3 +438,42 @@ def test_what_it_takes_a_request_to_join(
     assert (report is not None) == counts
     if report is not None:
         assert report.joins[0] == 1 and report.joins[1] >= 0.01
+
+
+def full_report(rank: Rank) -> StepReport:
+    report = rank.tier.end_step(output()).kv_tier_report
+    assert report is not None
+    return report
+
+
+def test_every_copy_tells_its_time_once(rank: Rank) -> None:
+    rank.run(1, store_blocks=[1, 2], store_slots=[0, 1])
+    rank.run(2, load_slots=[0], load_blocks=[3], ahead_slots=[1], ahead_blocks=[4])
+    times = full_report(rank).times
+    # The step waits for its loads: that is its stall.
+    assert {key: num for key, (num, _) in times.items()} == {
+        ("store", 1): 2,
+        ("load", 2): 1,
+        ("stall", 2): 1,
+        ("load_ahead", 2): 1,
+    }
+    assert all(seconds > 0 for _, seconds in times.values())
+    assert times["stall", 2] == times["load", 2]
+    rank.run(3)
+    assert rank.tier.end_step(output()).kv_tier_report is None
+
+
+def test_a_copy_that_failed_counts_no_blocks(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(monkeypatch, rank, "stores")
+    rank.run(1, store_blocks=[1, 2], store_slots=[0, 1])
+    rank.run(2, load_slots=[1], load_blocks=[3])
+    rank.run(3, ahead_slots=[1], ahead_blocks=[3])
+    found = full_report(rank)
+    assert found.failures == {"store": 1, "load": 2}
+    blocks = [found.times[kind][0] for kind in (("store", 1), ("load", 2))]
+    assert blocks == [0, 0] and found.times["load_ahead", 3][0] == 0
+    # What failed before says nothing of what follows.
+    rank.run(4, store_blocks=[1], store_slots=[1])
+    assert full_report(rank).times["store", 4][0] == 1

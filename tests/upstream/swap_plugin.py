@@ -2,8 +2,8 @@
 """pytest plugin that makes every prefix-caching `BlockPool` a tiered one.
 
 However upstream or a test builds a `BlockPool`, it gets a `TieredBlockPool` with a
-small host tier. Subclasses of `BlockPool` and pools that the host tier refuses
-(no prefix caching, KV cache events) stay as they are.
+small host tier. Subclasses of `BlockPool` and pools that the host tier refuses (no
+prefix caching) stay as they are. Of KV cache events the tests see those of the device.
 
 Upstream's tests seldom look for a block that was evicted. With --pressed, each
 evictable device block that a lookup finds is evicted first, so that the hit must
@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from vllm.distributed.kv_events import MEDIUM_CPU, KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.events import PublishingBlockPool
 from vllm.v1.kv_tier.host_table import HostSlot
 from vllm.v1.kv_tier.pool import TieredBlockPool
 
@@ -79,12 +81,25 @@ class SwappedPool(TieredBlockPool):
             self.free_blocks(self.get_new_blocks(1))
 
 
+class SwappedPublishingPool(SwappedPool, PublishingBlockPool):
+    """The same for `BlockPool(..., enable_kv_cache_events=True)`."""
+
+    def take_events(self) -> list[KVCacheEvent]:
+        events = super().take_events()
+        return [e for e in events if getattr(e, "medium", None) != MEDIUM_CPU]
+
+
 def new_pool(cls: type[BlockPool], *args: Any, **kwargs: Any) -> BlockPool:
     """`BlockPool.__new__`: decides by the arguments which class is built."""
     enable_caching = kwargs.get("enable_caching", args[1] if len(args) > 1 else False)
     events = kwargs.get("enable_kv_cache_events", args[3] if len(args) > 3 else False)
-    tiered = cls is BlockPool and enable_caching and not events
-    return object.__new__(SwappedPool if tiered else cls)
+    if cls is not BlockPool or not enable_caching:
+        return object.__new__(cls)
+    if not events:
+        return object.__new__(SwappedPool)
+    # The host's own events could not be told from those of HiSparse's pool there.
+    on_host = kwargs.get("medium") == MEDIUM_CPU
+    return object.__new__(cls if on_host else SwappedPublishingPool)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One model output for the scheduler, with the reports of all ranks."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from vllm.v1.kv_tier.plan import StepReport, merge_reports
+from vllm.v1.kv_tier.plan import StepReport, Times, merge_reports, merge_times
 from vllm.v1.kv_tier.worker import with_report
 from vllm.v1.outputs import ModelRunnerOutput
+
+# Copies that some ranks have told of: if others never do, memory must not fill up.
+_MAX_TIMES = 1000
 
 
 class StepReportAggregator:
@@ -17,6 +21,9 @@ class StepReportAggregator:
 
     def __init__(self) -> None:
         self._waiting: StepReport | None = None
+        # What not all ranks have told of yet, and how many have.
+        self._times: Times = {}
+        self._num_told: Counter[tuple[str, int]] = Counter()
 
     def aggregate(
         self, outputs: Sequence[ModelRunnerOutput | None], output_rank: int = 0
@@ -25,10 +32,30 @@ class StepReportAggregator:
 
         Reports wait for the next call while that rank has no output.
         """
-        reports = [o.kv_tier_report for o in outputs if o is not None]
+        reports = [
+            o.kv_tier_report
+            for o in outputs
+            if o is not None and o.kv_tier_report is not None
+        ]
+        times = self._waiting.times if self._waiting is not None else {}
         self._waiting = merge_reports([self._waiting, *reports])
+        if reports and self._waiting is not None:
+            self._waiting.times = times | self._told_by_all(reports, len(outputs))
         output = outputs[output_rank]
         if output is None or self._waiting is None:
             return output
         report, self._waiting = self._waiting, None
         return with_report(output, report)
+
+    def _told_by_all(self, reports: Iterable[StepReport], num_ranks: int) -> Times:
+        """Times of the slowest rank, once every rank has told its own."""
+        for report in reports:
+            self._num_told.update(report.times.keys())
+            merge_times(self._times, report.times)
+        all_told = [k for k in self._times if self._num_told[k] == num_ranks]
+        told = {key: self._times[key] for key in all_told}
+        too_many = list(self._times)[: max(0, len(self._times) - _MAX_TIMES)]
+        for key in (*all_told, *too_many):
+            self._times.pop(key, None)
+            self._num_told.pop(key, None)
+        return told

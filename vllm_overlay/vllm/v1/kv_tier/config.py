@@ -155,13 +155,6 @@ class KVTierConfig:
                 "kv_load_failure_policy='recompute'. Set it to 'fail', or remove the "
                 "backend."
             )
-        events = vllm_config.kv_events_config
-        if events is not None and events.enable_kv_cache_events:
-            raise ValueError(
-                f"{backend} does not publish KV cache events yet, and a subscriber "
-                "would see a wrong cache. Remove enable_kv_cache_events from "
-                "--kv-events-config, or remove the backend."
-            )
         if vllm_config.attention_config.hisparse_config is not None:
             raise ValueError(
                 f"{backend} and HiSparse both keep KV blocks in host memory. "

@@ -38,6 +38,8 @@ class HostTable:
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         self.num_slots = num_slots
         self.evictions = 0
+        self.on_forget: Callable[[HostSlot], None] | None = None
+        """Told of every slot whose content is gone, when it is."""
         self._policy = policy
         self._slots: dict[BlockHashWithGroupId, HostSlot] = {}
         # No method: asked for every block of every prefix, and for every victim.
@@ -130,3 +132,5 @@ class HostTable:
             self._free_after_plan.append(slot.index)
         else:
             self._free.append(slot.index)
+        if self.on_forget is not None:
+            self.on_forget(slot)

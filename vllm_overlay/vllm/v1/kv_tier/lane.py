@@ -72,7 +72,7 @@ class Job(Done):
         self.copy = copy
         self.after = after
         self.num_blocks = num_blocks
-        self.begun = torch.cuda.Event(enable_timing=True)
+        self.begun: torch.cuda.Event | None = None
         self.is_urgent = False
         """Somebody waits for the launch: no time for gates."""
         self.before: Job | None = None
@@ -98,8 +98,8 @@ class Job(Done):
 
     @property
     def seconds(self) -> float:
-        """How long the copy took; it must have ended."""
-        return self.begun.elapsed_time(self.event) / 1e3
+        """How long the copy took; it must have ended. 0: it never began."""
+        return self.begun.elapsed_time(self.event) / 1e3 if self.begun else 0.0
 
 
 class Lane:
@@ -174,6 +174,7 @@ class _Launcher:
             if not job.is_urgent:
                 self._gate(job)
             with torch.inference_mode(), torch.cuda.stream(self.stream):
+                job.begun = torch.cuda.Event(enable_timing=True)
                 job.begun.record(self.stream)
                 job.copy(lambda: self._after_part(job))
         finally:

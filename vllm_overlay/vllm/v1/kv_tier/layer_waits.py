@@ -10,18 +10,24 @@ one; `disarm` tells whether all layers came by, and if not, the loads count as f
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier.lane import Done
 from vllm.v1.kv_tier.regions import Region, flatten
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
+
+
+class End(Protocol):
+    """Of a part of the loads."""
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Make `stream` wait for it."""
 
 
 class LayerWaits:
@@ -38,11 +44,11 @@ class LayerWaits:
         self.regions = regions
         self.max_decode_tokens = max_decode_tokens
         self.is_armed = False
-        self._ends: Sequence[Done] = ()
+        self._ends: Sequence[End] = ()
         self._part_of: dict[str, int] = {}
         self._num_waited = 0
 
-    def arm(self, parts: Sequence[range], ends: Sequence[Done]) -> None:
+    def arm(self, parts: Sequence[range], ends: Sequence[End]) -> None:
         """Let the layers of this step wait.
 
         Args:

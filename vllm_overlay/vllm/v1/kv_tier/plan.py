@@ -6,6 +6,7 @@ may still run when later plans arrive; the fences say which earlier copies and
 forward passes must have ended before memory that they use is used again.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -52,6 +53,12 @@ class StepPlan:
     device blocks that they fill."""
 
 
+Times = dict[tuple[str, int], tuple[int, float]]
+"""By kind and `seq` of the plan: blocks of copies that ended (0: they failed), and the
+seconds that they took. Kinds are `store`, `load` and `load_ahead`; and `stall`, for the
+seconds that a forward pass waited for loads."""
+
+
 @dataclass
 class StepReport:
     """What the scheduler must hear of. Absent from a step with nothing to tell."""
@@ -68,6 +75,11 @@ class StepReport:
     joins: tuple[int, float] = (0, 0.0)
     """Steps in which requests joined with little to compute, and the seconds that
     their launches took, which is less than they took."""
+    times: Times = field(default_factory=dict)
+    """What a rank has not told of before."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Steps in which copies failed, by kind (`store`, `load`), or a layer did not
+    wait for its loads (`layer_wait`)."""
 
 
 def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
@@ -84,7 +96,17 @@ def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
         merged.loads = _slower(merged.loads, report.loads)
         merged.prefill = _slower(merged.prefill, report.prefill)
         merged.joins = _slower(merged.joins, report.joins)
+        merge_times(merged.times, report.times)
+        # Ranks mostly fail together.
+        merged.failures |= report.failures
     return merged
+
+
+def merge_times(times: Times, others: Times) -> None:
+    """Take what `others` says into `times`: the slowest counts, and every failure."""
+    for key, (num_blocks, seconds) in others.items():
+        known = times.get(key, (num_blocks, seconds))
+        times[key] = min(known[0], num_blocks), max(known[1], seconds)
 
 
 def _slower(a: tuple[int, float], b: tuple[int, float]) -> tuple[int, float]:

@@ -38,6 +38,10 @@ def make_block_pool(kv_cache_config: Any, **kwargs: Any) -> BlockPool:
     layout: KVTierLayout | None = kv_cache_config.kv_tier
     if layout is None:
         return BlockPool(**kwargs)
+    if kwargs.get("enable_kv_cache_events"):
+        from vllm.v1.kv_tier.events import PublishingBlockPool
+
+        return PublishingBlockPool(layout, **kwargs)
     return TieredBlockPool(layout, **kwargs)
 
 
@@ -98,7 +102,7 @@ _LOOK_ANEW = 1000
 _CLAIM_WITHIN_S = 1.0
 
 
-_Hole = tuple[list[KVCacheBlock], int, HostSlot]
+Hole = tuple[list[KVCacheBlock], int, HostSlot]
 """Where a loaded block belongs: index in a list, and the slot that is there."""
 
 
@@ -161,6 +165,7 @@ class TieredBlockPool(BlockPool):
         self._last_clean: KVCacheBlock | None = None
         self._clean_steps = 0
         self._loading = False
+        self._backlog = 0
         self._stats = KVTierStats()
 
     # ------------------------------------------------------------------ a step
@@ -356,7 +361,7 @@ class TieredBlockPool(BlockPool):
         managers: Sequence[Any],
         computed_blocks: tuple[Sequence[KVCacheBlock], ...],
         num_tokens: int,
-    ) -> tuple[list[list[KVCacheBlock]], list[KVCacheBlock], list[_Hole]]:
+    ) -> tuple[list[list[KVCacheBlock]], list[KVCacheBlock], list[Hole]]:
         """Take a hit of `num_tokens` apart.
 
         Returns:
@@ -366,7 +371,7 @@ class TieredBlockPool(BlockPool):
         """
         groups = [list(group) for group in computed_blocks]
         hits: list[KVCacheBlock] = []
-        holes: list[_Hole] = []
+        holes: list[Hole] = []
         for manager, group in zip(managers, groups, strict=True):
             # Upstream drops the head that the attention window has left behind.
             first = manager.get_num_skipped_tokens(num_tokens) // manager.block_size
@@ -382,7 +387,7 @@ class TieredBlockPool(BlockPool):
 
     def _load(
         self,
-        holes: list[_Hole],
+        holes: list[Hole],
         hits: list[KVCacheBlock],
         ahead: bool,
     ) -> int:
@@ -396,6 +401,7 @@ class TieredBlockPool(BlockPool):
         num_stores += len(self._stores)
         self._taken -= len(holes)
         self._taken_by_loads += len(holes)
+        self._stats.promoted_blocks += len(holes)
         plan = self._plan
         queue = self._loads_ahead if ahead else self._loads
         insert, computed_by = super()._insert_block_hash, self._computed_by
@@ -635,8 +641,8 @@ class TieredBlockPool(BlockPool):
 
     def _demote(self, block: KVCacheBlock) -> None:
         is_computed = self._computed_by[block.block_id] < self._plan.seq
-        if is_computed and not self._is_clean(block):
-            self._queue_store(block)
+        if is_computed and not self._is_clean(block) and not self._queue_store(block):
+            self._stats.dropped_blocks += 1
 
     def _invalidate(self, block: KVCacheBlock) -> None:
         for key in self._keys(block):
@@ -652,11 +658,13 @@ class TieredBlockPool(BlockPool):
             stale = self.host.get(key)
             if stale is not None:
                 if self.host.is_pinned(stale):
+                    self._stats.refused_pinned += 1
                     return False
                 self.host.remove(stale)
         plan = self._plan
         slot = self.host.insert(keys, block.block_hash_num_tokens, plan.seq)
         if slot is None:
+            self._stats.refused_no_slot += 1
             return False
         self.host.pin((slot,))
         self._stores[slot.index] = block
@@ -774,6 +782,8 @@ class TieredBlockPool(BlockPool):
             last = block
         self._last_clean = last
         self._clean_steps += self._num_clean >= window
+        num_free = self.free_block_queue.num_free_blocks
+        self._backlog = max(0, min(window, num_free) - self._num_clean)
 
     def _free_blocks(
         self, num_blocks: int, after: KVCacheBlock | None = None
@@ -835,6 +845,7 @@ class TieredBlockPool(BlockPool):
 
         """
         self.loads.take(report, self._tokens_per_block)
+        self._stats.record_report(report)
         for index, seq in report.failed_store_slots.items():
             slot = self.host.at(index)
             if slot is not None and slot.store_seq == seq:
@@ -869,6 +880,9 @@ class TieredBlockPool(BlockPool):
         stats.slots_total = self.host.num_slots
         stats.slots_used = len(self.host)
         stats.slot_bytes = self.slot_bytes
+        stats.cleaner_backlog_blocks = (
+            len(self._fresh) if self.write_through else self._backlog
+        )
         stats.load_seconds_per_block = self.loads.load_s
         stats.prefill_seconds_per_block = self.loads.prefill_s
         stats.evicted_slots, self.host.evictions = self.host.evictions, 0

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of the host tier, from the pool to Prometheus."""
+"""What the host tier did, from the pool to the stat loggers."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from prometheus_client import Counter, Gauge
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm.v1.kv_tier.plan import StepReport
     from vllm.v1.request import Request
+
+# Samples that are kept for a stat logger. Where nobody logs, nobody takes them.
+_MAX_SAMPLES = 1000
 
 
 @dataclass
@@ -21,17 +23,33 @@ class KVTierStats:
     resumed_device_hit_tokens: int = 0
     """As above, for requests that were preempted before."""
     resumed_host_hit_tokens: int = 0
+    resumed_from_host: int = 0
+    """Times that a preempted request went on with blocks from host slots."""
     stored_blocks: int = 0
     loaded_blocks: int = 0
     loaded_ahead_blocks: int = 0
+    promoted_blocks: int = 0
     deferred_requests: int = 0
     recomputed_lookups: int = 0
     evicted_slots: int = 0
+    refused_no_slot: int = 0
+    """Stores for which every slot was in use by the plan."""
+    refused_pinned: int = 0
+    """Stores that would replace a slot in use by the plan."""
+    dropped_blocks: int = 0
+    """Blocks that the device evicted and the host could not take."""
     slots_used: int = 0
     slots_total: int = 0
     slot_bytes: int = 0
+    cleaner_backlog_blocks: int = 0
     load_seconds_per_block: float = 0.0
     prefill_seconds_per_block: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)
+    """By kind, as in `StepReport`."""
+    request_hits: list[tuple[int, int]] = field(default_factory=list)
+    """Device and host hit tokens of each new request that hit something."""
+    times: list[tuple[str, int, float]] = field(default_factory=list)
+    """(kind, blocks, seconds), as in `StepReport`."""
 
     def record_hit(
         self, request: "Request", num_tokens: int, num_host_tokens: int
@@ -39,77 +57,23 @@ class KVTierStats:
         """Count the prefix hit of a request that is being admitted."""
         # A hit may end inside its last block.
         num_host_tokens = min(num_host_tokens, num_tokens)
+        num_device_tokens = num_tokens - num_host_tokens
         if request.num_preemptions > 0:
-            self.resumed_device_hit_tokens += num_tokens - num_host_tokens
+            self.resumed_device_hit_tokens += num_device_tokens
             self.resumed_host_hit_tokens += num_host_tokens
+            self.resumed_from_host += num_host_tokens > 0
         else:
-            self.device_hit_tokens += num_tokens - num_host_tokens
+            self.device_hit_tokens += num_device_tokens
             self.host_hit_tokens += num_host_tokens
+            if num_tokens and len(self.request_hits) < _MAX_SAMPLES:
+                self.request_hits.append((num_device_tokens, num_host_tokens))
 
-
-_COUNTERS = {
-    "device_hit_tokens": "Prompt tokens served from the device KV cache.",
-    "host_hit_tokens": "Prompt tokens served from the host KV tier.",
-    "resumed_device_hit_tokens": (
-        "Tokens of resumed (preempted) requests served from the device KV cache."
-    ),
-    "resumed_host_hit_tokens": (
-        "Tokens of resumed (preempted) requests served from the host KV tier."
-    ),
-    "stored_blocks": "KV blocks copied from device to host.",
-    "loaded_blocks": "KV blocks copied from host to device for their own step.",
-    "loaded_ahead_blocks": "KV blocks copied from host to device for a later step.",
-    "deferred_requests": (
-        "Times that a waiting request was passed over in a step because the others "
-        "would have waited too long for its loads."
-    ),
-    "recomputed_lookups": (
-        "Prefix lookups that ended at a host slot because computing was cheaper."
-    ),
-    "evicted_slots": "Host slots evicted to make room.",
-}
-_GAUGES = {
-    "slots_used": "Host slots that hold a KV block.",
-    "slots_total": "Host slots.",
-    "slot_bytes": "Bytes of one host slot, all ranks together.",
-    "load_seconds_per_block": "Measured cost of loading one KV block.",
-    "prefill_seconds_per_block": "Measured cost of computing one KV block; 0: not yet.",
-}
-
-
-class KVTierProm:
-    """Prometheus metrics `vllm:kv_tier_*`, one child per engine."""
-
-    def __init__(
-        self,
-        counter_cls: type[Counter],
-        gauge_cls: type[Gauge],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        def per_engine(metric: Any) -> dict[int, Any]:
-            return {i: metric.labels(*v) for i, v in per_engine_labelvalues.items()}
-
-        self._counters = {
-            name: per_engine(counter_cls(f"vllm:kv_tier_{name}", text, labelnames))
-            for name, text in _COUNTERS.items()
-        }
-        self._gauges = {
-            name: per_engine(
-                gauge_cls(
-                    f"vllm:kv_tier_{name}",
-                    text,
-                    labelnames,
-                    multiprocess_mode="mostrecent",
-                )
+    def record_report(self, report: "StepReport") -> None:
+        """Count what the ranks measured."""
+        for kind, count in report.failures.items():
+            self.failures[kind] = self.failures.get(kind, 0) + count
+        if len(self.times) < _MAX_SAMPLES:
+            self.times += (
+                (kind, num_blocks, seconds)
+                for (kind, _), (num_blocks, seconds) in report.times.items()
             )
-            for name, text in _GAUGES.items()
-        }
-
-    def observe(self, stats: KVTierStats | None, engine_idx: int) -> None:
-        if stats is None:
-            return
-        for name, counters in self._counters.items():
-            counters[engine_idx].inc(getattr(stats, name))
-        for name, gauges in self._gauges.items():
-            gauges[engine_idx].set(getattr(stats, name))

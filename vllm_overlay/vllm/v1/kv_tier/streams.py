@@ -12,7 +12,7 @@ import torch
 
 from vllm.v1.kv_tier.lane import Copy, Done, Job, Lane
 from vllm.v1.kv_tier.layer_waits import LayerWaits
-from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.plan import StepPlan, Times
 
 
 @dataclass
@@ -66,6 +66,10 @@ class CopyOrder(ABC):
         """
         return (0, 0.0), (0, 0.0)
 
+    def take_copy_times(self) -> Times:
+        """Of the copies, and of the waits for loads, that ended since the last call."""
+        return {}
+
 
 # How long a closed gate holds up one part of a job that nobody waits for, and how
 # often it looks whether somebody does.
@@ -79,10 +83,49 @@ def _nothing() -> None:
 class InOrder(CopyOrder):
     """For devices without streams: every copy ends before the next begins."""
 
+    def __init__(self) -> None:
+        self._times: Times = {}
+
     def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
-        copies.store(_nothing)
-        copies.load(_nothing)
-        copies.load_ahead(_nothing)
+        for kind, copy, num_blocks in (
+            ("store", copies.store, len(plan.store_slots)),
+            ("load", copies.load, len(plan.load_slots)),
+            ("load_ahead", copies.load_ahead, len(plan.ahead_slots)),
+        ):
+            begun = time.perf_counter()
+            copy(_nothing)
+            seconds = time.perf_counter() - begun
+            if num_blocks:
+                self._times[kind, plan.seq] = num_blocks, seconds
+                if kind == "load":
+                    self._times["stall", plan.seq] = num_blocks, seconds
+
+    def take_copy_times(self) -> Times:
+        times, self._times = self._times, {}
+        return times
+
+
+class _Wait:
+    """A wait of the compute stream for loads, and how long it took."""
+
+    def __init__(self, done: Done) -> None:
+        self._done = done
+        self._begun: torch.cuda.Event | None = None
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        self._begun = torch.cuda.Event(enable_timing=True)
+        self._begun.record(stream)
+        self._done.wait(stream)
+
+    def has_ended(self) -> bool:
+        return self._begun is None or (self._done.has_come() and self._begun.query())
+
+    @property
+    def seconds(self) -> float:
+        """0 if what was waited for had come; it must have ended."""
+        if self._begun is None:
+            return 0.0
+        return max(0.0, self._begun.elapsed_time(self._done.event) / 1e3)
 
 
 class CudaStreams(CopyOrder):
@@ -126,7 +169,9 @@ class CudaStreams(CopyOrder):
         self._stored: OrderedDict[int, Job] = OrderedDict()
         self._loaded: OrderedDict[int, Job] = OrderedDict()
         self._loaded_ahead: OrderedDict[int, Job] = OrderedDict()
+        self._waits: OrderedDict[int, list[_Wait]] = OrderedDict()
         self._load_times = (0, 0.0)
+        self._times: Times = {}
         self._prefill = _StepTimer()
 
     def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
@@ -158,7 +203,12 @@ class CudaStreams(CopyOrder):
         for done in _latest(self._stored, plan.compute_after_stores):
             done.wait(compute)
         for done in _latest(self._loaded_ahead, plan.compute_after_loads):
-            done.wait(compute)
+            self._new_wait(plan, done).wait(compute)
+
+    def _new_wait(self, plan: StepPlan, done: Done) -> _Wait:
+        wait = _Wait(done)
+        self._waits.setdefault(plan.seq, []).append(wait)
+        return wait
 
     def _store(self, plan: StepPlan, copies: Copies, *after: Done) -> None:
         if not plan.store_slots:
@@ -198,9 +248,10 @@ class CudaStreams(CopyOrder):
         is_free = not any(isinstance(done, Job) for done in after)
         self._last_load[:] = [job] if is_free else []
         if layerwise and self._layer_waits is not None:
-            self._layer_waits.arm(copies.load_parts, ends)
+            waits = [self._new_wait(plan, end) for end in ends]
+            self._layer_waits.arm(copies.load_parts, waits)
         else:
-            job.wait(compute)
+            self._new_wait(plan, job).wait(compute)
 
     def end_step(self) -> bool:
         self._gate.set()
@@ -221,6 +272,10 @@ class CudaStreams(CopyOrder):
         loads, self._load_times = self._load_times, (0, 0.0)
         return loads, self._prefill.next_step(num_tokens)
 
+    def take_copy_times(self) -> Times:
+        times, self._times = self._times, {}
+        return times
+
     def _computed(self, seq: int) -> Iterator[Done]:
         """The end of all forward passes up to `seq`; nothing if it has come."""
         if seq:
@@ -230,14 +285,24 @@ class CudaStreams(CopyOrder):
                     return
 
     def _forget_ended(self) -> None:
-        for marks in (self._stored, self._loaded, self._loaded_ahead):
+        for kind, marks in (
+            ("store", self._stored),
+            ("load", self._loaded),
+            ("load_ahead", self._loaded_ahead),
+        ):
             for seq, done in list(marks.items()):
                 if not done.has_come():
                     break
                 del marks[seq]
-                if marks is self._loaded_ahead:
+                self._times[kind, seq] = done.num_blocks, done.seconds
+                if kind == "load_ahead":
                     blocks, seconds = self._load_times
                     self._load_times = blocks + done.num_blocks, seconds + done.seconds
+        for seq, waits in list(self._waits.items()):
+            if not all(wait.has_ended() for wait in waits):
+                break
+            del self._waits[seq]
+            self._times["stall", seq] = len(waits), sum(w.seconds for w in waits)
         # The last one that has come stands for all before it.
         come = [seq for seq, done in self._begun.items() if done.has_come()]
         for seq in come[:-1]:

@@ -16,7 +16,7 @@ from vllm.v1.kv_tier.checksum import SlotChecksums
 from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer, slot_bytes
 from vllm.v1.kv_tier.host_buffer import HostBuffer
 from vllm.v1.kv_tier.layer_waits import LayerWaits
-from vllm.v1.kv_tier.plan import StepPlan, StepReport
+from vllm.v1.kv_tier.plan import StepPlan, StepReport, Times
 from vllm.v1.kv_tier.regions import Region
 from vllm.v1.kv_tier.streams import Copies, CopyOrder, CudaStreams, InOrder
 from vllm.v1.outputs import (
@@ -84,6 +84,8 @@ class HostTier:
         self._report: StepReport | None = None
         # Slots whose last store failed: a load from them must fail too.
         self._bad_slots: set[int] = set()
+        # Copies that failed, until their times are reported.
+        self._failed: set[tuple[str, int]] = set()
 
     @classmethod
     def allocate(
@@ -177,7 +179,7 @@ class HostTier:
                 "--kv-offloading-config '{\"layerwise_loads\": false}' avoids it."
             )
             self._layer_waits = None
-            self._load_failed(self._seq)
+            self._load_failed("layer_wait", self._seq)
         return self.attach_report(output)
 
     def _can_wait_by_layer(self, scheduler_output: "SchedulerOutput") -> bool:
@@ -194,11 +196,18 @@ class HostTier:
         waits = plan.load_slots or plan.compute_after_loads
         is_prefill = num_tokens >= max(_PREFILL_TOKENS, each) and not waits
         loads, prefill = self._order.take_times(num_tokens if is_prefill else 0)
-        if loads[0] or prefill[0]:
+        times = self._order.take_copy_times()
+        if loads[0] or prefill[0] or times:
             with self._lock:
                 report = self._reported()
                 report.loads = _sum(report.loads, loads)
                 report.prefill = _sum(report.prefill, prefill)
+                report.times.update(self._without_failed(times))
+
+    def _without_failed(self, times: Times) -> Times:
+        failed = self._failed.intersection(times)
+        self._failed -= failed
+        return times | {key: (0, times[key][1]) for key in failed}
 
     # ------------------------------------------------------------------ copies
 
@@ -246,8 +255,10 @@ class HostTier:
             logger.exception("KV tier: storing %d blocks failed.", len(slots))
             self._bad_slots.update(slots)
             with self._lock:
-                failed = self._reported().failed_store_slots
-                failed.update(dict.fromkeys(slots, plan.seq))
+                report = self._reported()
+                report.failed_store_slots.update(dict.fromkeys(slots, plan.seq))
+                report.failures["store"] += 1
+                self._failed.add(("store", plan.seq))
 
     def _load(
         self, plan: StepPlan, parts: list[range], after_part: Callable[[], None]
@@ -255,7 +266,7 @@ class HostTier:
         blocks, slots = plan.load_blocks, plan.load_slots
         if not slots:
             return
-        with self._loading(plan.seq, slots):
+        with self._loading("load", plan.seq, slots):
             self._check(slots)
             transfer = self.engines.step_loads.loads(slots, blocks)
             for part in parts:
@@ -264,7 +275,7 @@ class HostTier:
 
     def _load_ahead(self, plan: StepPlan, after_part: Callable[[], None]) -> None:
         blocks, slots = plan.ahead_blocks, plan.ahead_slots
-        with self._loading(plan.seq, slots):
+        with self._loading("load_ahead", plan.seq, slots):
             engine = self.engines.loads
             for chunk in self._chunks(engine, len(slots), _LOAD_CHUNK_BYTES):
                 self._check(slots[chunk])
@@ -282,7 +293,7 @@ class HostTier:
             self.checksums.check(slots)
 
     @contextmanager
-    def _loading(self, seq: int, slots: list[int]) -> Iterator[None]:
+    def _loading(self, kind: str, seq: int, slots: list[int]) -> Iterator[None]:
         try:
             yield
         except Exception:
@@ -291,7 +302,9 @@ class HostTier:
                 "computed again.",
                 len(slots),
             )
-            self._load_failed(seq)
+            self._load_failed("load", seq)
+            with self._lock:
+                self._failed.add((kind, seq))
 
     # ------------------------------------------------------------------ report
 
@@ -300,9 +313,10 @@ class HostTier:
             self._report = StepReport()
         return self._report
 
-    def _load_failed(self, seq: int) -> None:
+    def _load_failed(self, kind: str, seq: int) -> None:
         with self._lock:
             report = self._reported()
+            report.failures[kind] += 1
             report.failed_load_seq = min(report.failed_load_seq or seq, seq)
 
     def attach_report(self, output: Any) -> Any:

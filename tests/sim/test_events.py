@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A subscriber knows from KV cache events alone what both tiers hold.
+
+Random scripts on the real scheduler, which publishes over ZMQ; what the subscriber
+knows is compared with the pool after every step.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tests.follower import Follower, Mismatch, Subscriber
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockStored,
+    EventBatch,
+    ZmqEventPublisher,
+)
+from vllm.v1.core.kv_cache_utils import (
+    ExternalBlockHash,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+    maybe_convert_block_hash,
+)
+from vllm.v1.kv_tier.events import PublishingBlockPool
+
+from .engine import Conversation, Engine, Setup
+from .layouts import LAYOUTS, Layout
+from .scripts import random_action, random_setup
+
+STEPS = 900
+"""For each layout, so that there are more than 10,000."""
+
+
+class FollowedEngine(Engine):
+    """Publishes events, and compares what they say with the pool."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.prefixes: dict[ExternalBlockHash, tuple[list[int], str | None]] = {}
+        endpoint = f"inproc://{id(self)}"
+        events = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint
+        )
+        super().__init__(replace(setup, kv_events=events))
+        publisher = self._scheduler.kv_event_publisher
+        assert isinstance(publisher, ZmqEventPublisher)
+        self.publisher = publisher
+        pool = self._scheduler.kv_cache_manager.block_pool
+        assert isinstance(pool, PublishingBlockPool)
+        self.pool = pool
+        self.subscriber = Subscriber(endpoint)
+        self.follower = Follower()
+        self.num_compared = 0
+        self._num_published = 0
+        publish = publisher.publish
+
+        def counted(batch: EventBatch) -> None:
+            self._num_published += 1
+            publish(batch)
+
+        publisher.publish = counted  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        self.publisher.shutdown()
+        self.subscriber.close()
+
+    def compare(self) -> None:
+        while self.subscriber.num_batches < self._num_published:
+            events = self.subscriber.receive(timeout_s=30)
+            if events is None:
+                raise Mismatch("no event came")
+            self.follower.follow(events)
+            for event in events:
+                if isinstance(event, BlockStored):
+                    self._check_truth(event)
+        pool, follower = self.pool, self.follower
+        cached = pool.cached_block_hash_to_block._cache
+        device = {
+            key: 1 if isinstance(blocks, KVCacheBlock) else len(blocks)
+            for key, blocks in cached.items()
+        }
+        host = {key: 1 for key in pool.host._slots}
+        for medium, keys in (("GPU", device), ("CPU", host)):
+            held = Counter(
+                {
+                    (get_group_id(k), maybe_convert_block_hash(get_block_hash(k))): n
+                    for k, n in keys.items()
+                }
+            )
+            if held != follower.held(medium):
+                raise Mismatch(
+                    f"{medium}: not told of {held - follower.held(medium)}, "
+                    f"told too much: {follower.held(medium) - held}"
+                )
+        if pool._descriptions.keys() != device.keys() | host.keys():
+            raise Mismatch("descriptions are kept of other blocks")
+        self.num_compared += 1
+
+    def _process_oldest(self) -> None:
+        super()._process_oldest()
+        # A reset is published with the step after it.
+        if not self.pool.kv_event_queue:
+            self.compare()
+
+    def _learn_hashes(self, conversation: Conversation) -> None:
+        super()._learn_hashes(conversation)
+        request, size = conversation.request, self.setup.layout.hash_block_size
+        lora = request.lora_request and request.lora_request.name
+        for i, block_hash in enumerate(request.block_hashes):
+            tokens = list(request.all_token_ids[: (i + 1) * size])
+            self.prefixes[maybe_convert_block_hash(block_hash)] = tokens, lora
+
+    def _check_truth(self, event: BlockStored) -> None:
+        size, hashes = event.block_size, event.block_hashes
+        if len(event.token_ids) != size * len(hashes):
+            return
+        for i, block_hash in enumerate(hashes):
+            tokens, lora = self.prefixes[block_hash]
+            parent = hashes[i - 1] if i else event.parent_block_hash
+            before = self.prefixes[parent][0] if parent is not None else []
+            if before + event.token_ids[i * size : (i + 1) * size] != tokens:
+                raise Mismatch(f"other tokens than {tokens}: {event}")
+            if event.lora_name != lora:
+                raise Mismatch(f"not the LoRA {lora}: {event}")
+
+
+def run(layout: Layout, num_steps: int, seed: int) -> Counter[str]:
+    """Two engines of random settings, followed. Returns the events by kind."""
+    rng = Random(seed)
+    kinds: Counter[str] = Counter()
+    num_compared = 0
+    for is_async in (False, True):
+        setup = replace(random_setup(rng), layout=layout, is_async=is_async)
+        engine = FollowedEngine(setup)
+        try:
+            while engine._num_steps < num_steps / 2:
+                random_action(rng).run(engine)
+            engine.drain()
+            engine.follower.follow(engine.pool.take_events())
+            assert not engine.follower.blocks
+            kinds += engine.follower.num_events
+            num_compared += engine.num_compared
+        finally:
+            engine.close()
+    assert num_compared > 0.8 * num_steps
+    return kinds
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_events_tell_what_both_tiers_hold(layout: Layout) -> None:
+    kinds = run(layout, STEPS, seed=LAYOUTS.index(layout))
+    for kind in ("BlockStored", "BlockRemoved"):
+        for medium in ("GPU", "CPU"):
+            assert kinds[f"{kind} {medium}"] > 50, kinds
+    assert kinds["AllBlocksCleared"] > 1
+
+
+# --------------------------------------------------------------- negative controls
+
+
+def _forget_slot_silently(pool: PublishingBlockPool, slot: object) -> None:
+    pass
+
+
+def _load_silently(pool: PublishingBlockPool, *args: object, **kw: object) -> int:
+    return super(PublishingBlockPool, pool)._load(*args, **kw)  # type: ignore
+
+
+def _clear_twice(pool: PublishingBlockPool) -> None:
+    """Removes each slot after everything was cleared."""
+    super(PublishingBlockPool, pool)._clear_host()
+    pool._descriptions.clear()
+
+
+def _swap_tokens(
+    pool: PublishingBlockPool,
+    keys: object,
+    medium: str,
+    emit: Callable = (PublishingBlockPool._emit_stored),
+) -> None:
+    num_events = len(pool.kv_event_queue)
+    emit(pool, keys, medium)
+    for event in pool.kv_event_queue[num_events:]:
+        assert isinstance(event, BlockStored)
+        event.token_ids.reverse()
+
+
+BUGS = {
+    "_slot_forgotten": _forget_slot_silently,
+    "_load": _load_silently,
+    "_clear_host": _clear_twice,
+    "_emit_stored": _swap_tokens,
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_wrong_stream_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PublishingBlockPool, name, BUGS[name])
+    with pytest.raises(Mismatch):
+        run(LAYOUTS[2], STEPS, seed=2)
+
+
+def test_a_lost_event_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_events = PublishingBlockPool.take_events
+
+    def all_but_one(pool: PublishingBlockPool) -> list:
+        events = take_events(pool)
+        stored = [e for e in events if not isinstance(e, AllBlocksCleared)]
+        return events if len(stored) < 20 else events[1:]
+
+    monkeypatch.setattr(PublishingBlockPool, "take_events", all_but_one)
+    with pytest.raises(Mismatch):
+        run(LAYOUTS[0], STEPS, seed=0)

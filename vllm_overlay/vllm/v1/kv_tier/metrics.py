@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host tier in vLLM's stat loggers: `vllm:kv_tier_*` and the periodic log line."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from vllm.v1.kv_tier.stats import KVTierStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.stats import CachingMetrics, PrefixCacheStats, SchedulerStats
+
+PREFIX = "vllm:kv_tier_"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric; `name` goes without `PREFIX`, and without what Prometheus adds."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+    """Known values of the label. Each is there from the start."""
+    buckets: tuple[float, ...] = ()
+
+
+def _decades(first: int, last: int) -> tuple[float, ...]:
+    """1, 2 and 5 of each power of ten."""
+    powers = range(first, last)
+    return (*(float(f"{m}e{e}") for e, m in product(powers, (1, 2, 5))), 10.0**last)
+
+
+_TIERS = ("device", "host")
+_COPIES = ("store", "load", "load_ahead")
+FAILURES = ("store", "load", "layer_wait")
+
+METRICS = (
+    Metric(
+        "slots_used",
+        "gauge",
+        "Host slots that hold a KV block.",
+    ),
+    Metric("slots_total", "gauge", "Host slots."),
+    Metric("slot_bytes", "gauge", "Bytes of one host slot, all ranks together."),
+    Metric("used_bytes", "gauge", "Bytes of the host slots that hold a KV block."),
+    Metric("total_bytes", "gauge", "Bytes of all host slots."),
+    Metric(
+        "device_hit_tokens",
+        "counter",
+        "Prompt tokens of new requests served from the device KV cache.",
+    ),
+    Metric(
+        "host_hit_tokens",
+        "counter",
+        "Prompt tokens of new requests served from the host KV tier.",
+    ),
+    Metric(
+        "request_hit_tokens",
+        "histogram",
+        "Prompt tokens of one new request served from a tier; requests without a "
+        "prefix hit are left out.",
+        "tier",
+        _TIERS,
+        (0.0, *(float(16 * 4**i) for i in range(9))),
+    ),
+    Metric(
+        "resumed_device_hit_tokens",
+        "counter",
+        "Tokens of resumed (preempted) requests served from the device KV cache.",
+    ),
+    Metric(
+        "resumed_host_hit_tokens",
+        "counter",
+        "Tokens of resumed (preempted) requests served from the host KV tier.",
+    ),
+    Metric(
+        "resumed_from_host",
+        "counter",
+        "Times that a preempted request went on with blocks from the host KV tier.",
+    ),
+    Metric("stored_blocks", "counter", "KV blocks copied from device to host."),
+    Metric("stored_bytes", "counter", "Bytes copied from device to host."),
+    Metric(
+        "loaded_blocks",
+        "counter",
+        "KV blocks copied from host to device for their own step.",
+    ),
+    Metric(
+        "loaded_bytes", "counter", "Bytes copied from host to device for their step."
+    ),
+    Metric(
+        "loaded_ahead_blocks",
+        "counter",
+        "KV blocks copied from host to device for a later step.",
+    ),
+    Metric(
+        "loaded_ahead_bytes",
+        "counter",
+        "Bytes copied from host to device for a later step.",
+    ),
+    Metric(
+        "copy_seconds",
+        "histogram",
+        "Duration of the copies of one kind in one step, on the slowest rank; pauses "
+        "for what is more urgent included.",
+        "kind",
+        _COPIES,
+        _decades(-4, 1),
+    ),
+    Metric(
+        "copy_bytes_per_second",
+        "histogram",
+        "Rate of the copies of one kind in one step, all ranks together.",
+        "kind",
+        _COPIES,
+        _decades(8, 12),
+    ),
+    Metric(
+        "load_stall_seconds",
+        "histogram",
+        "How long the forward pass of a step with loads waited for them, on the "
+        "slowest rank.",
+        buckets=_decades(-5, 0),
+    ),
+    Metric("promoted_blocks", "counter", "Host slots that became device blocks."),
+    Metric("evicted_slots", "counter", "Host slots evicted to make room."),
+    Metric(
+        "refused_stores",
+        "counter",
+        "Stores that were not queued: the step in the making uses every slot "
+        "(no_slot), or the one that the store would replace (pinned).",
+        "reason",
+        ("no_slot", "pinned"),
+    ),
+    Metric(
+        "dropped_blocks",
+        "counter",
+        "KV blocks that the device evicted before the host had them, and whose store "
+        "was refused.",
+    ),
+    Metric(
+        "cleaner_backlog_blocks",
+        "gauge",
+        "Blocks that are to be stored ahead of their eviction and are not yet.",
+    ),
+    Metric(
+        "deferred_requests",
+        "counter",
+        "Times that a waiting request was passed over in a step because the others "
+        "would have waited too long for its loads.",
+    ),
+    Metric(
+        "recomputed_lookups",
+        "counter",
+        "Prefix lookups that ended at a host slot because computing was cheaper.",
+    ),
+    Metric("load_seconds_per_block", "gauge", "Measured cost of loading one KV block."),
+    Metric(
+        "prefill_seconds_per_block",
+        "gauge",
+        "Measured cost of computing one KV block; 0: not yet.",
+    ),
+    Metric(
+        "failures",
+        "counter",
+        "Steps in which copies failed (store, load) or a layer did not wait for its "
+        "loads (layer_wait); what depends on them is computed again.",
+        "kind",
+        FAILURES,
+    ),
+)
+
+
+class KVTierProm:
+    """Prometheus metrics of the tier, one child per engine and label value.
+
+    Args:
+        counter_cls: Makes counters.
+        gauge_cls: Makes gauges.
+        histogram_cls: Makes histograms.
+        hits_by_source: Upstream's counter of hit tokens, whose last label is the
+            `CacheHitSource`.
+        labelnames: Of every metric.
+        per_engine_labelvalues: Their values, by engine.
+
+    """
+
+    def __init__(
+        self,
+        counter_cls: type[Counter],
+        gauge_cls: type[Gauge],
+        histogram_cls: type[Histogram],
+        hits_by_source: Counter,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        self._labelvalues = per_engine_labelvalues
+        self._host_hits = {
+            engine: hits_by_source.labels(*values, CacheHitSource.HOST.value)
+            for engine, values in per_engine_labelvalues.items()
+        }
+        self._metrics: dict[str, Any] = {}
+        self._children: dict[tuple[str, int, str], Any] = {}
+        for metric in METRICS:
+            cls: Any = counter_cls
+            options: dict[str, Any] = {}
+            if metric.kind == "gauge":
+                cls, options = gauge_cls, {"multiprocess_mode": "mostrecent"}
+            elif metric.kind == "histogram":
+                cls, options = histogram_cls, {"buckets": metric.buckets}
+            names = [*labelnames, metric.label] if metric.label else labelnames
+            made = cls(PREFIX + metric.name, metric.text, names, **options)
+            self._metrics[metric.name] = made
+            for engine in per_engine_labelvalues:
+                for value in metric.values or ("",):
+                    self._child(metric.name, engine, value)
+
+    def _child(self, name: str, engine: int, label: str = "") -> Any:
+        key = name, engine, label
+        if key not in self._children:
+            values = [*self._labelvalues[engine], *([label] if label else [])]
+            self._children[key] = self._metrics[name].labels(*values)
+        return self._children[key]
+
+    def observe(self, scheduler_stats: SchedulerStats, engine: int) -> None:
+        """Publish what `engine` reports."""
+        stats = scheduler_stats.kv_tier_stats
+        if stats is None:
+            return
+        hits = scheduler_stats.prefix_cache_stats.hits - device_hits(scheduler_stats)
+        self._host_hits[engine].inc(hits)
+        counts = _counts(stats)
+        for metric in METRICS:
+            value = counts.get(metric.name)
+            if value is None:
+                continue
+            child = self._child(metric.name, engine)
+            if metric.kind == "gauge":
+                child.set(value)
+            elif value:
+                child.inc(value)
+        for reason, count in (
+            ("no_slot", stats.refused_no_slot),
+            ("pinned", stats.refused_pinned),
+        ):
+            self._child("refused_stores", engine, reason).inc(count)
+        for kind, count in stats.failures.items():
+            self._child("failures", engine, kind).inc(count)
+        for hit in stats.request_hits:
+            for tier, num_tokens in zip(_TIERS, hit):
+                self._child("request_hit_tokens", engine, tier).observe(num_tokens)
+        for kind, num_blocks, seconds in stats.times:
+            if kind == "stall":
+                self._child("load_stall_seconds", engine).observe(seconds)
+            elif num_blocks:
+                self._child("copy_seconds", engine, kind).observe(seconds)
+                rate = num_blocks * stats.slot_bytes / seconds if seconds else 0.0
+                self._child("copy_bytes_per_second", engine, kind).observe(rate)
+
+
+def _counts(stats: KVTierStats) -> Mapping[str, float]:
+    """Values of the metrics without labels of their own."""
+    size = stats.slot_bytes
+    return vars(stats) | {
+        "used_bytes": stats.slots_used * size,
+        "total_bytes": stats.slots_total * size,
+        "stored_bytes": stats.stored_blocks * size,
+        "loaded_bytes": stats.loaded_blocks * size,
+        "loaded_ahead_bytes": stats.loaded_ahead_blocks * size,
+        # These have labels.
+        "failures": None,
+    }
+
+
+def device_hits(stats: SchedulerStats) -> int:
+    """Tokens of the prefix hits in `stats` that the device had: all of them, where
+    there is no host tier."""
+    hits = stats.prefix_cache_stats.hits
+    if stats.kv_tier_stats is None:
+        return hits
+    # No counter may go down: that kills the API server (upstream #36755).
+    return max(0, hits - stats.kv_tier_stats.host_hit_tokens)
+
+
+class KVTierLogging:
+    """The tier's part of the periodic log line.
+
+    The hit rate is that of upstream's own, over the same requests, for what came from
+    the host.
+    """
+
+    def __init__(self) -> None:
+        self._hits = CachingMetrics()
+
+    def observe(self, stats: SchedulerStats) -> None:
+        if stats.kv_tier_stats is None:
+            return
+        both = stats.prefix_cache_stats
+        self._hits.observe(
+            PrefixCacheStats(
+                reset=both.reset,
+                requests=both.requests,
+                queries=both.queries,
+                hits=stats.kv_tier_stats.host_hit_tokens,
+            )
+        )
+
+    def add_to(self, parts: list[str], args: list[int | float | str]) -> None:
+        """Append to the format and the values of the log line."""
+        if not self._hits.empty:
+            parts.append("Host KV tier hit rate: %.1f%%")
+            args.append(self._hits.hit_rate * 100)
