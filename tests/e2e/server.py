@@ -69,24 +69,30 @@ class Server:
         self.kill()
         raise RuntimeError(f"the server did not start:\n{self.log()[-6000:]}")
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
     def log(self) -> str:
         return self._log.read_text()
 
     def get(self, path: str) -> str:
-        url = f"http://127.0.0.1:{self._port}{path}"
-        with urllib.request.urlopen(url, timeout=60) as response:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return response.read().decode()
 
-    def complete(self, tokens: list[int], **params: Any) -> dict[str, Any]:
-        """Answer of /v1/completions to a prompt of token ids."""
-        body = {"model": self.model, "prompt": tokens, "temperature": 0, **params}
+    def post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}/v1/completions",
+            self.url + path,
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=120) as response:
             return json.load(response)
+
+    def complete(self, tokens: list[int], **params: Any) -> dict[str, Any]:
+        """Answer of /v1/completions to a prompt of token ids."""
+        body = {"model": self.model, "prompt": tokens, "temperature": 0, **params}
+        return self.post("/v1/completions", body)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Values at /metrics, all labels together, by name."""
@@ -118,14 +124,25 @@ class Server:
 
     def _processes(self) -> list[str]:
         found = []
+        for pid in self.pids():
+            try:
+                text = Path(f"/proc/{pid}/cmdline").read_text()
+                found.append(text.replace("\0", " "))
+            except OSError:
+                continue
+        return found
+
+    def pids(self) -> list[int]:
+        """Processes that the server is made of."""
+        found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                state, session = fields[0], int(fields[3])
-                if session == self.process.pid and state != "Z":
-                    found.append((folder / "cmdline").read_text().replace("\0", " "))
             except OSError:
                 continue
+            state, session = fields[0], int(fields[3])
+            if session == self.process.pid and state != "Z":
+                found.append(int(folder.name))
         return found
 
     def stranded_shared_memory(self) -> set[str]:

@@ -150,6 +150,9 @@ class TieredBlockPool(BlockPool):
         self._last_clean: KVCacheBlock | None = None
         self._clean_steps = 0
         self._loading = False
+        # Blocks that nobody may have once they are free, and those that nobody has.
+        self._lost: set[int] = set()
+        self._withdrawn: set[int] = set()
         self._stats = KVTierStats()
 
     # ------------------------------------------------------------------ a step
@@ -671,6 +674,8 @@ class TieredBlockPool(BlockPool):
         for block in blocks:
             used_by[block.block_id] = last
         super().free_blocks(blocks, **kwargs)
+        if self._lost:
+            self._withdraw_lost()
 
     # ----------------------------------------------------------------- cleaner
 
@@ -801,6 +806,8 @@ class TieredBlockPool(BlockPool):
 
         """
         self.loads.measured(report.loads, report.prefill, self._tokens_per_block)
+        if report.lost_blocks is not None:
+            self._switch_off(report.lost_blocks)
         for index, seq in report.failed_store_slots.items():
             slot = self.host.at(index)
             if slot is not None and slot.store_seq == seq:
@@ -817,6 +824,29 @@ class TieredBlockPool(BlockPool):
             if slot.store_seq >= failed or slot.load_seq >= failed:
                 self._drop_slot(slot)
         return True
+
+    def _switch_off(self, lost_blocks: Iterable[int]) -> None:
+        """A rank copies no more: do without host slots from now on.
+
+        Args:
+            lost_blocks: Device blocks that a load may overwrite whenever it likes.
+
+        """
+        self.host = HostTable(0, make_policy("lru", 0))
+        self._lost |= {*lost_blocks} - self._withdrawn
+        self._withdraw_lost()
+
+    def _withdraw_lost(self) -> None:
+        """Make the device cache smaller by the lost blocks that are free."""
+        for block in [self.blocks[i] for i in self._lost]:
+            if block.ref_cnt == 0:
+                self._lost.remove(block.block_id)
+                self._withdrawn.add(block.block_id)
+                self._maybe_evict_cached_block(block)
+                self._leave_place([block])
+                self.free_block_queue.remove(block)
+                block.ref_cnt = 1
+                self.num_gpu_blocks -= 1
 
     def _drop_slot(self, slot: HostSlot) -> None:
         self._stores.pop(slot.index, None)
