@@ -37,6 +37,9 @@ class StepPlan:
     compute_after_loads: int = 0
     """The forward pass uses device blocks that loads ahead of plans up to this
     `seq` fill."""
+    connector_writes: bool = False
+    """A KV connector may write to the same device blocks as the forward pass, when it
+    likes: what the forward pass waits for must have ended before the step begins."""
     load_after_stores: int = 0
     """The loads, ahead or not, read slots, or overwrite device blocks, that stores
     of plans up to this `seq` use."""

@@ -261,6 +261,8 @@ class TieredBlockPool(BlockPool):
             since others wait for them or this step still uses them.
 
         """
+        if num_external_tokens:
+            self._plan.connector_writes = True
         if self._copies_too_early(managers, computed_blocks, num_local_tokens):
             self._deferred = request
             return None

@@ -192,6 +192,8 @@ class CudaStreams(CopyOrder):
         _check_launched(compute_after)
         self._check_old(compute_after)
         for done in compute_after:
+            if plan.connector_writes and not done.ends_within(_LIMIT_S):
+                raise CopyHangs
             done.wait(compute)
 
     def _store(self, plan: StepPlan, copies: Copies, *after: Done) -> None:
