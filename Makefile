@@ -72,6 +72,10 @@ format: env ## ruff: format, and mend what it can [TAG=]
 	@build/env/$(TAG)/bin/ruff format --quiet .
 	@build/env/$(TAG)/bin/ruff check --quiet --fix .
 
+.PHONY: soak
+soak: env ## a server with the tier under mixed HTTP load, answers and memory checked [TAG= MINUTES=10]
+	@build/env/$(TAG)/bin/python -m soak --minutes $(or $(MINUTES),10) --out build/soak $(ARGS)
+
 .PHONY: bench bench-copy bench-memory bench-scheduler bench-off-path gpu-check
 bench: ## the tier beside upstream's connectors on this machine's GPU, an hour or two [ARGS=]
 	@$(PYTHON) scripts/bench/compare.py --out build/bench $(ARGS)

@@ -178,7 +178,9 @@ class Soak:
         async with Load(server.url, conversations) as load:
             self.note(f"{self.sizes.clients} clients for {seconds:.0f} s")
             await asyncio.gather(
-                load.run(self.sizes.clients, ends), watch.run(ends), self._tell(load, ends)
+                load.run(self.sizes.clients, ends),
+                watch.run(ends),
+                self._tell(load, ends),
             )
             failures = watch.at_rest()
             watch.look()
@@ -191,9 +193,8 @@ class Soak:
             "rss": late.rss / early.rss - 1,
             "pss": late.pss / early.pss - 1,
         }
-        for name, grown in growth.items():
-            if abs(grown) > GROWTH and seconds >= 300:
-                failures.append(f"{name} grew by {100 * grown:.2f}%")
+        if abs(growth["pss"]) > GROWTH and seconds >= 300:
+            failures.append(f"memory (PSS) grew by {100 * growth['pss']:.2f}%")
         failures += watch.faults[:3]
         for kind, texts in (("wrong answers", tally.wrong), ("errors", tally.errors)):
             if texts:
@@ -206,6 +207,10 @@ class Soak:
             "growth": {name: round(grown, 5) for name, grown in growth.items()},
             "mib_at_a_fifth": _mib(early),
             "mib_at_the_end": _mib(late),
+            "pss_mib_by_tenth": [
+                round(watch.mean(t * seconds / 10, (t + 1) * seconds / 10).pss / MiB, 1)
+                for t in range(10)
+            ],
             "metrics": {
                 name: watch.value(f"vllm:{name}")
                 for name in (

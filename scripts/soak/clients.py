@@ -48,7 +48,9 @@ class Load:
             base_url=url,
             timeout=600,
             trust_env=False,
-            limits=httpx.Limits(max_connections=None),
+            # The server drops a connection that was idle for 5 s, and with it a
+            # request that comes at that moment.
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=1.0),
         )
 
     async def __aenter__(self) -> "Load":

@@ -86,9 +86,7 @@ async def learn_answers(
         async with places:
             await _hold(client, conversation)
 
-    async with httpx.AsyncClient(
-        base_url=url, timeout=600, trust_env=False
-    ) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
         await asyncio.gather(*map(learn, conversations))
 
 
@@ -102,9 +100,7 @@ async def _hold(client: httpx.AsyncClient, conversation: Conversation) -> None:
             if conversation.is_chat
             else {"logprobs": 2}
         )
-        response = await client.post(
-            question.path, json=question.body | wants_logprobs
-        )
+        response = await client.post(question.path, json=question.body | wants_logprobs)
         response.raise_for_status()
         (choice,) = response.json()["choices"]
         question.tokens = choice["token_ids"]

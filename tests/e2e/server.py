@@ -70,6 +70,10 @@ class Server:
         raise RuntimeError(f"the server did not start:\n{self.log()[-6000:]}")
 
     @property
+    def port(self) -> int:
+        return self._port
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 
