@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a small model with the host tier under mixed HTTP load for some minutes.
 
-    PYTHONPATH=scripts build/env/v0.32.0/bin/python -m soak --minutes 10 --out build/soak
+    PYTHONPATH=scripts build/env/v0.32.0/bin/python -m soak --out build/soak
 
 A reference server, without a tier and with room for everything, answers all questions
 first. Then clients ask a server with the tier, whose device cache has room for a

@@ -233,8 +233,9 @@ def spoil_external(wrapper: Any) -> None:
     import safetensors.torch
 
     for module, name in ((torch, "load"), (safetensors.torch, "load_file")):
+        original = getattr(module, name)
 
-        def load(path: Any, real: Any = getattr(module, name)) -> Any:
+        def load(path: Any, real: Any = original) -> Any:
             found = real(path)
             if isinstance(found, list):
                 return [data.roll(len(data) // 3 // 8 * 8) for data in found]

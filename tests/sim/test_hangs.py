@@ -96,7 +96,7 @@ def test_the_engine_lives(
         num_hung += 1
         (error,) = errors
         assert "does not end" in error
-        pool = engine._scheduler.kv_cache_manager.block_pool
+        pool: Any = engine._scheduler.kv_cache_manager.block_pool
         assert pool.take_stats().slots_total == 0
         num_lost += len(pool._withdrawn)
         assert pool.num_gpu_blocks == len(pool.blocks) - len(pool._withdrawn)

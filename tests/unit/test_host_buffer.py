@@ -304,9 +304,7 @@ def test_the_current_gpu_is_the_default(driver: Driver) -> None:
     assert set(driver.devices.values()) == {GPU}
 
 
-@pytest.mark.compat(
-    "faults", "out of host memory under load", "pages are taken at start"
-)
+@pytest.mark.compat("faults", "out of host memory under load", "taken at start")
 def test_slots_need_no_memory_after_start() -> None:
     """What others take later cannot be missing: every page is there."""
     code = (
