@@ -84,7 +84,10 @@ def run_engine(name: str, spec: Job, model: Path, folder: Path) -> dict[str, Any
     """
     job, result, log = (folder / f"{name}.{s}" for s in ("json", "result", "log"))
     llm = {**spec.llm, "model": str(model)}
-    job.write_text(json.dumps({"llm": llm, "workloads": spec.workloads}))
+    storage = folder / f"{name}.storage"
+    storage.mkdir()
+    text = json.dumps({"llm": llm, "workloads": spec.workloads})
+    job.write_text(text.replace('"STORAGE"', json.dumps(str(storage))))
     with log.open("w") as output:
         run = subprocess.run(
             [sys.executable, "-m", "tests.e2e.driver", str(job), str(result)],

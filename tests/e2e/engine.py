@@ -19,7 +19,11 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.kv_cache_utils import get_group_id
 
-COUNTERS = ("vllm:kv_tier_", "vllm:num_preemptions")
+COUNTERS = (
+    "vllm:kv_tier_",
+    "vllm:num_preemptions",
+    "vllm:external_prefix_cache_hits",
+)
 
 
 class Answer(TypedDict):

@@ -38,6 +38,7 @@ CONTROLS = {
     "load_fails": "conversations",
     "load_fails_in_a_crowd": "overcommit",
     "store_fails": "conversations",
+    "store_report_is_lost": "conversations",
 }
 # Workloads whose damage `verify` must notice. They ask what `conversations` asks.
 REFUSED = ["nan_slot", "corrupt_slot_refused"]
@@ -51,6 +52,8 @@ ONE_RANK = {
 }
 PARALLEL_WORKLOADS = ["conversations", "overcommit", "shared_prefix", "aborts"]
 CORRUPT_EACH_RANK = "corrupt_each_rank"
+# What takes some seconds, on engines that the machine has to itself.
+BURSTS = ["flood", "thousand_aborts"]
 
 
 @dataclass
@@ -84,16 +87,48 @@ def tier(num_slots: int, **config: Any) -> dict[str, Any]:
     }
 
 
+def connector(name: str, **config: Any) -> dict[str, Any]:
+    """A KV connector that saves and loads; `STORAGE` is a folder of the job's own."""
+    module = {"kv_connector_module_path": "tests.e2e.connectors"}
+    return {
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "storage": "STORAGE",
+            "shared_storage_path": "STORAGE",
+        },
+        **(module if name == "SlowConnector" else {}),
+        **config,
+    }
+
+
+def beside(transfer: dict[str, Any], **config: Any) -> dict[str, Any]:
+    """An engine with a tier and a connector. The connector sees whole prompts."""
+    return (
+        COMMON
+        | device(SMALL)
+        | tier(300, **config)
+        | {"max_num_batched_tokens": 2048, "kv_transfer_config": transfer}
+    )
+
+
 JOBS = {
     # Never evicts, and splits no prompt.
     "large": Job(
         COMMON | device(400) | {"max_num_batched_tokens": 2048},
-        [*WORKLOADS, "sampling", "served"],
+        [
+            *WORKLOADS,
+            "sampling",
+            "served",
+            *BURSTS,
+            "handed_over",
+            "tier_load_fails_beside_a_connector",
+        ],
     ),
     "small": Job(COMMON | CHUNKED | device(SMALL)),
     "write_back": Job(
         COMMON | device(SMALL) | tier(1000) | {"async_scheduling": True},
-        [*WORKLOADS, "sampling", *CONTROLS],
+        [*WORKLOADS, "sampling", *BURSTS, *CONTROLS],
     ),
     "write_through": Job(
         COMMON
@@ -105,7 +140,7 @@ JOBS = {
             # No step waits for loads: they run ahead.
             max_load_stall_ms=0,
         ),
-        [*WORKLOADS, "sampling", *CONTROLS],
+        [*WORKLOADS, "sampling", *BURSTS, *CONTROLS],
     ),
     "write_through_async": Job(
         COMMON
@@ -122,6 +157,36 @@ JOBS = {
     "write_through_tp2": Job(
         COMMON | CHUNKED | device(SMALL, 2) | tier(1000, store_policy="write_through"),
         [*WORKLOADS, *CONTROLS],
+    ),
+    "example_connector": Job(
+        beside(connector("ExampleConnector")), ["handed_over", "connector_spoils"]
+    ),
+    "slow_connector": Job(
+        beside(
+            connector("SlowConnector", kv_load_failure_policy="recompute"),
+            store_policy="write_through",
+        ),
+        [
+            "handed_over",
+            "tier_load_fails_beside_a_connector",
+            "external_load_fails",
+            "connector_spoils",
+        ],
+    ),
+    "two_connectors": Job(
+        beside(
+            {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "connectors": [
+                        connector("SlowConnector"),
+                        connector("ExampleConnector"),
+                    ]
+                },
+            }
+        ),
+        ["handed_over", "connector_spoils"],
     ),
     "lora": Job(
         COMMON

@@ -76,6 +76,14 @@ class Server:
         self.kill()
         raise RuntimeError(f"the server did not start:\n{self.log()[-6000:]}")
 
+    @property
+    def port(self) -> int:
+        return self._port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
     def log(self) -> str:
         return self._log.read_text()
 
@@ -149,15 +157,25 @@ class Server:
     def _processes(self) -> dict[int, str]:
         """Command lines of all processes of the server that are alive, by id."""
         found = {}
+        for pid in self.pids():
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_text()
+            except OSError:
+                continue
+            found[pid] = line.replace("\0", " ")
+        return found
+
+    def pids(self) -> list[int]:
+        """Processes that the server is made of."""
+        found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                state, session = fields[0], int(fields[3])
-                if session == self.process.pid and state != "Z":
-                    line = (folder / "cmdline").read_text().replace("\0", " ")
-                    found[int(folder.name)] = line
             except OSError:
                 continue
+            state, session = fields[0], int(fields[3])
+            if session == self.process.pid and state != "Z":
+                found.append(int(folder.name))
         return found
 
     def stranded_shared_memory(self) -> set[str]:

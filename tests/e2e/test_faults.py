@@ -5,7 +5,7 @@ import pytest
 
 from .compare import assert_same_answers
 from .conftest import Results
-from .jobs import CONTROLS, REFUSED, TIERED
+from .jobs import BURSTS, CONTROLS, JOBS, REFUSED, SMALL, TIERED
 
 tiered = pytest.mark.parametrize(
     "name",
@@ -26,6 +26,7 @@ def test_one_corrupted_slot_is_noticed(results: Results, name: str) -> None:
 
 
 @tiered
+@pytest.mark.compat("faults", "a copy that fails, on any rank; its report lost")
 @pytest.mark.parametrize("fault", [f for f in CONTROLS if f != "corrupt_slot"])
 def test_a_failed_copy_changes_no_answer(
     results: Results, name: str, fault: str
@@ -71,3 +72,35 @@ def test_verify_refuses_a_changed_slot(results: Results, fault: str) -> None:
     assert counters["num_preemptions"] > undamaged["num_preemptions"]
     expected = results("large")["workloads"]["conversations"]["answers"]
     assert_same_answers(found["answers"], expected)
+
+
+bursting = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.engines("large", name))
+        for name in TIERED
+        if BURSTS[0] in JOBS[name].workloads
+    ],
+)
+
+
+@bursting
+@pytest.mark.compat("faults", "20 times the device cache at once")
+def test_twenty_times_the_device_cache(results: Results, name: str) -> None:
+    """`make soak` does so for ten minutes, over HTTP."""
+    found = results(name)["workloads"]["flood"]
+    expected = results("large")["workloads"]["flood"]["answers"]
+    assert found["blocks"] > 20 * (SMALL - 1)
+    assert found["counters"]["kv_tier_loaded_blocks"] > 0
+    assert_same_answers(found["answers"], expected)
+    assert found["blocks_in_use"] == 0 and found["below_zero"] == []
+
+
+@bursting
+@pytest.mark.compat("faults", "aborts of 1,000 requests in one step")
+def test_a_thousand_aborts_in_one_step(results: Results, name: str) -> None:
+    found = results(name)["workloads"]["thousand_aborts"]
+    expected = results("large")["workloads"]["thousand_aborts"]["answers"]
+    assert found["aborted"] == 999
+    assert_same_answers(found["answers"], expected)
+    assert found["blocks_in_use"] == 0 and found["below_zero"] == []

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve` with the host tier, as its users meet it."""
 
+import json
+import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,6 +49,34 @@ def server(served: Path, tmp_path: Path) -> Iterator[Server]:
     server.kill()
 
 
+def hang_up(server: Server, prompts: list[list[int]]) -> None:
+    """Clients that are gone before their prompt is computed."""
+    for i in range(20):
+        body = {"model": server.model, "prompt": prompts[i % len(prompts)]}
+        data = json.dumps(body | {"max_tokens": 200, "ignore_eos": True}).encode()
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\n"
+                + f"Content-Length: {len(data)}\r\n\r\n".encode()
+                + data
+            )
+            time.sleep(0.01 * (i % 4))
+
+
+def wait_until_idle(server: Server, timeout_s: float = 60) -> float:
+    """Requests that run or wait still, and blocks in use."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = server.metrics("vllm:")
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        busy = sum(found[f"vllm:{name}"] for name in names)
+        if not busy or time.monotonic() > deadline:
+            return busy
+        time.sleep(0.2)
+
+
+@pytest.mark.compat("faults", "clients that hang up in the middle of their prefill")
 def test_a_server_with_a_host_tier(server: Server) -> None:
     prompts = [text(i, 5 * BLOCK_TOKENS + 1) for i in range(8)]
     rounds = [
@@ -72,6 +103,11 @@ def test_a_server_with_a_host_tier(server: Server) -> None:
     assert found["vllm:kv_tier_slots_used"] == hit / BLOCK_TOKENS
     assert found["vllm:kv_tier_evicted_slots_total"] == 0
     assert f"KV tier: {NUM_SLOTS} host slots" in server.log()
+
+    hang_up(server, prompts)
+    answer = server.complete(prompts[0], max_tokens=8, ignore_eos=True)
+    assert answer["choices"][0]["text"] == texts[0][0]
+    assert wait_until_idle(server) == 0
 
     assert server.terminate() == 0
     assert server.leftover_processes() == []

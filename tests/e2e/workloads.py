@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_block_hash, hash_block_tokens
 
@@ -245,6 +247,102 @@ def hash_algorithm(engine: Engine) -> dict[str, Any]:
     return {"found": found}
 
 
+@workload
+def handed_over(engine: Engine) -> dict[str, Any]:
+    """Prompts whose KV a connector saves and loads again, with turns in between.
+
+    For engines with a KV connector; on others a cache serves them.
+    """
+    # Not at a block's end: upstream's example connector subtracts the wrong way there.
+    prompts = [text(950 + i, 4 * BLOCK + 9) for i in range(8)]
+    answers = [engine.generate([p], max_tokens=8)[0] for p in prompts]
+    # Found in the tier, and saved with what follows.
+    prompts = [p + text(960 + i, 50) for i, p in enumerate(prompts)]
+    answers += [engine.generate([p], max_tokens=8)[0] for p in prompts]
+    let_transfers_end(engine)
+    was_reset = engine.reset()
+    # Neither tier has anything: it comes from the connector.
+    answers += [engine.generate([p], max_tokens=8)[0] for p in prompts]
+    external = engine.counters().get("external_prefix_cache_hits", 0)
+    # Evicted since, so it comes from the host.
+    prompts = [p + text(970 + i, 40) for i, p in enumerate(prompts)]
+    answers += [engine.generate([p], max_tokens=8)[0] for p in prompts]
+    # All at once, with others whose prefix only the connector may have.
+    answers += engine.generate([p + text(980, 20) for p in prompts[:4]], max_tokens=40)
+    let_transfers_end(engine)
+    changed = engine.on_ranks(changed_while_sent)
+    return {
+        "answers": answers,
+        "was_reset": was_reset,
+        "external": external,
+        "changed": changed,
+    }
+
+
+def let_transfers_end(engine: Engine) -> None:
+    """Some steps with less than a block: a connector has nothing to send of it."""
+    engine.generate([text(999, 5)], max_tokens=12)
+
+
+def changed_while_sent(wrapper: Any) -> list[str]:
+    from .connectors import CHANGED
+
+    return CHANGED
+
+
+@workload
+def connector_spoils(engine: Engine) -> dict[str, Any]:
+    """What the connector loads is wrong from now on. Asks what `handed_over` asks."""
+    engine.on_ranks(spoil_external)
+    return handed_over(engine)
+
+
+def spoil_external(wrapper: Any) -> None:
+    """Let every block that is loaded from a file be another one's."""
+    import safetensors.torch
+
+    for module, name in ((torch, "load"), (safetensors.torch, "load_file")):
+        original = getattr(module, name)
+
+        def load(path: Any, real: Any = original) -> Any:
+            found = real(path)
+            if isinstance(found, list):
+                return [data.roll(len(data) // 3 // 8 * 8) for data in found]
+            return {key: data.roll(1, 0) for key, data in found.items()}
+
+        setattr(module, name, load)
+
+
+@workload
+def external_load_fails(engine: Engine) -> dict[str, Any]:
+    """Some blocks do not come. Asks what `handed_over` asks."""
+    engine.on_ranks(fail_external_loads, 3)
+    return handed_over(engine)
+
+
+def fail_external_loads(wrapper: Any, number: int) -> None:
+    from .connectors import SlowConnector
+
+    SlowConnector.fail_loads = number
+
+
+@workload
+def tier_load_fails_beside_a_connector(engine: Engine) -> dict[str, Any]:
+    """A load of the tier fails while the connector loads what follows it."""
+    engine.on_ranks(break_copy, "loads", 0)
+    head, tail = text(990, 3 * BLOCK), text(991, 3 * BLOCK)
+    answers = engine.generate([head + tail + text(992, 9)], max_tokens=4)
+    let_transfers_end(engine)
+    assert engine.reset()
+    # Without a connector that knows it, from then on: the tier has the head only.
+    answers += engine.generate([head + text(993, 9)], max_tokens=4)
+    fill_device(engine)
+    answers += engine.generate([head + tail + text(994, 20)], max_tokens=30)
+    let_transfers_end(engine)
+    failures = engine.on_ranks(mend_copy, "loads")
+    return {"answers": answers, "failures": failures}
+
+
 def embed(
     engine: Engine, before_round: Callable[[int], None] = lambda number: None
 ) -> dict[str, Any]:
@@ -408,6 +506,53 @@ def load_fails_in_a_crowd(engine: Engine) -> dict[str, Any]:
 
 
 @workload
+def store_report_is_lost(engine: Engine) -> dict[str, Any]:
+    """One store fails, and the scheduler never hears of it. Asks what `conversations`
+    asks."""
+    engine.on_ranks(break_copy, "stores", 3)
+    engine.on_ranks(lose_store_reports)
+    answers = talk(engine)
+    engine.on_ranks(lose_no_reports)
+    return {"answers": answers, "failures": engine.on_ranks(mend_copy, "stores")}
+
+
+@workload
+def flood(engine: Engine) -> dict[str, Any]:
+    """Requests for twenty times the small device cache at once, twice."""
+    prompts = [text(1000 + i, 9 * BLOCK + 3 * i % 60) for i in range(24)]
+    answers = engine.generate(prompts, max_tokens=30)
+    prompts = [p + a["tokens"] + text(1100, 40) for p, a in zip(prompts, answers)]
+    prompts += [text(1200 + i, 9 * BLOCK + 5) for i in range(16)]
+    answers += engine.generate(prompts, max_tokens=30)
+    return {"answers": answers, "blocks": blocks_of(prompts, 30), **at_rest(engine)}
+
+
+@workload
+def thousand_aborts(engine: Engine) -> dict[str, Any]:
+    """A thousand requests end in one step, the first of them in the middle."""
+    prompts = [text(1300 + i, 120 + i % 40) for i in range(1010)]
+    victims = [i for i in range(1010) if i % 101]
+    answers = engine.generate_with_aborts(
+        prompts, victims=victims, after_steps=4, max_tokens=12
+    )
+    answers += engine.generate(prompts[1:4], max_tokens=12)
+    return {"answers": answers, "aborted": len(victims), **at_rest(engine)}
+
+
+def blocks_of(prompts: list[list[int]], max_tokens: int) -> int:
+    return sum((len(prompt) + max_tokens) // BLOCK for prompt in prompts)
+
+
+def at_rest(engine: Engine) -> dict[str, Any]:
+    """What must be as before when nothing runs."""
+    pool = engine.pool
+    return {
+        "blocks_in_use": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "below_zero": [name for name, v in engine.counters().items() if v < 0],
+    }
+
+
+@workload
 def store_fails(engine: Engine) -> dict[str, Any]:
     """One store fails on the last rank. Asks what `conversations` asks."""
     engine.on_ranks(break_copy, "stores", 3)
@@ -528,6 +673,23 @@ def break_copy(wrapper: Any, name: str, skip: int, rank: int = -1) -> None:
             raise RuntimeError("a copy fails for the test")
 
         setattr(engine, name, failing)
+
+
+def lose_store_reports(wrapper: Any) -> None:
+    """Drop what the next outputs say of stores that failed."""
+    tier = wrapper.kv_tier
+    real = tier.attach_report
+
+    def attach_report(output: Any) -> Any:
+        if tier._report is not None:
+            tier._report.failed_store_slots.clear()
+        return real(output)
+
+    tier.attach_report = attach_report
+
+
+def lose_no_reports(wrapper: Any) -> None:
+    del wrapper.kv_tier.attach_report
 
 
 def mend_copy(wrapper: Any, name: str) -> int:

@@ -319,13 +319,11 @@ class Engine:
         self._invariants.check_counts()
         # What a failure left behind is known to be wrong until the output of its
         # step has been processed.
-        if not self._is_void():
-            unreported = {
-                slot
-                for step in self._in_flight
-                if (report := step.result.kv_tier_report) is not None
-                for slot in report.failed_store_slots
-            }
+        reports = [step.result.kv_tier_report for step in self._in_flight]
+        known = [report for report in reports if report is not None]
+        gives_up = any(report.lost_blocks is not None for report in known)
+        if not self._is_void() and not gives_up:
+            unreported = {slot for r in known for slot in r.failed_store_slots}
             self._invariants.check_contents(self._worker.settled(), unreported)
 
 

@@ -29,6 +29,8 @@ PACES: tuple[Pace, ...] = ("late", "random", "eager")
 # How long a thread of the host may wait for another one.
 PATIENCE_S = 5.0
 
+_MANY_QUERIES = 30
+
 
 class Stuck(BaseException):
     """A thread waited too long. No `Exception`: nothing may take it for a failure
@@ -65,6 +67,7 @@ class Event:
     ) -> None:
         self._cuda = cuda
         self._has_times = enable_timing
+        self._num_queries = 0
         self.last: Record | None = None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -74,7 +77,13 @@ class Event:
 
     def query(self) -> bool:
         self._cuda.progress()
-        return self.last is None or self.last.reached_ms is not None
+        if self.last is None or self.last.reached_ms is not None:
+            return True
+        # Whoever asks so often waits for it.
+        self._num_queries += 1
+        if self._num_queries % _MANY_QUERIES == 0:
+            self._cuda.wait(self.last)
+        return False
 
     def synchronize(self) -> None:
         if self.last is not None:

@@ -77,7 +77,7 @@ class Invariants:
                 "refs", f"{pool.get_num_free_blocks()} blocks count as free: {free}"
             )
         for block in pool.blocks:
-            if block.is_null:
+            if block.is_null or block.block_id in pool._withdrawn:
                 continue
             count = references[block.block_id]
             if block.ref_cnt != count or (block.block_id in free) != (count == 0):

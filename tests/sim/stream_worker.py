@@ -7,6 +7,7 @@ piece of work checks the fences of its plan when it is executed.
 """
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from copy import copy
@@ -31,7 +32,7 @@ from vllm.v1.kv_tier.worker import HostTier
 
 from .content import EMPTY, GARBAGE, Violation
 from .engine import Engine, Setup
-from .fake_cuda import Event, FakeCuda, pause
+from .fake_cuda import PATIENCE_S, Event, FakeCuda, pause
 from .worker import Step, Worker
 
 NUM_LAYERS = 6
@@ -51,6 +52,34 @@ class Luck:
     """Of one part of a copy."""
     verify: bool = False
     """Slots are checked before they are loaded."""
+
+
+class Hang:
+    """A launch that does not return before it is released.
+
+    Args:
+        kind: `store` or `load_ahead`.
+        skip: How many launches of that kind return.
+
+    """
+
+    def __init__(self, kind: str, skip: int) -> None:
+        self.is_reached = self.is_released = False
+        self._kind = kind
+        self._left = skip
+        self._released = threading.Event()
+
+    def reach(self, kind: str) -> None:
+        if kind != self._kind or self.is_reached:
+            return
+        self._left -= 1
+        if self._left < 0:
+            self.is_reached = True
+            self._released.wait(60)
+
+    def release(self) -> None:
+        self.is_released = True
+        self._released.set()
 
 
 class StreamEngine(Engine):
@@ -81,9 +110,14 @@ class StreamEngine(Engine):
         # A look at memory lets everything end, so it must be rare. What fails
         # meanwhile is not on any output yet.
         if self._rng.random() < 0.1:
-            self._worker.settled()
-            if self._worker.unreported() is None:
-                super()._check()
+            worker = self._worker.settled()
+            if worker.unreported() is None:
+                try:
+                    super()._check()
+                except Violation:
+                    # Nothing has settled while a copy hangs.
+                    if worker.is_off or not worker.is_held:
+                        raise
 
 
 class StreamWorker(Worker):
@@ -109,6 +143,7 @@ class StreamWorker(Worker):
         """By seq, layers that the loads of a step must still fill."""
         self.pending: dict[str, set[int]] = defaultdict(set)
         """By kind, plans with copies that have not ended."""
+        self.hang: Hang | None = None
         self._launched: list[threading.Event] = []
         self._misread: dict[int, set[str]] = defaultdict(set)
         self._sampled: dict[int, list[list[int]]] = {}
@@ -176,11 +211,16 @@ class StreamWorker(Worker):
 
     def settled(self) -> "StreamWorker":
         """Lets everything end that was queued."""
+        ends = time.monotonic() + PATIENCE_S
         for launched in self._launched:
-            launched.wait()
-        self._launched.clear()
+            while not (self.is_off or self.is_held or launched.wait(0.01)):
+                if time.monotonic() > ends:
+                    raise Violation("stuck", "a copy is never launched")
         self.cuda.wait_for_all()
         self.cuda.check()
+        if self.is_off or self.is_held:
+            return self
+        self._launched.clear()
         late = {kind: seqs for kind, seqs in self.pending.items() if seqs}
         if late:
             raise Violation("plan", f"never copied: {late}")
@@ -189,6 +229,19 @@ class StreamWorker(Worker):
     def check_told(self) -> None:
         """Every copy has ended: each told its time, and how long a step waited."""
         self._order.check_told()
+
+    @property
+    def is_off(self) -> bool:
+        """A copy hung, and the tier gave up. Fences say nothing then, and copies that
+        were begun may come at any time."""
+        return self._tier._is_off
+
+    @property
+    def is_held(self) -> bool:
+        """A copy hangs."""
+        return self.hang is not None and (
+            self.hang.is_reached and not self.hang.is_released
+        )
 
     def unreported(self) -> object:
         """Failures that no output has told of."""
@@ -206,7 +259,7 @@ class StreamWorker(Worker):
                     memory[block] = [EMPTY] * self._width
                 for cow in output.kv_cache_block_copies or ():
                     memory[cow.dst_block_id] = memory[cow.src_block_id].copy()
-        if layer in self.loading.get(plan.seq, ()):
+        if layer in self.loading.get(plan.seq, ()) and not self.is_off:
             raise Violation("fence", f"layer {layer} comes before its load: {plan}")
         # Layers see the same requests; the last one leaves them as the step does.
         worker = self
@@ -234,6 +287,8 @@ class StreamWorker(Worker):
         ahead: int = 0,
     ) -> None:
         """Copies up to these plans must have ended."""
+        if self.is_off:
+            return
         fences = {"store": stores, "load": loads, "load_ahead": ahead}
         for kind, seq in fences.items():
             if early := [each for each in self.pending[kind] if each <= seq]:
@@ -308,6 +363,9 @@ class _Watched(CopyOrder):
     def end_step(self) -> bool:
         return self._order.end_step()
 
+    def give_up(self) -> dict[int, list[int]]:
+        return self._order.give_up()
+
     def take_times(
         self, num_tokens: int
     ) -> tuple[tuple[int, float], tuple[int, float]]:
@@ -370,6 +428,8 @@ class _Transfer(Transfer):
 
     def copy(self, regions: range) -> None:
         worker = self._worker
+        if worker.hang is not None:
+            worker.hang.reach(self._kind)
         pause(worker.rng, worker.luck.slowest_launch_s)
         for layer in regions:
             if layer == self._fail_at:

@@ -18,6 +18,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier import streams
@@ -239,6 +240,28 @@ def test_events_of_the_fake() -> None:
     assert ran == ["a1", "b"] and end.query() and not event.query()
     event.synchronize()
     assert ran == ["a1", "b", "a2"]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_connector_finds_its_blocks_left_alone(
+    writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes when it likes, and waits for no stream."""
+    with _device("late", 0, monkeypatch) as cuda:
+        order = CudaStreams(torch.device("cpu"), None)
+        stored: list[int] = []
+
+        def store(after_part: Callable[[], None]) -> None:
+            cuda.launch(partial(stored.append, 1))
+            after_part()
+
+        def nothing(after_part: Callable[[], None]) -> None: ...
+
+        plan = StepPlan(1, store_blocks=[1], store_slots=[1], compute_after_stores=1)
+        plan.connector_writes = writes
+        order.begin_step(plan, Copies(store, nothing, nothing), layerwise=False)
+        assert bool(stored) == writes
+        del order
 
 
 def miss_fence(name: str) -> Callable[[pytest.MonkeyPatch], None]:

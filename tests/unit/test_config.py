@@ -306,9 +306,8 @@ def test_a_connector_that_recomputes_failed_loads(model: str) -> None:
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
     )
-    text = message(model, kv_transfer_config=other)
-    names_all(text, "--kv-offloading-backend core", "Set it to 'fail'")
-    names_all(text, "--kv-transfer-config kv_load_failure_policy='recompute'")
+    config = engine_config(model, kv_transfer_config=other)
+    assert KVTierConfig.from_vllm_config(config) is not None
 
 
 def test_kv_cache_events_can_be_published(model: str) -> None:

@@ -5,6 +5,8 @@ import gc
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -174,6 +176,7 @@ def test_one_piece_is_registered_while_the_next_are_touched(driver: Driver) -> N
     assert buffer.pinned and len(driver.registered) == 10
 
 
+@pytest.mark.compat("faults", "memory that cannot be pinned", "used unpinned")
 def test_memory_the_driver_refuses_is_used_unpinned(
     driver: Driver, log: list[str]
 ) -> None:
@@ -188,6 +191,7 @@ def test_memory_the_driver_refuses_is_used_unpinned(
     assert "not pinned" in log[1]
 
 
+@pytest.mark.compat("faults", "host memory that ends half-way at start")
 def test_nothing_is_left_when_memory_ends_half_way(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,3 +302,30 @@ def test_the_current_gpu_is_the_default(driver: Driver) -> None:
     assert HostBuffer(4, MiB, pin=True).pinned
     assert HostBuffer(4, MiB, pin=True, device=torch.device("cuda")).pinned
     assert set(driver.devices.values()) == {GPU}
+
+
+@pytest.mark.compat("faults", "out of host memory under load", "taken at start")
+def test_slots_need_no_memory_after_start() -> None:
+    """What others take later cannot be missing: every page is there."""
+    code = (
+        "import resource, torch\n"
+        "from vllm.v1.kv_tier.host_buffer import HostBuffer\n"
+        "slots = HostBuffer(64, 1 << 20, pin=False, huge_pages=False).slots\n"
+        "block = torch.full((1 << 20,), 3, dtype=torch.uint8)\n"
+        "slots[0].copy_(block)\n"
+        "usage = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        # No page more may be had from now on.
+        "size = 1024 * int(open('/proc/self/status').read()"
+        ".split('VmData:')[1].split()[0])\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (size, size))\n"
+        "before = usage()\n"
+        "for slot in slots: slot.copy_(block)\n"
+        "print(usage() - before, sum(torch.equal(s, block) for s in slots))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    faults, written = map(int, found.stdout.split()[-2:])
+    assert written == 64
+    # 16,384 pages were written.
+    assert faults < 200

@@ -119,6 +119,13 @@ def test_reports_wait_while_there_is_no_output() -> None:
     assert third is not None and third.kv_tier_report is None
 
 
+def test_one_rank_that_copies_no_more_is_enough() -> None:
+    reports = [None, StepReport(lost_blocks=[]), StepReport(), StepReport(7)]
+    assert merge_reports(reports) == StepReport(7, lost_blocks=[])
+    reports = [StepReport(lost_blocks=[1]), StepReport(lost_blocks=[2])]
+    assert merge_reports(reports) == StepReport(lost_blocks=[1, 2])
+
+
 def test_waiting_reports_merge_with_later_ones() -> None:
     aggregator = StepReportAggregator()
     outputs = [output(), output()]

@@ -773,6 +773,42 @@ def test_a_failed_load_voids_what_was_stored_since() -> None:
     assert len(tier.host) == 0
 
 
+def test_when_a_rank_copies_no_more_the_host_is_forgotten() -> None:
+    tier = Tier(4)
+    tier.demoted("ab")
+    assert not tier.pool.apply_report(StepReport(lost_blocks=[]))
+    assert tier.where("a") == tier.where("b") == "nowhere"
+    tier.computed("cdef")
+    assert is_empty(tier.idle()[0])
+    tier.begin()
+    blocks = tier.pool.get_new_blocks(4)
+    plan = tier.end()
+    assert not plan.store_slots and not plan.load_slots
+    tier.free(blocks)
+    assert_nothing_leaks(tier)
+    assert tier.pool.take_stats().slots_total == 0
+
+
+def test_blocks_that_a_late_load_may_overwrite_are_nobodys() -> None:
+    tier = Tier(4)
+    used = tier.computed("a")[0]
+    tier.pool.touch([used])
+    free = next(b for b in tier.pool.blocks[1:] if b is not used)
+    lost = [free.block_id, used.block_id]
+    # Two ranks may say so.
+    for _ in range(2):
+        tier.pool.apply_report(StepReport(lost_blocks=lost))
+    assert tier.pool.get_num_free_blocks() == 2
+    tier.free([used])
+    assert tier.pool.get_num_free_blocks() == 2
+    assert tier.where("a") == "nowhere"
+    assert_nothing_leaks(tier)
+    assert tier.pool.reset_prefix_cache()
+    assert tier.pool.get_usage() == 0
+    tier.begin()
+    assert not {b.block_id for b in tier.pool.get_new_blocks(2)} & {*lost}
+
+
 # ------------------------------------------------------------------------ fences
 
 

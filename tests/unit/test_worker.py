@@ -16,7 +16,7 @@ from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer, slot_bytes
 from vllm.v1.kv_tier.layer_waits import LayerWaits
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.regions import build_regions
-from vllm.v1.kv_tier.streams import Copies, CopyOrder, InOrder
+from vllm.v1.kv_tier.streams import Copies, CopyHangs, CopyOrder, InOrder
 from vllm.v1.kv_tier.worker import HostTier
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -477,3 +477,42 @@ def test_a_copy_that_failed_counts_no_blocks(
     # What failed before says nothing of what follows.
     rank.run(4, store_blocks=[1], store_slots=[1])
     assert full_report(rank).times["store", 4][0] == 1
+
+
+class Hanging(InOrder):
+    """A copy of the second step hangs."""
+
+    def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
+        if plan.seq == 2:
+            raise CopyHangs
+        super().begin_step(plan, copies, layerwise)
+
+    def give_up(self) -> dict[int, list[int]]:
+        return {1: [4, 3]}
+
+
+def test_after_a_copy_that_hangs_nothing_is_copied(rank: Rank) -> None:
+    tier = with_order(rank, Hanging())
+
+    def run(seq: int, **plan: Any) -> StepReport | None:
+        tier.begin_step(step(seq, **plan))
+        return tier.end_step(output()).kv_tier_report
+
+    assert failed(run(1, store_blocks=[1], store_slots=[0])) is None
+    # What the loads of step 1 fill, and all that came since, is void.
+    report = run(2, store_blocks=[2], store_slots=[1])
+    assert report == StepReport(1, lost_blocks=[3, 4])
+    assert run(3) is None
+    before = rank.block(5)
+    # The scheduler did not know yet.
+    assert run(4, load_slots=[0], load_blocks=[5]) == StepReport(4)
+    assert run(5, ahead_slots=[0], ahead_blocks=[5]) == StepReport(5)
+    assert same(rank.block(5), before)
+
+
+def test_a_store_that_hangs_voids_nothing(rank: Rank) -> None:
+    order = Hanging()
+    order.give_up = dict  # type: ignore[method-assign]
+    tier = with_order(rank, order)
+    tier.begin_step(step(2))
+    assert tier.end_step(output()).kv_tier_report == StepReport(lost_blocks=[])

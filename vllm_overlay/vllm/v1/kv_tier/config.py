@@ -147,14 +147,6 @@ class KVTierConfig:
                 "offload KV blocks to host memory. Remove one of them; connectors "
                 "for prefill/decode disaggregation can stay."
             )
-        if transfer is not None and transfer.kv_load_failure_policy == "recompute":
-            # Upstream then leaves blocks hashed until they are computed again, and
-            # the tier would store what is in them.
-            raise ValueError(
-                f"{backend} does not work yet with --kv-transfer-config "
-                "kv_load_failure_policy='recompute'. Set it to 'fail', or remove the "
-                "backend."
-            )
         if vllm_config.attention_config.hisparse_config is not None:
             raise ValueError(
                 f"{backend} and HiSparse both keep KV blocks in host memory. "

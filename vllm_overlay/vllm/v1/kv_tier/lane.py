@@ -7,6 +7,7 @@ long one more than a decoding step has. The driver call runs without the GIL.
 
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ _URGENT_PARTS_IN_FLIGHT = 10
 
 _END_WITHIN_S = 10.0
 
+# How often the host looks whether a copy has ended that it does not trust to.
+_LOOK_S = 1e-3
+
 
 class Done:
     """The end of work on a stream, which may not have been launched yet."""
@@ -46,8 +50,20 @@ class Done:
         self.wait_for_launch()
         stream.wait_event(self.event)
 
-    def wait_for_launch(self) -> None:
-        self._launched.wait()
+    def wait_for_launch(self, timeout_s: float | None = None) -> bool:
+        """Returns whether it came within `timeout_s`."""
+        return self._launched.wait(timeout_s)
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Wait on the host, no longer than that. Returns whether the end came."""
+        limit = time.monotonic() + timeout_s
+        if not self.wait_for_launch(timeout_s):
+            return False
+        while not self.event.query():
+            if time.monotonic() > limit:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def wait_on_host(self) -> None:
         self._launched.wait()
@@ -69,6 +85,7 @@ class Job(Done):
 
     def __init__(self, copy: Copy, after: Sequence[Done], num_blocks: int) -> None:
         super().__init__()
+        self.made = time.monotonic()
         self.copy = copy
         self.after = after
         self.num_blocks = num_blocks
@@ -78,9 +95,9 @@ class Job(Done):
         self.before: Job | None = None
         """The job that its lane launches first, if it has not yet."""
 
-    def wait_for_launch(self) -> None:
+    def wait_for_launch(self, timeout_s: float | None = None) -> bool:
         self.hurry()
-        super().wait_for_launch()
+        return super().wait_for_launch(timeout_s)
 
     def hurry(self) -> None:
         """Launch it, and what it waits for, without gates and with less pacing."""
@@ -150,6 +167,10 @@ class Lane:
         self._launcher.launch(job)
         return job
 
+    def close(self) -> None:
+        """Launch none of the jobs that are not launched yet, and no other."""
+        self._launcher.is_closed = True
+
 
 class _Launcher:
     def __init__(
@@ -162,9 +183,12 @@ class _Launcher:
         self._parts_in_flight = parts_in_flight
         self._gate = gate
         self._parts: deque[torch.cuda.Event] = deque()
+        self.is_closed = False
 
     def launch(self, job: Job) -> None:
         try:
+            if self.is_closed:
+                return
             for done in job.after:
                 if self._parts_in_flight is not None and not job.is_urgent:
                     # What waits on the device fills the launch queue.
@@ -173,6 +197,8 @@ class _Launcher:
                     done.wait(self.stream)
             if not job.is_urgent:
                 self._gate(job)
+            if self.is_closed:
+                return
             with torch.inference_mode(), torch.cuda.stream(self.stream):
                 job.begun = torch.cuda.Event(enable_timing=True)
                 job.begun.record(self.stream)

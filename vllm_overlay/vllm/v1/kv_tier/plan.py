@@ -38,6 +38,9 @@ class StepPlan:
     compute_after_loads: int = 0
     """The forward pass uses device blocks that loads ahead of plans up to this
     `seq` fill."""
+    connector_writes: bool = False
+    """A KV connector may write to the same device blocks as the forward pass, when it
+    likes: what the forward pass waits for must have ended before the step begins."""
     load_after_stores: int = 0
     """The loads, ahead or not, read slots, or overwrite device blocks, that stores
     of plans up to this `seq` use."""
@@ -69,6 +72,9 @@ class StepReport:
     """Host slot to `seq` of the store that failed to fill it on some rank."""
     loads: tuple[int, float] = (0, 0.0)
     """Blocks of loads ahead that ended, and the seconds that they took."""
+    lost_blocks: list[int] | None = None
+    """A copy hangs on some rank, and that rank copies no more: device blocks that its
+    loads may still write to, at any time."""
     prefill: tuple[int, float] = (0, 0.0)
     """Tokens of steps that were mostly prefill and waited for no load, and the
     seconds that they took."""
@@ -92,6 +98,8 @@ def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
         seqs = (merged.failed_load_seq, report.failed_load_seq)
         merged.failed_load_seq = min((s for s in seqs if s is not None), default=None)
         merged.failed_store_slots.update(report.failed_store_slots)
+        if report.lost_blocks is not None:
+            merged.lost_blocks = (merged.lost_blocks or []) + report.lost_blocks
         # The slowest rank is what a step waits for.
         merged.loads = _slower(merged.loads, report.loads)
         merged.prefill = _slower(merged.prefill, report.prefill)

@@ -166,6 +166,9 @@ class TieredBlockPool(BlockPool):
         self._clean_steps = 0
         self._loading = False
         self._backlog = 0
+        # Blocks that nobody may have once they are free, and those that nobody has.
+        self._lost: set[int] = set()
+        self._withdrawn: set[int] = set()
         self._stats = KVTierStats()
 
     # ------------------------------------------------------------------ a step
@@ -277,6 +280,8 @@ class TieredBlockPool(BlockPool):
             step still uses them.
 
         """
+        if num_external_tokens:
+            self._plan.connector_writes = True
         if self._copies_too_early(managers, computed_blocks, num_local_tokens):
             self._deferred = request
             return None
@@ -713,6 +718,8 @@ class TieredBlockPool(BlockPool):
         for block in blocks:
             used_by[block.block_id] = last
         super().free_blocks(blocks, **kwargs)
+        if self._lost:
+            self._withdraw_lost()
 
     # ----------------------------------------------------------------- cleaner
 
@@ -846,6 +853,8 @@ class TieredBlockPool(BlockPool):
         """
         self.loads.take(report, self._tokens_per_block)
         self._stats.record_report(report)
+        if report.lost_blocks is not None:
+            self._switch_off(report.lost_blocks)
         for index, seq in report.failed_store_slots.items():
             slot = self.host.at(index)
             if slot is not None and slot.store_seq == seq:
@@ -862,6 +871,29 @@ class TieredBlockPool(BlockPool):
             if slot.store_seq >= failed or slot.load_seq >= failed:
                 self._drop_slot(slot)
         return True
+
+    def _switch_off(self, lost_blocks: Iterable[int]) -> None:
+        """A rank copies no more: do without host slots from now on.
+
+        Args:
+            lost_blocks: Device blocks that a load may overwrite whenever it likes.
+
+        """
+        self.host = HostTable(0, make_policy("lru", 0))
+        self._lost |= {*lost_blocks} - self._withdrawn
+        self._withdraw_lost()
+
+    def _withdraw_lost(self) -> None:
+        """Make the device cache smaller by the lost blocks that are free."""
+        for block in [self.blocks[i] for i in self._lost]:
+            if block.ref_cnt == 0:
+                self._lost.remove(block.block_id)
+                self._withdrawn.add(block.block_id)
+                self._maybe_evict_cached_block(block)
+                self._leave_place([block])
+                self.free_block_queue.remove(block)
+                block.ref_cnt = 1
+                self.num_gpu_blocks -= 1
 
     def _drop_slot(self, slot: HostSlot) -> None:
         self._stores.pop(slot.index, None)

@@ -5,7 +5,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,10 @@ class Copies:
     """Whether the launch of `load` takes the CPU as long as that of many layers."""
 
 
+class CopyHangs(Exception):
+    """A copy does not end, and nothing can make it."""
+
+
 class CopyOrder(ABC):
     """Runs the copies of a plan so that its fences hold."""
 
@@ -40,7 +44,20 @@ class CopyOrder(ABC):
             copies: How.
             layerwise: Let the attention layers wait for the loads, not the step.
 
+        Raises:
+            CopyHangs: A copy of this plan or of an earlier one. Nothing but
+                `give_up` may be called then, and `end_step`.
+
         """
+
+    def give_up(self) -> dict[int, list[int]]:
+        """Launch no more copies.
+
+        Returns:
+            Device blocks that loads may still write to, at any time, by plan.
+
+        """
+        return {}
 
     def end_step(self) -> bool:
         """The step's compute is queued.
@@ -74,6 +91,17 @@ class CopyOrder(ABC):
 # How long a closed gate holds up one part of a job that nobody waits for, and how
 # often it looks whether somebody does.
 _GATE_S, _LOOK_S = 0.02, 0.5e-3
+
+# A copy that takes longer never ends. The longest take some seconds, with a slow link
+# and memory that is not pinned.
+_LIMIT_S = 30.0
+
+# What is older must have ended before a stream is told to wait for it: a stream cannot
+# be called back.
+_OLD_S = 1.0
+
+# Where nobody waits: how long a copy has that the process was too slow to look after.
+_GRACE_S = 5.0
 
 
 def _nothing() -> None:
@@ -170,6 +198,10 @@ class CudaStreams(CopyOrder):
         self._loaded: OrderedDict[int, Job] = OrderedDict()
         self._loaded_ahead: OrderedDict[int, Job] = OrderedDict()
         self._waits: OrderedDict[int, list[_Wait]] = OrderedDict()
+        # Device blocks that loads fill, by seq.
+        self._filling: dict[int, list[int]] = {}
+        # The oldest job of each kind when last looked at, and since when.
+        self._oldest: list[tuple[Job | None, float]] = [(None, 0.0)] * 3
         self._load_times = (0, 0.0)
         self._times: Times = {}
         self._prefill = _StepTimer()
@@ -177,6 +209,7 @@ class CudaStreams(CopyOrder):
     def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
         self._gate.clear()
         self._forget_ended()
+        self._check_oldest()
         compute = torch.cuda.current_stream(self._device)
         begun = self._begun[plan.seq] = Done()
         begun.record(compute)
@@ -190,6 +223,9 @@ class CudaStreams(CopyOrder):
             *load_after_stores,
             *_latest(self._loaded_ahead, plan.load_after_loads),
         ]
+        if plan.load_slots or plan.ahead_slots:
+            self._check_old(load_after)
+            self._filling[plan.seq] = [*plan.load_blocks, *plan.ahead_blocks]
         if plan.load_slots:
             self._load(plan, copies, layerwise, load_after, compute)
         if plan.ahead_slots:
@@ -200,6 +236,16 @@ class CudaStreams(CopyOrder):
             self._loaded_ahead[plan.seq] = self._ahead_lane.submit(job)
         if stores_first < plan.seq:
             self._store(plan, copies, *_latest(self._loaded, plan.seq))
+        compute_after = [
+            *_latest(self._stored, plan.compute_after_stores),
+            *_latest(self._loaded_ahead, plan.compute_after_loads),
+        ]
+        _check_launched(compute_after)
+        self._check_old(compute_after)
+        if plan.connector_writes and not all(
+            done.ends_within(_LIMIT_S) for done in compute_after
+        ):
+            raise CopyHangs
         for done in _latest(self._stored, plan.compute_after_stores):
             done.wait(compute)
         for done in _latest(self._loaded_ahead, plan.compute_after_loads):
@@ -242,6 +288,7 @@ class CudaStreams(CopyOrder):
         if copies.load_launches_long:
             self._load_lane.submit(job)
         else:
+            _check_launched(after)
             self._load_lane.launch(job)
         self._loaded[plan.seq] = job
         # What waits for a lane must not be waited for by one.
@@ -284,6 +331,38 @@ class CudaStreams(CopyOrder):
                     yield done
                     return
 
+    def give_up(self) -> dict[int, list[int]]:
+        # First: what a closed lane drops counts as launched.
+        self._forget_ended()
+        under_way = {*self._loaded, *self._loaded_ahead}
+        for lane in (self._store_lane, self._ahead_lane, self._load_lane):
+            lane.close()
+        if self._layer_waits is not None:
+            self._layer_waits.disarm()
+        return {s: blocks for s, blocks in self._filling.items() if s in under_way}
+
+    def _check_oldest(self) -> None:
+        """Raises `CopyHangs` if a job has been the next to end for too long."""
+        now = time.monotonic()
+        for i, marks in enumerate((self._stored, self._loaded, self._loaded_ahead)):
+            job = next(iter(marks.values()), None)
+            oldest, since = self._oldest[i]
+            if job is not oldest:
+                self._oldest[i] = job, now
+            elif job is not None and now - since > _LIMIT_S:
+                if not job.ends_within(_GRACE_S):
+                    raise CopyHangs
+                self._oldest[i] = None, now
+
+    @staticmethod
+    def _check_old(fences: Iterable[Done]) -> None:
+        """Raises `CopyHangs` if what was launched long ago does not end."""
+        now = time.monotonic()
+        for done in fences:
+            is_old = isinstance(done, Job) and now - done.made > _OLD_S
+            if is_old and not done.ends_within(_LIMIT_S):
+                raise CopyHangs
+
     def _forget_ended(self) -> None:
         for kind, marks in (
             ("store", self._stored),
@@ -303,6 +382,9 @@ class CudaStreams(CopyOrder):
                 break
             del self._waits[seq]
             self._times["stall", seq] = len(waits), sum(w.seconds for w in waits)
+        for seq in [*self._filling]:
+            if seq not in self._loaded and seq not in self._loaded_ahead:
+                del self._filling[seq]
         # The last one that has come stands for all before it.
         come = [seq for seq, done in self._begun.items() if done.has_come()]
         for seq in come[:-1]:
@@ -340,6 +422,13 @@ class _StepTimer:
         if self._is_open:
             self._is_open = False
             self._ended.record(torch.cuda.current_stream())
+
+
+def _check_launched(fences: Iterable[Done]) -> None:
+    """Raises `CopyHangs` if the thread that launches one of them does not."""
+    for done in fences:
+        if not done.wait_for_launch(_LIMIT_S):
+            raise CopyHangs
 
 
 def _latest(marks: "OrderedDict[int, Job]", seq: int) -> Iterator[Job]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,13 @@ from vllm.v1.kv_tier.host_buffer import HostBuffer
 from vllm.v1.kv_tier.layer_waits import LayerWaits
 from vllm.v1.kv_tier.plan import StepPlan, StepReport, Times
 from vllm.v1.kv_tier.regions import Region
-from vllm.v1.kv_tier.streams import Copies, CopyOrder, CudaStreams, InOrder
+from vllm.v1.kv_tier.streams import (
+    Copies,
+    CopyHangs,
+    CopyOrder,
+    CudaStreams,
+    InOrder,
+)
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -79,6 +86,7 @@ class HostTier:
         self.checksums = checksums
         self._seq = 0
         self._join_begun: float | None = None
+        self._is_off = False
         # Lanes report failures too.
         self._lock = threading.Lock()
         self._report: StepReport | None = None
@@ -142,6 +150,11 @@ class HostTier:
         if plan is None:
             return
         self._seq = plan.seq
+        if self._is_off:
+            # The scheduler did not know yet.
+            if plan.load_slots or plan.ahead_slots:
+                self._load_failed("hang", plan.seq)
+            return
         num_loads = len(plan.load_slots)
         load_parts = self._parts(num_loads) if num_loads else []
         copies = Copies(
@@ -152,7 +165,11 @@ class HostTier:
             self._launches_long(num_loads),
         )
         layerwise = num_loads > 0 and self._can_wait_by_layer(scheduler_output)
-        self._order.begin_step(plan, copies, layerwise)
+        try:
+            self._order.begin_step(plan, copies, layerwise)
+        except CopyHangs:
+            self._switch_off(plan)
+            return
         self._take_times(plan, scheduler_output)
         num_tokens = scheduler_output.total_num_scheduled_tokens
         num_requests = len(scheduler_output.num_scheduled_tokens)
@@ -181,6 +198,22 @@ class HostTier:
             self._layer_waits = None
             self._load_failed("layer_wait", self._seq)
         return self.attach_report(output)
+
+    def _switch_off(self, plan: StepPlan) -> None:
+        """A copy hangs: do without copies from now on."""
+        logger.error(
+            "KV tier: a copy between device and host memory does not end. The tier is "
+            "off from now on, and requests are computed without it. Look for errors "
+            "of the GPU and its driver (dmesg), and restart the engine."
+        )
+        self._is_off = True
+        filling = self._order.give_up()
+        with self._lock:
+            self._reported().lost_blocks = sorted({*chain(*filling.values())})
+        if plan.load_slots or plan.ahead_slots:
+            self._load_failed("hang", plan.seq)
+        if filling:
+            self._load_failed("hang", min(filling))
 
     def _can_wait_by_layer(self, scheduler_output: "SchedulerOutput") -> bool:
         waits = self._layer_waits

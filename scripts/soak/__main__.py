@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a small model with the host tier under mixed HTTP load for some minutes.
+
+    PYTHONPATH=scripts build/env/v0.32.0/bin/python -m soak --out build/soak
+
+A reference server, without a tier and with room for everything, answers all questions
+first. Then clients ask a server with the tier, whose device cache has room for a
+twentieth of them: chats and completions, whole and as streams, with three models
+(adapters) and three salts; some hang up, and the prefix cache is reset now and then.
+At the end every host slot is spoilt, which the clients must notice.
+
+Writes `report.json` and the servers' logs. Ends with 0 if no answer was wrong, no
+request failed, and memory at the end is what it was after a fifth of the time.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.model import make_llama, make_lora, make_tokenizer
+from tests.e2e.server import Server
+
+from .clients import Load
+from .questions import CHAT_TEMPLATE, Conversation, learn_answers, make_conversations
+from .watch import Watch
+
+ROOT = Path(__file__).parents[2]
+MiB, GiB = 1 << 20, 1 << 30
+
+BLOCK_TOKENS, BLOCK_BYTES = 32, 64 << 10
+MODEL, ADAPTERS = "llama", ("lora-a", "lora-b", "lora-c")
+
+GROWTH = 0.02
+"""How much more memory may be in use at the end."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is said, and how much room there is for its KV."""
+
+    minutes: float = 10.0
+    clients: int = 16
+    conversations: int = 64
+    turns: int = 5
+    device_blocks: int = 24
+    host_slots: int = 1000
+
+    @property
+    def seconds(self) -> float:
+        return 60 * self.minutes
+
+    def make_conversations(self) -> list[Conversation]:
+        # Not the model itself: on CPUs, upstream's LoRA kernels give a request without
+        # an adapter that of the last slot.
+        return make_conversations(ADAPTERS, self.conversations, self.turns, 200, 40)
+
+
+def make_model(folder: Path) -> Path:
+    """Write the model, its tokenizer and its adapters."""
+    model = make_llama(folder / MODEL)
+    make_tokenizer(model)
+    (folder / "chat.jinja").write_text(CHAT_TEMPLATE)
+    for seed, name in enumerate(ADAPTERS):
+        make_lora(folder / name, seed)
+    return model
+
+
+def flags(folder: Path, num_blocks: int, num_slots: int) -> list[str]:
+    """Of `vllm serve`; without a tier if `num_slots` is 0."""
+    adapters = [f"{name}={folder / name}" for name in ADAPTERS]
+    found = [
+        *("--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "512", "--block-size", str(BLOCK_TOKENS)),
+        *("--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
+        *("--kv-cache-memory-bytes", str(num_blocks * BLOCK_BYTES)),
+        *("--chat-template", str(folder / "chat.jinja")),
+        *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"),
+        *("--max-cpu-loras", "3", "--lora-modules", *adapters),
+        *("--disable-uvicorn-access-log", "--no-enable-log-requests"),
+    ]
+    if num_slots:
+        size = num_slots * BLOCK_BYTES / GiB
+        found += ["--kv-offloading-backend", "core"]
+        found += ["--kv-offloading-size", repr(size)]
+        found += ["--worker-extension-cls", "soak.spoil.Spoiler"]
+    return found
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+class Soak:
+    """The steps of a run, with a line of progress for each.
+
+    Args:
+        out: Folder of the model, the logs and the report.
+        sizes: See there.
+        tier: Whether the server has one; without, the run says what memory does then.
+
+    """
+
+    def __init__(self, out: Path, sizes: Sizes, tier: bool = True) -> None:
+        self.out = out
+        self.sizes = sizes
+        self.tier = tier
+        self.wrong: list[str] = []
+        self._began = time.monotonic()
+
+    def note(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._began:6.1f} s] {text}", flush=True)
+
+    def run(self) -> dict[str, Any]:
+        """All of it. The report's `failures` is empty if all is well."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        model = make_model(self.out)
+        conversations = self.sizes.make_conversations()
+        reference = self._serve(model, "reference", 4000, 0)
+        try:
+            asyncio.run(learn_answers(reference.url, conversations))
+        finally:
+            reference.kill()
+        questions = [q for c in conversations for q in c.questions]
+        num_blocks = sum(c.num_tokens // BLOCK_TOKENS for c in conversations)
+        overcommit = num_blocks / (self.sizes.device_blocks - 1)
+        self.note(
+            f"the reference answered {len(questions)} questions, "
+            f"{sum(q.is_clear for q in questions)} of them clearly; their KV is "
+            f"{overcommit:.1f} times the device cache, for each of 3 salts"
+        )
+        num_slots = self.sizes.host_slots if self.tier else 0
+        server = self._serve(model, "server", self.sizes.device_blocks, num_slots)
+        try:
+            report = asyncio.run(self._load(server, conversations))
+            report["overcommit"] = round(overcommit, 1)
+            failures = report["failures"]
+            code = server.terminate()
+            left = [*server.leftover_processes(), *server.stranded_shared_memory()]
+            if code or left:
+                failures.append(f"exit code {code}, left behind: {left}")
+            if bad := re.findall(r".*(?:ERROR|Traceback).*", server.log()):
+                failures.append(f"{len(bad)} errors in the log, first: {bad[0]}")
+        finally:
+            server.kill()
+        (self.out / "wrong.txt").write_text("\n".join(self.wrong))
+        path = self.out / "report.json"
+        path.write_text(json.dumps(report, indent=2) + "\n")
+        self.note(f"wrote {path}")
+        return report
+
+    def _serve(self, model: Path, name: str, num_blocks: int, slots: int) -> Server:
+        log = self.out / f"{name}.log"
+        found = flags(self.out, num_blocks, slots)
+        self.note(f"starting the {name}")
+        return Server(model, found, environment(), log)
+
+    async def _load(
+        self, server: Server, conversations: list[Conversation]
+    ) -> dict[str, Any]:
+        seconds = self.sizes.seconds
+        watch = Watch(server)
+        ends = time.monotonic() + seconds
+        async with Load(server.url, conversations) as load:
+            self.note(f"{self.sizes.clients} clients for {seconds:.0f} s")
+            await asyncio.gather(
+                load.run(self.sizes.clients, ends),
+                watch.run(ends),
+                self._tell(load, ends),
+            )
+            failures = watch.at_rest()
+            watch.look()
+            await load.ask_all()
+        tally = load.tally
+        self.wrong = [*tally.wrong, *tally.errors]
+        early = watch.mean(0.18 * seconds, 0.22 * seconds)
+        late = watch.mean(0.96 * seconds, seconds)
+        growth = {
+            "rss": late.rss / early.rss - 1,
+            "pss": late.pss / early.pss - 1,
+        }
+        if abs(growth["pss"]) > GROWTH and seconds >= 300:
+            failures.append(f"memory (PSS) grew by {100 * growth['pss']:.2f}%")
+        failures += watch.faults[:3]
+        for kind, texts in (("wrong answers", tally.wrong), ("errors", tally.errors)):
+            if texts:
+                failures.append(f"{len(texts)} {kind}, first: {texts[0]}")
+        report = {
+            "seconds": seconds,
+            "counts": dict(tally.counts),
+            "wrong": len(tally.wrong),
+            "errors": len(tally.errors),
+            "growth": {name: round(grown, 5) for name, grown in growth.items()},
+            "mib_at_a_fifth": _mib(early),
+            "mib_at_the_end": _mib(late),
+            "pss_mib_by_tenth": [
+                round(watch.mean(t * seconds / 10, (t + 1) * seconds / 10).pss / MiB, 1)
+                for t in range(10)
+            ],
+            "metrics": {
+                name: watch.value(f"vllm:{name}")
+                for name in (
+                    "num_preemptions_total",
+                    "kv_tier_stored_blocks_total",
+                    "kv_tier_loaded_blocks_total",
+                    "kv_tier_loaded_ahead_blocks_total",
+                    "kv_tier_deferred_requests_total",
+                    "kv_tier_evicted_slots_total",
+                    "kv_tier_host_hit_tokens_total",
+                    "kv_tier_device_hit_tokens_total",
+                    "prompt_tokens_total",
+                    "generation_tokens_total",
+                )
+            },
+            "failures": failures,
+        }
+        if self.tier:
+            if not watch.value("vllm:kv_tier_host_hit_tokens_total"):
+                failures.append("nothing came from the host")
+            report["wrong_when_spoilt"] = await self._spoil(server, conversations)
+            if not report["wrong_when_spoilt"]:
+                failures.append("nobody noticed spoilt host slots")
+        return report
+
+    async def _spoil(self, server: Server, conversations: list[Conversation]) -> int:
+        """Spoil all host slots. Returns how many answers were wrong then."""
+        server.post("/collective_rpc", {"method": "spoil_host_slots"})
+        async with Load(server.url, conversations) as load:
+            await load.ask_all()
+        self.note(f"{len(load.tally.wrong)} wrong answers from spoilt slots")
+        return len(load.tally.wrong)
+
+    async def _tell(self, load: Load, ends: float) -> None:
+        while (left := ends - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, 60))
+            tally = load.tally
+            self.note(
+                f"{tally.counts['compared']} answers compared, {len(tally.wrong)} "
+                f"wrong, {len(tally.errors)} errors"
+            )
+
+
+def _mib(memory: Any) -> dict[str, float]:
+    all_bytes = {"rss": memory.rss, "pss": memory.pss, **memory.by_process}
+    return {name: round(size / MiB, 1) for name, size in all_bytes.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("build/soak"))
+    parser.add_argument("--minutes", type=float, default=Sizes.minutes)
+    parser.add_argument("--off", action="store_true", help="without a tier")
+    arguments = parser.parse_args()
+    out = arguments.out.absolute()
+    soak = Soak(out, Sizes(minutes=arguments.minutes), tier=not arguments.off)
+    report = soak.run()
+    print(json.dumps(report, indent=2))
+    for failure in report["failures"]:
+        soak.note(f"FAILED: {failure}")
+    if not report["failures"]:
+        soak.note("SUCCESS: every answer right, and memory as it was")
+    return 1 if report["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

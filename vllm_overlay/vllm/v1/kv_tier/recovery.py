@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler does when loads failed: what they were for starts over."""
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+
+def start_over(scheduler: "Scheduler") -> None:
+    """Let every request that holds blocks compute them again.
+
+    Running requests are preempted, as for a reset of the prefix cache, and drop what
+    they have in flight. The others hold blocks because a KV connector loads, or has
+    loaded, what follows in their prompt.
+    """
+    while scheduler.running:
+        scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+    for request in scheduler.requests.values():
+        request.drop_stale_output = request.num_stale_output_tokens > 0
+    for request in scheduler.kv_holding_waiting:
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            # The connector still writes to its blocks: they are freed when it ends.
+            scheduler.failed_recving_kv_req_ids.add(request.request_id)
+        elif request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            # It has read its blocks, so its report came before it waited.
+            continue
+        else:
+            scheduler._free_request_blocks(request)
+        request.num_computed_tokens = 0
+    scheduler.prev_step_scheduled_req_ids.clear()
