@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from .jobs import JOBS, Job
-from .model import make_llama
+from .model import make_eagle, make_llama
 
 ROOT = Path(__file__).parents[2]
 ENGINE_TIMEOUT_S = 600
@@ -28,6 +28,10 @@ Results = Callable[[str], dict[str, Any]]
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engines(*names): engines a test reads")
+    config.addinivalue_line(
+        "markers",
+        "compat(section, row, note): row of docs/compatibility.md that this test proves",
+    )
 
 
 def environment() -> dict[str, str]:
@@ -79,6 +83,10 @@ def run_engine(name: str, spec: Job, model: Path, folder: Path) -> dict[str, Any
     """
     job, result, log = (folder / f"{name}.{s}" for s in ("json", "result", "log"))
     llm = {**spec.llm, "model": str(model)}
+    speculative = llm.get("speculative_config", {})
+    if speculative.get("model") == "eagle":
+        draft = make_eagle(folder / f"{name}-draft", model)
+        llm["speculative_config"] = speculative | {"model": str(draft)}
     job.write_text(json.dumps({"llm": llm, "workloads": spec.workloads}))
     with log.open("w") as output:
         run = subprocess.run(

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from . import features as features  # Workloads.
 from . import sharp_weights as sharp_weights  # A load format.
 from .async_cpu import allow_async_scheduling
 from .engine import Engine

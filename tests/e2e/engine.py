@@ -44,7 +44,8 @@ class Engine:
             **{"skip_tokenizer_init": True, **llm},
         )
         self._engine = self.llm.llm_engine
-        self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self.core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self._model = llm["model"]
         self._names: list[str] = []
         self._done: dict[str, RequestOutput] = {}
         self._num_requests = 0
@@ -52,12 +53,12 @@ class Engine:
 
     @property
     def pool(self) -> Any:
-        return self._core.scheduler.kv_cache_manager.block_pool
+        return self.core.scheduler.kv_cache_manager.block_pool
 
     @property
     def facts(self) -> dict[str, Any]:
         """How the engine really runs."""
-        config = self._core.vllm_config
+        config = self.core.vllm_config
         return {
             "async_scheduling": config.scheduler_config.async_scheduling,
             "world_size": config.parallel_config.world_size,
@@ -69,7 +70,7 @@ class Engine:
     @property
     def groups(self) -> list[str]:
         """Spec of each KV cache group."""
-        groups = self._core.scheduler.kv_cache_config.kv_cache_groups
+        groups = self.core.scheduler.kv_cache_config.kv_cache_groups
         return [type(group.kv_cache_spec).__name__ for group in groups]
 
     @property
@@ -86,11 +87,21 @@ class Engine:
     def reset(self) -> bool:
         return self.llm.reset_prefix_cache()
 
+    def num_cached(self) -> tuple[int, int]:
+        """Blocks with content in the device cache and in the host's."""
+        num_device = sum(block.block_hash is not None for block in self.pool.blocks)
+        return num_device, len(self.pool.host) if self.has_tier else 0
+
+    def reload_weights(self, folder: Path | None = None) -> None:
+        """Weights of another model of the same shape; without, those of the first."""
+        path = str(folder or self._model)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
     def generate(
         self,
         prompts: list[list[int]],
         salt: str | None = None,
-        lora: Path | None = None,
+        lora: Path | LoRARequest | None = None,
         **params: Any,
     ) -> list[Answer]:
         self.start(prompts, salt, lora, **params)
@@ -120,7 +131,8 @@ class Engine:
         self,
         prompts: list[list[int]],
         salt: str | None = None,
-        lora: Path | None = None,
+        lora: Path | LoRARequest | None = None,
+        priority: int = 0,
         **params: Any,
     ) -> None:
         sampling = SamplingParams(
@@ -130,10 +142,9 @@ class Engine:
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        adapter = None
-        if lora is not None:
+        if isinstance(lora, Path):
             number = self._loras.setdefault(lora, len(self._loras) + 1)
-            adapter = LoRARequest(lora.name, number, str(lora))
+            lora = LoRARequest(lora.name, number, str(lora))
         for tokens in prompts:
             prompt: dict[str, Any] = {"prompt_token_ids": tokens}
             if salt is not None:
@@ -145,7 +156,8 @@ class Engine:
                 name,
                 prompt,  # type: ignore[arg-type]
                 sampling,
-                lora_request=adapter,
+                lora_request=lora,
+                priority=priority,
             )
 
     def steps(self, num_steps: int) -> None:
@@ -174,7 +186,7 @@ class Engine:
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker_wrapper, *args)` of every rank."""
-        return self._core.model_executor.collective_rpc(function, args=args)
+        return self.core.model_executor.collective_rpc(function, args=args)
 
 
 def _answer(output: RequestOutput) -> Answer:

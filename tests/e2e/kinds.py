@@ -72,6 +72,30 @@ BF16 = {"dtype": "bfloat16", "max_num_seqs": 1}
 _WINDOW = 64
 _ALTERNATING = 2 * ["sliding_attention", "full_attention"]
 
+DEEPSEEK = like_llama(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    num_key_value_heads=4,
+    q_lora_rank=64,
+    # Other sizes have no kernel.
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    moe_layer_freq=1,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.0,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+)
+
 KINDS = {
     "qwen3": Kind(
         like_llama("Qwen3ForCausalLM", "qwen3"),
@@ -142,29 +166,7 @@ KINDS = {
         num_device_blocks=2 * SMALL,
     ),
     "deepseek_v3": Kind(
-        like_llama(
-            "DeepseekV3ForCausalLM",
-            "deepseek_v3",
-            num_key_value_heads=4,
-            q_lora_rank=64,
-            # Other sizes have no kernel.
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=32,
-            v_head_dim=32,
-            n_routed_experts=4,
-            n_shared_experts=1,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            moe_layer_freq=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=1.0,
-            scoring_func="sigmoid",
-            topk_method="noaux_tc",
-        ),
+        DEEPSEEK,
         ["MLAAttentionSpec"],
         BF16,
     ),
@@ -251,6 +253,89 @@ KINDS = {
         ALIGN | {"max_num_seqs": 1},
         num_device_blocks=32,
     ),
+    # The last two layers read the KV of earlier ones.
+    "gemma3n": Kind(
+        like_llama(
+            "Gemma3nForCausalLM",
+            "gemma3n_text",
+            layer_types=3 * ["sliding_attention", "full_attention"],
+            num_hidden_layers=6,
+            num_kv_shared_layers=2,
+            sliding_window=_WINDOW,
+            hidden_size_per_layer_input=32,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            laurel_rank=16,
+            altup_num_inputs=2,
+            activation_sparsity_pattern=6 * [0.0],
+            hidden_activation="gelu_pytorch_tanh",
+        ),
+        ["FullAttentionSpec", "SlidingWindowSpec"],
+        num_device_blocks=2 * SMALL,
+    ),
+    # Layers of the window have smaller heads: their blocks hold more tokens.
+    "gemma4": Kind(
+        like_llama(
+            "Gemma4ForCausalLM",
+            "gemma4_text",
+            layer_types=_ALTERNATING,
+            sliding_window=_WINDOW,
+            head_dim=32,
+            global_head_dim=64,
+            num_global_key_value_heads=2,
+            hidden_size_per_layer_input=0,
+            hidden_activation="gelu_pytorch_tanh",
+            enable_moe_block=False,
+        ),
+        ["FullAttentionSpec", "SlidingWindowSpec"],
+        num_device_blocks=2 * SMALL,
+    ),
+    "deepseek_mtp": Kind(
+        DEEPSEEK | {"num_nextn_predict_layers": 1},
+        ["MLAAttentionSpec"],
+        BF16 | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+    ),
+    "bamba": Kind(
+        like_llama(
+            "BambaForCausalLM",
+            "bamba",
+            attn_layer_indices=[1, 3],
+            attn_rotary_emb=32,
+            mamba_n_heads=8,
+            mamba_d_head=32,
+            mamba_n_groups=1,
+            mamba_d_state=16,
+            mamba_d_conv=4,
+            mamba_expand=2,
+            mamba_chunk_size=32,
+            mamba_conv_bias=True,
+            mamba_proj_bias=False,
+        ),
+        ["FullAttentionSpec", "MambaSpec"],
+        ALIGN,
+        num_device_blocks=32,
+    ),
+    "jamba": Kind(
+        like_llama(
+            "JambaForCausalLM",
+            "jamba",
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            num_experts=2,
+            num_experts_per_tok=1,
+            mamba_d_state=16,
+            mamba_d_conv=4,
+            mamba_expand=2,
+            mamba_dt_rank=8,
+            mamba_conv_bias=True,
+            mamba_proj_bias=False,
+            use_mamba_kernels=False,
+        ),
+        ["FullAttentionSpec", "MambaSpec"],
+        ALIGN,
+        num_device_blocks=32,
+    ),
     "fp8_cache": Kind(
         like_llama("Qwen3ForCausalLM", "qwen3"),
         ["FullAttentionSpec"],
@@ -281,3 +366,52 @@ ENCODER: dict[str, Any] = {
     "hidden_act": "gelu",
     "torch_dtype": "float32",
 }
+
+# Upstream turns prefix caching off for it, too.
+ENCODER_DECODER: dict[str, Any] = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "num_mel_bins": 80,
+    "max_source_positions": 1500,
+    "max_target_positions": 448,
+    "vocab_size": VOCAB_SIZE,
+    "torch_dtype": "float32",
+}
+
+IMAGE_TOKEN = VOCAB_SIZE
+"""Stands for an image in a prompt. No text and no answer has it."""
+IMAGE_SIZE, IMAGE_TOKENS = 112, 64
+
+IMAGES = Kind(
+    {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": IMAGE_TOKEN,
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "text_config": LLAMA | {"vocab_size": VOCAB_SIZE + 64},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": IMAGE_SIZE,
+            "patch_size": 14,
+            "projection_dim": 64,
+        },
+        "torch_dtype": "float32",
+    },
+    ["FullAttentionSpec"],
+    {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}},
+    workloads=["images"],
+    control="corrupt_images",
+)

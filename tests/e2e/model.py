@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 VOCAB_SIZE = 1024
@@ -86,6 +86,7 @@ def make_llama(folder: Path, seed: int = 0) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA))
+    make_tokenizer(folder)
     g = torch.Generator().manual_seed(seed)
     hidden, inner = LLAMA["hidden_size"], LLAMA["intermediate_size"]
     kv = LLAMA["num_key_value_heads"] * LLAMA["head_dim"]
@@ -112,4 +113,27 @@ def make_llama(folder: Path, seed: int = 0) -> Path:
             layer + "post_attention_layernorm.weight": torch.ones(hidden),
         }
     save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def make_eagle(folder: Path, llama: Path, seed: int = 7) -> Path:
+    """Write an EAGLE draft model for a `make_llama`: one layer, and poor guesses."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = LLAMA | {
+        "architectures": ["EagleLlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": VOCAB_SIZE,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(llama / "model.safetensors")
+    hidden = LLAMA["hidden_size"]
+    g = torch.Generator().manual_seed(seed)
+    # Its guess follows the token that it continues, and the Llama's state.
+    mix = torch.randn(hidden, 2 * hidden, generator=g) * 0.1
+    mine = {"fc.weight": mix}
+    for name, weight in weights.items():
+        name = name.removeprefix("model.")
+        if name.startswith("layers.0.") or name == "embed_tokens.weight":
+            mine[name] = weight.clone()
+    save_file(mine, folder / "model.safetensors")
     return folder

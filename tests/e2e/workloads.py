@@ -8,7 +8,8 @@ ids; a follow-up prompt holds the engine's own answer, as in a conversation.
 
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ def workload(function: Workload) -> Workload:
 def text(seed: int, num_tokens: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def fill_device(engine: Engine, seed: int = 900) -> None:
@@ -165,8 +172,8 @@ def reset_while_running(engine: Engine) -> dict[str, Any]:
 def loras(engine: Engine) -> dict[str, Any]:
     """A prompt is found again under its own adapter only."""
     prompt = text(870, 5 * BLOCK + 1)
-    with tempfile.TemporaryDirectory() as folder:
-        a, b = (make_lora(Path(folder, n), seed) for n, seed in [("a", 1), ("b", 2)])
+    with scratch_folder() as folder:
+        a, b = (make_lora(folder / n, seed) for n, seed in [("a", 1), ("b", 2)])
         answers = []
         for lora in (a, b, None):
             answers += engine.generate([prompt], lora=lora, max_tokens=8)
@@ -289,7 +296,7 @@ def spoil_slot(wrapper: Any, index: int) -> None:
     slots[index].copy_(slots[index].roll(slots.shape[1] // 3 // 8 * 8))
 
 
-def spoil_first_load(wrapper: Any, among: set[int]) -> None:
+def spoil_first_load(wrapper: Any, among: Container[int]) -> None:
     """Spoil the first slot of `among` that is loaded, before it is."""
     wrapper.spoilt = []
     for engine in copiers(wrapper, "loads"):

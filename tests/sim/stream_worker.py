@@ -181,6 +181,12 @@ class StreamWorker(Worker):
             raise Violation("plan", f"never copied: {late}")
         return self
 
+    def finish(self) -> int:
+        """As before the engine sleeps. Returns how many plans had copies left."""
+        num_left = sum(map(len, self.pending.values()))
+        self._tier.finish()
+        return num_left
+
     def unreported(self) -> object:
         """Failures that no output has told of."""
         return self._tier._report
@@ -282,6 +288,9 @@ class _Watched(CopyOrder):
 
     def end_step(self) -> bool:
         return self._order.end_step()
+
+    def finish(self) -> None:
+        self._order.finish()
 
     def take_times(
         self, num_tokens: int

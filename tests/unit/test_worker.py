@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     ModelRunnerOutput,
 )
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 NUM_BLOCKS, NUM_SLOTS = 6, 4
 
@@ -390,3 +392,18 @@ def test_times_travel_with_the_next_output(rank: Rank) -> None:
     order.times = (0, 0.0), (0, 0.0)
     tier.begin_step(step(2))
     assert tier.end_step(output()).kv_tier_report is None
+
+
+def test_copies_end_before_the_engine_sleeps() -> None:
+    """A pause promises an idle device; sleep then takes its memory away."""
+    calls: list[str] = []
+    wrapper = WorkerWrapperBase()
+    wrapper.worker = SimpleNamespace(  # type: ignore[assignment]
+        synchronize_device=lambda: calls.append("device")
+    )
+    wrapper.synchronize_device()
+    wrapper.kv_tier = SimpleNamespace(  # type: ignore[assignment]
+        finish=lambda: calls.append("copies")
+    )
+    wrapper.synchronize_device()
+    assert calls == ["device", "copies", "device"]

@@ -51,6 +51,9 @@ class CopyOrder(ABC):
         """
         return True
 
+    def finish(self) -> None:
+        """Wait for the end of all copies that were queued."""
+
     def take_times(
         self, num_tokens: int
     ) -> tuple[tuple[int, float], tuple[int, float]]:
@@ -208,6 +211,12 @@ class CudaStreams(CopyOrder):
             torch.cuda.current_stream(self._device)
         )
         return all_waited
+
+    def finish(self) -> None:
+        for marks in (self._stored, self._loaded, self._loaded_ahead):
+            for job in list(marks.values())[-1:]:
+                job.wait_for_launch()
+                job.wait_on_host()
 
     def take_times(
         self, num_tokens: int
