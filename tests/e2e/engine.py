@@ -2,7 +2,7 @@
 """A real engine whose scheduler lives in this process."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -19,7 +19,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.kv_cache_utils import get_group_id
 
-COUNTERS = ("vllm:kv_tier_", "vllm:num_preemptions")
+COUNTERS = ("vllm:kv_tier_", "vllm:num_preemptions", "vllm:spec_decode_")
 
 
 class Answer(TypedDict):
@@ -133,8 +133,20 @@ class Engine:
         salt: str | None = None,
         lora: Path | LoRARequest | None = None,
         priority: int = 0,
+        images: Sequence[Any] = (),
         **params: Any,
     ) -> None:
+        """Begin to answer prompts.
+
+        Args:
+            prompts: Tokens of each.
+            salt: Cache salt.
+            lora: Folder of an adapter, or how to ask for it.
+            priority: The smaller, the more important.
+            images: Those that each prompt has tokens for.
+            **params: Of `SamplingParams`.
+
+        """
         sampling = SamplingParams(
             **{"temperature": 0.0, **params},
             logprobs=5,
@@ -149,6 +161,8 @@ class Engine:
             prompt: dict[str, Any] = {"prompt_token_ids": tokens}
             if salt is not None:
                 prompt["cache_salt"] = salt
+            if images:
+                prompt["multi_modal_data"] = {"image": list(images)}
             name = str(self._num_requests)
             self._num_requests += 1
             self._names.append(name)

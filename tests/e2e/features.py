@@ -5,14 +5,18 @@ Each brings prefixes back after something pushed them off a small device cache, 
 after something that must leave nothing of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
 
 from .engine import Answer, Engine
+from .kinds import IMAGE_SIZE, IMAGE_TOKEN
 from .model import make_llama, make_lora
 from .workloads import (
     BLOCK,
@@ -160,6 +164,44 @@ def asleep(engine: Engine) -> dict[str, Any]:
     engine.reload_weights()
     engine.reset()
     return {"answers": answers, "filled": filled}
+
+
+def picture(seed: int) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3))
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def look(
+    engine: Engine, before_round: Callable[[int], None] = lambda number: None
+) -> dict[str, Any]:
+    """Twice the same questions about other pictures: the tokens are the same."""
+    before, behind = text(1800, 20), text(1801, 60)
+    a, b, c, d = map(picture, range(4))
+    answers = []
+    for number in range(2):
+        before_round(number)
+        for images in ([a], [b], [c], [d], [a, b], [b, a]):
+            prompt = before + [IMAGE_TOKEN] * len(images) + behind
+            answers += engine.generate([prompt], images=images, max_tokens=8)
+    return {"answers": answers}
+
+
+@workload
+def images(engine: Engine) -> dict[str, Any]:
+    return look(engine, lambda number: fill_device(engine))
+
+
+@workload
+def corrupt_images(engine: Engine) -> dict[str, Any]:
+    """One slot is wrong when it is loaded. Asks what `images` asks."""
+
+    def before_round(number: int) -> None:
+        fill_device(engine)
+        if number == 1:
+            engine.on_ranks(spoil_first_load, engine.slots_of(group=0))
+
+    result = look(engine, before_round)
+    return {**result, "spoilt": engine.on_ranks(stop_spoiling)}
 
 
 @workload

@@ -34,6 +34,10 @@ class Kind:
     """Workload that damages the tier. Asks what the first of `workloads` asks."""
     num_device_blocks: int = SMALL
     """Of the engines with a tier; less than the conversations need."""
+    files: dict[str, Any] = field(default_factory=dict)
+    """Further JSON files of the model, by name."""
+    special_tokens: list[str] = field(default_factory=list)
+    """Follow the words in the vocabulary."""
 
     def jobs(self) -> dict[str, Job]:
         """`large`, whose device cache holds everything, and two with a tier."""
@@ -54,8 +58,9 @@ class Kind:
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config))
-        make_tokenizer(folder)
+        for name, content in {"config.json": self.config, **self.files}.items():
+            (folder / name).write_text(json.dumps(content))
+        make_tokenizer(folder, self.special_tokens)
         return folder
 
 
@@ -414,4 +419,19 @@ IMAGES = Kind(
     {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}},
     workloads=["images"],
     control="corrupt_images",
+    files={
+        "processor_config.json": {
+            "processor_class": "LlavaProcessor",
+            "image_token": "<image>",
+            "patch_size": 14,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+        "preprocessor_config.json": {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": IMAGE_SIZE},
+            "crop_size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+        },
+    },
+    special_tokens=["<image>"],
 )

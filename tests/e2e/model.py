@@ -2,6 +2,7 @@
 """Small random-weight models of real architectures."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,18 @@ def make_lora(folder: Path, seed: int) -> Path:
     return folder
 
 
-def make_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with a word for each token: `t3` is token 3."""
+def make_tokenizer(folder: Path, special_tokens: Sequence[str] = ()) -> None:
+    """Write a tokenizer with a word for each token: `t3` is token 3.
+
+    Args:
+        folder: Of the model.
+        special_tokens: Have the numbers behind those of the words.
+
+    """
     words = {f"t{i}": i for i in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(special_tokens))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

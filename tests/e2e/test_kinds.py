@@ -4,7 +4,6 @@
 Some kinds by default, all of them with `KV_TIER_KINDS=all`.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,7 @@ import pytest
 
 from .compare import assert_same_answers
 from .conftest import run_engine
-from .jobs import Job
-from .kinds import EMBEDDING, ENCODER, KINDS, WORKLOADS
+from .kinds import EMBEDDING, IMAGES, KINDS, WORKLOADS, Kind
 
 DEFAULT = ["qwen3", "gemma3", "falcon_h1"]
 CHOSEN = list(KINDS) if os.environ.get("KV_TIER_KINDS") == "all" else DEFAULT
@@ -109,13 +107,22 @@ def test_one_corrupted_slot_of_any_group_is_noticed(
             assert_same_answers(run["answers"], expected)
 
 
+def large_and_tiered(kind: Kind, folder: Path) -> Iterator[dict[str, Any]]:
+    """Workloads of the engines `large` and `write_back`, which run side by side."""
+    model = kind.write(folder / "model")
+    jobs = kind.jobs()
+    with ThreadPoolExecutor(2) as workers:
+        running = [
+            workers.submit(run_engine, job, jobs[job], model, folder)
+            for job in ("large", "write_back")
+        ]
+        for each in running:
+            yield each.result()["workloads"]
+
+
+@pytest.mark.compat("model kinds", "decoder that embeds")
 def test_embeddings(tmp_path: Path) -> None:
-    model = EMBEDDING.write(tmp_path / "model")
-    jobs = EMBEDDING.jobs()
-    large, tier = (
-        run_engine(job, jobs[job], model, tmp_path)["workloads"]
-        for job in ("large", "write_back")
-    )
+    large, tier = large_and_tiered(EMBEDDING, tmp_path)
     expected, found = large["embeddings"], tier["embeddings"]
     assert found["cached_tokens"] == expected["cached_tokens"] == 8 * [0] + 8 * [192]
     assert found["counters"]["kv_tier_host_hit_tokens"] >= 0.5 * 8 * 192
@@ -130,8 +137,20 @@ def test_embeddings(tmp_path: Path) -> None:
     assert not any(far[:8]) and any(far[8:])
 
 
-def test_an_encoder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(ENCODER))
-    spec = EMBEDDING.jobs()["write_back"]
-    with pytest.raises(RuntimeError, match="or a model that cannot use it"):
-        run_engine("encoder", Job(spec.llm, []), tmp_path, tmp_path)
+@pytest.mark.compat("model kinds", "images (LLaVA)")
+def test_images(tmp_path: Path) -> None:
+    """The tokens of a prompt do not tell which image they stand for."""
+    large, tier = large_and_tiered(IMAGES, tmp_path)
+    expected, found = large["images"], tier["images"]
+    assert_same_answers(found["answers"], expected["answers"])
+    # One image each, and two of them in both orders: they share what is before the
+    # first and most of it.
+    assert cached(found) == 4 * [0] + 2 * [64] + 4 * [128] + 2 * [192]
+    counters = found["counters"]
+    assert counters["kv_tier_host_hit_tokens"] >= 0.5 * sum(cached(found)[6:])
+    singles = expected["answers"][:4]
+    assert len({tuple(a["tokens"]) for a in singles}) == 4
+    spoilt = tier["corrupt_images"]
+    assert spoilt["spoilt"] == [1]
+    with pytest.raises(AssertionError, match="other tokens|off by"):
+        assert_same_answers(spoilt["answers"], expected["answers"])

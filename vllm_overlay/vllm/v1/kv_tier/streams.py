@@ -51,6 +51,7 @@ class CopyOrder(ABC):
         """
         return True
 
+    @abstractmethod
     def finish(self) -> None:
         """Wait for the end of all copies that were queued."""
 
@@ -86,6 +87,9 @@ class InOrder(CopyOrder):
         copies.store(_nothing)
         copies.load(_nothing)
         copies.load_ahead(_nothing)
+
+    def finish(self) -> None:
+        pass
 
 
 class CudaStreams(CopyOrder):
