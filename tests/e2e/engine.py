@@ -18,6 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.kv_tier.regions import flatten
 
 COUNTERS = ("vllm:kv_tier_", "vllm:num_preemptions", "vllm:spec_decode_")
 
@@ -72,6 +73,27 @@ class Engine:
         """Spec of each KV cache group."""
         groups = self.core.scheduler.kv_cache_config.kv_cache_groups
         return [type(group.kv_cache_spec).__name__ for group in groups]
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How KV blocks lie in memory."""
+        config = self.core.scheduler.kv_cache_config
+        group_of = {
+            layer: i
+            for i, group in enumerate(config.kv_cache_groups)
+            for layer in group.layer_names
+        }
+        (addresses,) = self.on_ranks(addresses_of_layers)
+        groups_at: dict[int, set[int]] = {}
+        for layer, address in addresses.items():
+            if layer in group_of:
+                groups_at.setdefault(address, set()).add(group_of[layer])
+        return {
+            "block_sizes": [g.kv_cache_spec.block_size for g in config.kv_cache_groups],
+            # Groups overlay each other: a block belongs to one of them at a time.
+            "groups_share_memory": any(len(each) > 1 for each in groups_at.values()),
+            "layers_share_blocks": len(addresses) - len(set(addresses.values())),
+        }
 
     @property
     def has_tier(self) -> bool:
@@ -201,6 +223,17 @@ class Engine:
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker_wrapper, *args)` of every rank."""
         return self.core.model_executor.collective_rpc(function, args=args)
+
+
+def addresses_of_layers(wrapper: Any) -> dict[str, int]:
+    """Of a rank: where the KV cache of each attention layer begins."""
+    compilation = wrapper.vllm_config.compilation_config
+    found = {}
+    for name, layer in compilation.static_forward_context.items():
+        tensor = next(flatten(getattr(layer, "kv_cache", ())), None)
+        if tensor is not None:
+            found[name] = tensor.data_ptr()
+    return found
 
 
 def _answer(output: RequestOutput) -> Answer:

@@ -348,6 +348,27 @@ KINDS = {
     ),
 }
 
+ROWS = {
+    "qwen3": "full attention (Qwen3)",
+    "gemma3": "full attention and sliding windows (Gemma-3)",
+    "mistral_window": "sliding window only (Mistral)",
+    "qwen3_moe": "mixture of experts (Qwen3-MoE)",
+    "mixtral": "mixture of experts (Mixtral)",
+    "gpt_oss": "full attention and sliding windows, sinks (gpt-oss)",
+    "deepseek_v3": "MLA (DeepSeek-V3)",
+    "deepseek_mtp": "MLA with MTP speculative decoding (DeepSeek-V3)",
+    "llama4": "full and chunked local attention (Llama-4)",
+    "falcon_h1": "full attention and Mamba-2 (Falcon-H1)",
+    "bamba": "full attention and Mamba-2 (Bamba)",
+    "jamba": "full attention and Mamba (Jamba)",
+    "qwen3_next": "full attention and GDN (Qwen3-Next)",
+    "lfm2": "full attention and short convolution (LFM2)",
+    "gemma3n": "layers that share KV (Gemma-3n)",
+    "gemma4": "heads of two sizes (Gemma-4)",
+    "fp8_cache": "fp8 KV cache",
+}
+"""Of docs/compatibility.md, by kind."""
+
 # A decoder that embeds, with tokenizer since upstream's pooling wants one.
 EMBEDDING = Kind(
     KINDS["qwen3"].config,

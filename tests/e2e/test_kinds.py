@@ -8,13 +8,15 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from vllm.config.cache import MambaCacheMode
+
 from .compare import assert_same_answers
 from .conftest import run_engine
-from .kinds import EMBEDDING, IMAGES, KINDS, WORKLOADS, Kind
+from .kinds import EMBEDDING, IMAGES, KINDS, ROWS, WORKLOADS, Kind
 
 DEFAULT = ["qwen3", "gemma3", "falcon_h1"]
 CHOSEN = list(KINDS) if os.environ.get("KV_TIER_KINDS") == "all" else DEFAULT
@@ -22,7 +24,13 @@ TIERED = ["write_back", "write_through"]
 
 Results = Callable[[str, str], dict[str, Any]]
 
-kinds = pytest.mark.parametrize("kind", CHOSEN)
+kinds = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(name, marks=pytest.mark.compat("model kinds", ROWS[name]))
+        for name in CHOSEN
+    ],
+)
 tiered = pytest.mark.parametrize("job", TIERED)
 
 
@@ -105,6 +113,37 @@ def test_one_corrupted_slot_of_any_group_is_noticed(
         assert_same_answers(run["answers"][:6], expected[:6])
         with pytest.raises(AssertionError, match="other tokens|off by"):
             assert_same_answers(run["answers"], expected)
+
+
+def only(*names: str) -> Any:
+    """These kinds, as far as they were chosen."""
+    return pytest.mark.parametrize("kind", [n for n in CHOSEN if n in names])
+
+
+@only("gemma3", "gpt_oss", "llama4")
+@pytest.mark.compat("model kinds", "KV cache groups that share memory")
+def test_groups_overlay_each_other(found: Results, kind: str) -> None:
+    layout = found(kind, "write_back")["layout"]
+    assert layout["groups_share_memory"]
+
+
+@only("gemma4")
+@pytest.mark.compat("model kinds", "KV cache groups of different block sizes")
+def test_block_sizes_differ(found: Results, kind: str) -> None:
+    sizes = found(kind, "write_back")["layout"]["block_sizes"]
+    assert len(set(sizes)) == 2
+
+
+@only("gemma3n")
+@pytest.mark.compat("model kinds", "KV shared between layers")
+def test_layers_share_their_kv(found: Results, kind: str) -> None:
+    assert found(kind, "write_back")["layout"]["layers_share_blocks"] == 2
+
+
+def test_every_mode_of_mamba_caches_has_a_kind() -> None:
+    """A release with `all` needs a kind that runs it."""
+    tested = {kind.llm.get("mamba_cache_mode", "none") for kind in KINDS.values()}
+    assert set(get_args(MambaCacheMode)) == tested
 
 
 def large_and_tiered(kind: Kind, folder: Path) -> Iterator[dict[str, Any]]:

@@ -92,4 +92,5 @@ def adapter_load_keys(request: "Request") -> list[tuple[str, str, str]]:
     """What a block's key must have beside name and path of the request's adapter."""
     if _loads is None or not (number := _loads.of(request)):
         return []
+    assert request.lora_request is not None
     return [("lora load", request.lora_request.lora_name, str(number))]
