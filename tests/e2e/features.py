@@ -43,14 +43,14 @@ def ask_one_by_one(
 def by_priority(engine: Engine) -> dict[str, Any]:
     """Requests in the middle of their answers give way to more important ones.
 
-    Together they need twice the small device cache.
+    Together they need more than the small device cache.
     """
-    prompts = [text(1000 + i, 90 + 5 * i) for i in range(6)]
+    prompts = [text(1000 + i, 150 + 5 * i) for i in range(6)]
     for i, prompt in enumerate(prompts[:3]):
-        engine.start([prompt], priority=9 - i, max_tokens=130)
-    engine.steps(40)
+        engine.start([prompt], priority=9 - i, max_tokens=50)
+    engine.steps(8)
     for prompt in prompts[3:]:
-        engine.start([prompt], priority=1, max_tokens=130)
+        engine.start([prompt], priority=1, max_tokens=50)
     return {"answers": engine.finish()}
 
 
@@ -60,10 +60,10 @@ def structured(engine: Engine) -> dict[str, Any]:
 
     One at a time: on CPUs upstream's grammars mix up requests of a step.
     """
-    prompts = [text(1100 + i, 4 * BLOCK + 9) for i in range(4)]
+    prompts = [text(1100 + i, 4 * BLOCK + 9) for i in range(3)]
     params = {
         "structured_outputs": StructuredOutputsParams(regex="(t1[0-9]){40}"),
-        "max_tokens": 20,
+        "max_tokens": 10,
     }
     answers = ask_one_by_one(engine, prompts, **params)
     fill_device(engine)
@@ -73,8 +73,8 @@ def structured(engine: Engine) -> dict[str, Any]:
 @workload
 def beams(engine: Engine) -> dict[str, Any]:
     """Beam search: every token is a request of its own, with a shared prefix."""
-    prompts = [{"prompt_token_ids": text(1200 + i, 4 * BLOCK + 9)} for i in range(2)]
-    params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+    prompts = [{"prompt_token_ids": text(1200, 4 * BLOCK + 9)}]
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
     found: list[Any] = []
     for _ in range(2):
         found += engine.llm.beam_search(prompts, params)
@@ -97,10 +97,10 @@ def beams(engine: Engine) -> dict[str, Any]:
 @workload
 def paused(engine: Engine) -> dict[str, Any]:
     """Scheduling rests while requests run; the cache is kept, then cleared."""
-    prompts = [text(1300 + i, 4 * BLOCK + 5) for i in range(4)]
+    prompts = [text(1300 + i, 4 * BLOCK + 5) for i in range(3)]
     answers, filled = [], []
     for clear_cache in (False, True):
-        engine.start(prompts, max_tokens=24)
+        engine.start(prompts, max_tokens=12)
         engine.steps(4)
         engine.core.pause_scheduler("keep", clear_cache=clear_cache)
         filled.append(engine.num_cached())
@@ -114,10 +114,10 @@ def paused(engine: Engine) -> dict[str, Any]:
 @workload
 def reset_running(engine: Engine) -> dict[str, Any]:
     """The cache is reset under requests that run; they begin anew."""
-    prompts = [text(1400 + i, 4 * BLOCK + 5) for i in range(6)]
+    prompts = [text(1400 + i, 4 * BLOCK + 5) for i in range(4)]
     answers = ask_one_by_one(engine, prompts)
     fill_device(engine)
-    engine.start(prompts, max_tokens=24)
+    engine.start(prompts, max_tokens=12)
     engine.steps(4)
     was_reset = engine.core.reset_prefix_cache(reset_running_requests=True)
     filled = engine.num_cached()
@@ -133,7 +133,7 @@ def new_weights(engine: Engine) -> dict[str, Any]:
     `stale` has what is answered between the new weights and the reset that
     upstream asks for.
     """
-    prompts = [text(1500 + i, 5 * BLOCK + 5) for i in range(5)]
+    prompts = [text(1500 + i, 5 * BLOCK + 5) for i in range(3)]
     answers = ask_one_by_one(engine, prompts)
     fill_device(engine)
     with scratch_folder() as folder:
@@ -152,7 +152,7 @@ def new_weights(engine: Engine) -> dict[str, Any]:
 @workload
 def asleep(engine: Engine) -> dict[str, Any]:
     """The engine sleeps on each level, and wakes up with other weights after 2."""
-    prompts = [text(1600 + i, 5 * BLOCK + 5) for i in range(5)]
+    prompts = [text(1600 + i, 5 * BLOCK + 5) for i in range(3)]
     answers, filled = [], []
     for level in (0, 1, 2):
         ask_one_by_one(engine, prompts)

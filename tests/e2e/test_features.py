@@ -87,7 +87,7 @@ def test_less_important_requests_give_way(results: Results, workload: str) -> No
 @modes("structured")
 def test_grammars_hold(results: Results, workload: str) -> None:
     for answer in results("features")["workloads"][workload]["answers"]:
-        assert len(answer["tokens"]) == 20
+        assert len(answer["tokens"]) == 10
         assert set(answer["tokens"]) <= set(range(10, 20))
 
 
@@ -105,7 +105,7 @@ def test_a_reset_leaves_nothing_to_running_requests(
     result = results("features")["workloads"][workload]
     assert result["was_reset"] is True
     assert result["filled"] == [0, 0]
-    assert result["counters"]["num_preemptions"] >= 6
+    assert result["counters"]["num_preemptions"] >= 4
     assert result["counters"]["kv_tier_stored_blocks"] > 0
 
 
@@ -115,13 +115,13 @@ def test_nothing_of_old_weights_is_served_after_a_reset(
 ) -> None:
     """Without one it is, as by upstream's own cache: the answers show it."""
     result = results("features")["workloads"][workload]
-    old, new, again, back = (result["answers"][i : i + 5] for i in range(0, 20, 5))
+    old, new, again, back = (result["answers"][i : i + 3] for i in range(0, 12, 3))
     assert result["was_reset"] == [True, True]
-    assert cached({"answers": old + new + back}) == 15 * [0]
-    assert cached({"answers": again}) == 5 * [5 * BLOCK_TOKENS]
+    assert cached({"answers": old + new + back}) == 9 * [0]
+    assert cached({"answers": again}) == 3 * [5 * BLOCK_TOKENS]
     assert_same_answers(back, old)
     assert_same_answers(again, new)
-    assert cached({"answers": result["stale"]}) == 5 * [5 * BLOCK_TOKENS]
+    assert cached({"answers": result["stale"]}) == 3 * [5 * BLOCK_TOKENS]
     for wrong, right in zip(result["stale"], new):
         assert wrong["tokens"] != right["tokens"]
 
@@ -134,8 +134,8 @@ def test_nothing_is_served_after_sleep(results: Results, workload: str) -> None:
     assert min(paused) > 0
     assert slept == 2 * [[0, 0]]
     hits = cached(result)
-    assert hits == 5 * [5 * BLOCK_TOKENS] + 10 * [0]
-    level_0, level_1, level_2 = (result["answers"][i : i + 5] for i in (0, 5, 10))
+    assert hits == 3 * [5 * BLOCK_TOKENS] + 6 * [0]
+    level_0, level_1, level_2 = (result["answers"][i : i + 3] for i in (0, 3, 6))
     assert_same_answers(level_1, level_0)
     for ours, theirs in zip(level_2, level_0):
         assert ours["tokens"] != theirs["tokens"]
