@@ -42,6 +42,8 @@ NGRAM = {
 EAGLE = {"method": "eagle", "model": "eagle", "num_speculative_tokens": 2}
 """`make_eagle` writes the draft model."""
 
+# Asked of engines that guess tokens ahead.
+SPECULATED = ["conversations", "overcommit", "shared_prefix", "aborts"]
 # Of the module `features`.
 FEATURES = [
     "by_priority",
@@ -139,7 +141,7 @@ JOBS = {
     # As without speculation, since all drafts are verified.
     "ngram": Job(
         COMMON | CHUNKED | device(SMALL) | tier(1000) | {"speculative_config": NGRAM},
-        [*WORKLOADS, "corrupt_slot"],
+        [*SPECULATED, "corrupt_slot"],
     ),
     "eagle": Job(
         COMMON
@@ -151,7 +153,7 @@ JOBS = {
             "num_gpu_blocks_override": SMALL,
             "speculative_config": EAGLE,
         },
-        [*WORKLOADS, "corrupt_slot"],
+        [*SPECULATED, "corrupt_slot"],
     ),
     "lora": Job(
         COMMON

@@ -13,7 +13,7 @@ import pytest
 from .compare import assert_same_answers
 from .conftest import Results
 from .features import SERVED
-from .jobs import BLOCK_TOKENS, FEATURES, JOBS, WORKLOADS
+from .jobs import BLOCK_TOKENS, FEATURES, JOBS, SPECULATED
 from .test_answers import cached
 
 compat = pytest.mark.compat
@@ -175,7 +175,7 @@ def speculative(*others: str) -> Any:
 
 
 @speculative("large")
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", SPECULATED)
 def test_speculation_changes_nothing(
     results: Results, name: str, workload: str
 ) -> None:

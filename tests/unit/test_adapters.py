@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_tier.adapters import (
     AdapterLoads,
     note_adapter_load,
+    note_adapter_unload,
     set_adapter_loads,
 )
 from vllm.v1.request import Request
@@ -123,6 +124,16 @@ def test_a_new_id_is_a_new_load(path: Path) -> None:
     assert not set(first) & set(second)
     assert keys(lora(path, 1)) == first
     assert keys(lora(path, 2)) == second
+
+
+def test_an_adapter_that_was_dropped_is_loaded_anew(path: Path) -> None:
+    first = keys(lora(path))
+    other = keys(lora(path, 2, "b"))
+    note_adapter_unload(1)
+    second = keys(lora(path))
+    assert not set(first) & set(second)
+    assert keys(lora(path)) == second
+    assert keys(lora(path, 2, "b")) == other
 
 
 def test_a_running_request_keeps_its_load(path: Path) -> None:

@@ -44,6 +44,11 @@ class AdapterLoads:
         self._names.add(lora.lora_name)
         self._files[key] = _files(lora.lora_path)
 
+    def unload(self, number: int) -> None:
+        """Workers drop the adapter with this id, and read its files when it is back."""
+        for key in [key for key in self._current if key[1] == number]:
+            del self._current[key]
+
     def of(self, request: "Request") -> int:
         """The load whose weights `request` runs with; 0 for the first."""
         number = self._of_request.get(request)
@@ -86,6 +91,12 @@ def note_adapter_load(lora: "LoRARequest") -> None:
     """Called before workers are told to load an adapter."""
     if _loads is not None:
         _loads.load(lora)
+
+
+def note_adapter_unload(number: int) -> None:
+    """Called before workers are told to drop the adapter with this id."""
+    if _loads is not None:
+        _loads.unload(number)
 
 
 def adapter_load_keys(request: "Request") -> list[tuple[str, str, str]]:
