@@ -141,7 +141,11 @@ def make_eagle(folder: Path, llama: Path, seed: int = 7) -> Path:
     mine = {"fc.weight": mix}
     for name, weight in weights.items():
         name = name.removeprefix("model.")
-        if name.startswith("layers.0.") or name == "embed_tokens.weight":
+        # The first layer of a draft model has no norm of its own.
+        is_norm = name.endswith("input_layernorm.weight")
+        if name == "embed_tokens.weight" or (
+            name.startswith("layers.0.") and not is_norm
+        ):
             mine[name] = weight.clone()
     save_file(mine, folder / "model.safetensors")
     return folder
