@@ -19,6 +19,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_tier.regions import flatten
+from vllm.v1.metrics.reader import Counter, Gauge
 
 COUNTERS = ("vllm:kv_tier_", "vllm:num_preemptions", "vllm:spec_decode_")
 
@@ -101,9 +102,9 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         return {
-            m.name.removeprefix("vllm:"): m.value  # type: ignore[attr-defined]
+            m.name.removeprefix("vllm:"): m.value
             for m in self.llm.get_metrics()
-            if m.name.startswith(COUNTERS)
+            if m.name.startswith(COUNTERS) and isinstance(m, Counter | Gauge)
         }
 
     def reset(self) -> bool:
