@@ -412,46 +412,51 @@ ENCODER_DECODER: dict[str, Any] = {
 }
 
 IMAGE_TOKEN = VOCAB_SIZE
-"""Stands for an image in a prompt. No text and no answer has it."""
-IMAGE_SIZE, IMAGE_TOKENS = 112, 64
+"""Stands for a part of an image in a prompt. No text has it."""
+IMAGE_SIZE, IMAGE_TOKENS = 56, 64
 
+# Other architectures want torchvision, of which there is none for this build.
+_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 IMAGES = Kind(
     {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
+        "architectures": ["Blip2ForConditionalGeneration"],
+        "model_type": "blip-2",
         "image_token_index": IMAGE_TOKEN,
-        "projector_hidden_act": "gelu",
-        "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "default",
+        "num_query_tokens": IMAGE_TOKENS,
         "text_config": LLAMA | {"vocab_size": VOCAB_SIZE + 64},
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
+        "vision_config": _TOWER
+        | {
+            "model_type": "blip_2_vision_model",
             "image_size": IMAGE_SIZE,
             "patch_size": 14,
-            "projection_dim": 64,
+        },
+        "qformer_config": _TOWER
+        | {
+            "model_type": "blip_2_qformer",
+            "encoder_hidden_size": 64,
+            "cross_attention_frequency": 2,
+            "vocab_size": 64,
         },
         "torch_dtype": "float32",
     },
     ["FullAttentionSpec"],
-    {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}},
+    {"skip_tokenizer_init": False},
     workloads=["images"],
     control="corrupt_images",
     files={
         "processor_config.json": {
-            "processor_class": "LlavaProcessor",
+            "processor_class": "Blip2Processor",
             "image_token": "<image>",
-            "patch_size": 14,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
+            "num_query_tokens": IMAGE_TOKENS,
         },
         "preprocessor_config.json": {
-            "image_processor_type": "CLIPImageProcessor",
-            "size": {"shortest_edge": IMAGE_SIZE},
-            "crop_size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+            "image_processor_type": "BlipImageProcessor",
+            "size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
         },
     },
     special_tokens=["<image>"],
