@@ -84,7 +84,7 @@ class Engine:
             for i, group in enumerate(config.kv_cache_groups)
             for layer in group.layer_names
         }
-        (addresses,) = self.on_ranks(addresses_of_layers)
+        ((addresses, num_sharing),) = self.on_ranks(kv_of_layers)
         groups_at: dict[int, set[int]] = {}
         for layer, address in addresses.items():
             if layer in group_of:
@@ -93,7 +93,7 @@ class Engine:
             "block_sizes": [g.kv_cache_spec.block_size for g in config.kv_cache_groups],
             # Groups overlay each other: a block belongs to one of them at a time.
             "groups_share_memory": any(len(each) > 1 for each in groups_at.values()),
-            "layers_share_blocks": len(addresses) - len(set(addresses.values())),
+            "layers_without_kv": num_sharing,
         }
 
     @property
@@ -226,15 +226,19 @@ class Engine:
         return self.core.model_executor.collective_rpc(function, args=args)
 
 
-def addresses_of_layers(wrapper: Any) -> dict[str, int]:
-    """Of a rank: where the KV cache of each attention layer begins."""
+def kv_of_layers(wrapper: Any) -> tuple[dict[str, int], int]:
+    """Of a rank: where the KV cache of each attention layer begins, and how many
+    layers read that of another one."""
     compilation = wrapper.vllm_config.compilation_config
-    found = {}
+    found: dict[str, int] = {}
+    num_sharing = 0
     for name, layer in compilation.static_forward_context.items():
         tensor = next(flatten(getattr(layer, "kv_cache", ())), None)
         if tensor is not None:
             found[name] = tensor.data_ptr()
-    return found
+        target = getattr(layer, "kv_sharing_target_layer_name", None)
+        num_sharing += target is not None
+    return found, num_sharing
 
 
 def _answer(output: RequestOutput) -> Answer:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .jobs import COMMON, SMALL, Job
 from .model import LLAMA, VOCAB_SIZE, make_tokenizer
-from .sharp_weights import LOAD_FORMAT
+from .sharp_weights import EMBED_SCALE, LOAD_FORMAT
 
 CACHE_BYTES = 256 << 20
 """Room for the device cache; engines use `num_device_blocks` of it."""
@@ -273,6 +273,7 @@ KINDS = {
             altup_num_inputs=2,
             activation_sparsity_pattern=6 * [0.0],
             hidden_activation="gelu_pytorch_tanh",
+            **{EMBED_SCALE: 0.1},
         ),
         ["FullAttentionSpec", "SlidingWindowSpec"],
         num_device_blocks=2 * SMALL,

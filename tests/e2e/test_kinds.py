@@ -137,7 +137,7 @@ def test_block_sizes_differ(found: Results, kind: str) -> None:
 @only("gemma3n")
 @pytest.mark.compat("model kinds", "KV shared between layers")
 def test_layers_share_their_kv(found: Results, kind: str) -> None:
-    assert found(kind, "write_back")["layout"]["layers_share_blocks"] == 2
+    assert found(kind, "write_back")["layout"]["layers_without_kv"] == 2
 
 
 def test_every_mode_of_mamba_caches_has_a_kind() -> None:
