@@ -66,15 +66,11 @@ def in_tree(tree: Path, samples: int) -> float:
 
 def compare(tag: str, rounds: int, samples: int) -> Iterator[tuple[float, float]]:
     """(patched, upstream) seconds of a step for each round."""
-    from patchtool.config import Layout, load_pins
-    from patchtool.fetch import fetch
-    from patchtool.tree import apply_patches, unpack
+    from patchtool.config import Layout
+    from patchtool.tree import apply_patches, upstream_tree
 
     layout = Layout.default()
-    upstream = layout.tree(tag).with_name("upstream")
-    if not upstream.exists():
-        unpack(fetch(layout, load_pins(layout, tag).sdist), upstream)
-    trees = [apply_patches(layout, tag), upstream]
+    trees = [apply_patches(layout, tag), upstream_tree(layout, tag)]
     for i in range(rounds):
         # Who goes first has the warmer or the colder machine.
         order = [0, 1] if i % 2 else [1, 0]

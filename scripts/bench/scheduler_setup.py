@@ -21,6 +21,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.config.scheduler import SchedulerPolicy
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -54,6 +55,7 @@ def make_scheduler(
     max_model_len: int,
     kv_tier: Any = None,
     kv_transfer_config: KVTransferConfig | None = None,
+    policy: SchedulerPolicy = "fcfs",
 ) -> Scheduler:
     """A synchronous scheduler over one full-attention group.
 
@@ -64,6 +66,7 @@ def make_scheduler(
         max_model_len: As in `SchedulerConfig`.
         kv_tier: The `KVTierLayout` of a host tier; upstream's tree takes None only.
         kv_transfer_config: The KV connector to put beside it.
+        policy: As in `SchedulerConfig`.
 
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -88,6 +91,7 @@ def make_scheduler(
             max_model_len=max_model_len,
             is_encoder_decoder=False,
             async_scheduling=False,
+            policy=policy,
         ),
         kv_transfer_config=kv_transfer_config,
     )

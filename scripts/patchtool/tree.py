@@ -247,6 +247,18 @@ def pristine_tree(layout: Layout, tag: str) -> Path:
     return tree
 
 
+def upstream_tree(layout: Layout, tag: str) -> Path:
+    """build/<tag>/upstream: the sdist without series and overlay."""
+    tree = layout.tree(tag).with_name("upstream")
+    with locked(tree.parent):
+        if not tree.exists():
+            partial = tree.with_name("upstream.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            unpack(fetch(layout, load_pins(layout, tag).sdist), partial)
+            partial.rename(tree)
+    return tree
+
+
 def _open_tree(layout: Layout, pins: Pins, force: bool) -> Stamp:
     """The stamp of a tree of the pinned sdist, unpacked if there is none."""
     tree = layout.tree(pins.tag)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from .jobs import JOBS, Job
-from .model import make_llama
+from .model import make_eagle, make_llama
 
 ROOT = Path(__file__).parents[2]
 ENGINE_TIMEOUT_S = 600
@@ -86,6 +86,10 @@ def run_engine(name: str, spec: Job, model: Path, folder: Path) -> dict[str, Any
     llm = {**spec.llm, "model": str(model)}
     storage = folder / f"{name}.storage"
     storage.mkdir()
+    speculative = llm.get("speculative_config", {})
+    if speculative.get("model") == "eagle":
+        draft = make_eagle(folder / f"{name}-draft", model)
+        llm["speculative_config"] = speculative | {"model": str(draft)}
     text = json.dumps({"llm": llm, "workloads": spec.workloads})
     job.write_text(text.replace('"STORAGE"', json.dumps(str(storage))))
     with log.open("w") as output:

@@ -2,7 +2,7 @@
 """Run workloads on one engine: `python -m tests.e2e.driver JOB.json RESULT.json`.
 
 A job is `{"llm": {...}, "workloads": [...]}`, a result
-`{"facts": {...}, "workloads": {name: {"answers", "counters", ...}}}`.
+`{"facts": {...}, "layout": {...}, "workloads": {name: {"answers", "counters", ...}}}`.
 """
 
 import json
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from . import features as features  # Workloads.
 from . import sharp_weights as sharp_weights  # A load format.
 from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine
@@ -36,7 +37,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         after = engine.counters()
         result["counters"] = {k: v - before.get(k, 0) for k, v in after.items()}
         results[name] = result
-    return {"facts": engine.facts, "workloads": results}
+    facts = engine.facts
+    layout = engine.layout if facts["world_size"] == 1 else None
+    return {"facts": facts, "layout": layout, "workloads": results}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """A real engine whose scheduler lives in this process."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -18,11 +18,14 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.kv_tier.regions import flatten
+from vllm.v1.metrics.reader import Counter, Gauge
 
 COUNTERS = (
     "vllm:kv_tier_",
     "vllm:num_preemptions",
     "vllm:external_prefix_cache_hits",
+    "vllm:spec_decode_",
 )
 
 
@@ -48,7 +51,8 @@ class Engine:
             **{"skip_tokenizer_init": True, **llm},
         )
         self._engine = self.llm.llm_engine
-        self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self.core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self._model = llm["model"]
         self._names: list[str] = []
         self._done: dict[str, RequestOutput] = {}
         self._num_requests = 0
@@ -56,12 +60,12 @@ class Engine:
 
     @property
     def pool(self) -> Any:
-        return self._core.scheduler.kv_cache_manager.block_pool
+        return self.core.scheduler.kv_cache_manager.block_pool
 
     @property
     def facts(self) -> dict[str, Any]:
         """How the engine really runs."""
-        config = self._core.vllm_config
+        config = self.core.vllm_config
         return {
             "async_scheduling": config.scheduler_config.async_scheduling,
             "world_size": config.parallel_config.world_size,
@@ -73,8 +77,29 @@ class Engine:
     @property
     def groups(self) -> list[str]:
         """Spec of each KV cache group."""
-        groups = self._core.scheduler.kv_cache_config.kv_cache_groups
+        groups = self.core.scheduler.kv_cache_config.kv_cache_groups
         return [type(group.kv_cache_spec).__name__ for group in groups]
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How KV blocks lie in memory."""
+        config = self.core.scheduler.kv_cache_config
+        group_of = {
+            layer: i
+            for i, group in enumerate(config.kv_cache_groups)
+            for layer in group.layer_names
+        }
+        ((addresses, num_sharing),) = self.on_ranks(kv_of_layers)
+        groups_at: dict[int, set[int]] = {}
+        for layer, address in addresses.items():
+            if layer in group_of:
+                groups_at.setdefault(address, set()).add(group_of[layer])
+        return {
+            "block_sizes": [g.kv_cache_spec.block_size for g in config.kv_cache_groups],
+            # Groups overlay each other: a block belongs to one of them at a time.
+            "groups_share_memory": any(len(each) > 1 for each in groups_at.values()),
+            "layers_without_kv": num_sharing,
+        }
 
     @property
     def has_tier(self) -> bool:
@@ -82,19 +107,29 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         return {
-            m.name.removeprefix("vllm:"): m.value  # type: ignore[attr-defined]
+            m.name.removeprefix("vllm:"): m.value
             for m in self.llm.get_metrics()
-            if m.name.startswith(COUNTERS)
+            if m.name.startswith(COUNTERS) and isinstance(m, Counter | Gauge)
         }
 
     def reset(self) -> bool:
         return self.llm.reset_prefix_cache()
 
+    def num_cached(self) -> tuple[int, int]:
+        """Blocks with content in the device cache and in the host's."""
+        num_device = sum(block.block_hash is not None for block in self.pool.blocks)
+        return num_device, len(self.pool.host) if self.has_tier else 0
+
+    def reload_weights(self, folder: Path | None = None) -> None:
+        """Weights of another model of the same shape; without, those of the first."""
+        path = str(folder or self._model)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
     def generate(
         self,
         prompts: list[list[int]],
         salt: str | None = None,
-        lora: Path | None = None,
+        lora: Path | LoRARequest | None = None,
         **params: Any,
     ) -> list[Answer]:
         self.start(prompts, salt, lora, **params)
@@ -124,9 +159,22 @@ class Engine:
         self,
         prompts: list[list[int]],
         salt: str | None = None,
-        lora: Path | None = None,
+        lora: Path | LoRARequest | None = None,
+        priority: int = 0,
+        images: Sequence[Any] = (),
         **params: Any,
     ) -> None:
+        """Begin to answer prompts.
+
+        Args:
+            prompts: Tokens of each.
+            salt: Cache salt.
+            lora: Folder of an adapter, or how to ask for it.
+            priority: The smaller, the more important.
+            images: Those that each prompt has tokens for.
+            **params: Of `SamplingParams`.
+
+        """
         sampling = SamplingParams(
             **{"temperature": 0.0, **params},
             logprobs=5,
@@ -134,14 +182,15 @@ class Engine:
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        adapter = None
-        if lora is not None:
+        if isinstance(lora, Path):
             number = self._loras.setdefault(lora, len(self._loras) + 1)
-            adapter = LoRARequest(lora.name, number, str(lora))
+            lora = LoRARequest(lora.name, number, str(lora))
         for tokens in prompts:
             prompt: dict[str, Any] = {"prompt_token_ids": tokens}
             if salt is not None:
                 prompt["cache_salt"] = salt
+            if images:
+                prompt["multi_modal_data"] = {"image": list(images)}
             name = str(self._num_requests)
             self._num_requests += 1
             self._names.append(name)
@@ -149,7 +198,8 @@ class Engine:
                 name,
                 prompt,  # type: ignore[arg-type]
                 sampling,
-                lora_request=adapter,
+                lora_request=lora,
+                priority=priority,
             )
 
     def steps(self, num_steps: int) -> None:
@@ -182,7 +232,22 @@ class Engine:
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker_wrapper, *args)` of every rank."""
-        return self._core.model_executor.collective_rpc(function, args=args)
+        return self.core.model_executor.collective_rpc(function, args=args)
+
+
+def kv_of_layers(wrapper: Any) -> tuple[dict[str, int], int]:
+    """Of a rank: where the KV cache of each attention layer begins, and how many
+    layers read that of another one."""
+    compilation = wrapper.vllm_config.compilation_config
+    found: dict[str, int] = {}
+    num_sharing = 0
+    for name, layer in compilation.static_forward_context.items():
+        tensor = next(flatten(getattr(layer, "kv_cache", ())), None)
+        if tensor is not None:
+            found[name] = tensor.data_ptr()
+        target = getattr(layer, "kv_sharing_target_layer_name", None)
+        num_sharing += target is not None
+    return found, num_sharing
 
 
 def _answer(output: RequestOutput) -> Answer:

@@ -21,6 +21,8 @@ COMMON = {
 }
 # Prompts are prefilled in several chunks.
 CHUNKED = {"max_num_batched_tokens": 64}
+# Grammars and beam search want a tokenizer.
+TOKENIZED = {"skip_tokenizer_init": False}
 
 WORKLOADS = [
     "conversations",
@@ -31,6 +33,27 @@ WORKLOADS = [
     "aborts",
     "reset",
     "reset_while_running",
+]
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+EAGLE = {"method": "eagle", "model": "eagle", "num_speculative_tokens": 2}
+"""`make_eagle` writes the draft model."""
+
+# Asked of engines that guess tokens ahead.
+SPECULATED = ["conversations", "overcommit", "shared_prefix", "aborts"]
+# Of the module `features`.
+FEATURES = [
+    "by_priority",
+    "structured",
+    "beams",
+    "paused",
+    "reset_running",
+    "new_weights",
+    "asleep",
 ]
 # Workloads that damage the tier, and the one whose answers they must (not) give.
 CONTROLS = {
@@ -115,7 +138,7 @@ def beside(transfer: dict[str, Any], **config: Any) -> dict[str, Any]:
 JOBS = {
     # Never evicts, and splits no prompt.
     "large": Job(
-        COMMON | device(400) | {"max_num_batched_tokens": 2048},
+        COMMON | TOKENIZED | device(400) | {"max_num_batched_tokens": 2048},
         [
             *WORKLOADS,
             "sampling",
@@ -123,6 +146,7 @@ JOBS = {
             *BURSTS,
             "handed_over",
             "tier_load_fails_beside_a_connector",
+            *FEATURES,
         ],
     ),
     "small": Job(COMMON | CHUNKED | device(SMALL)),
@@ -188,12 +212,37 @@ JOBS = {
         ),
         ["handed_over", "connector_spoils"],
     ),
+    "features": Job(
+        COMMON
+        | TOKENIZED
+        | device(SMALL)
+        | tier(1000)
+        | {"scheduling_policy": "priority"},
+        [*FEATURES, "sampling", "spoilt_features"],
+    ),
+    # As without speculation, since all drafts are verified.
+    "ngram": Job(
+        COMMON | CHUNKED | device(SMALL) | tier(1000) | {"speculative_config": NGRAM},
+        [*SPECULATED, "corrupt_slot"],
+    ),
+    "eagle": Job(
+        COMMON
+        | CHUNKED
+        | tier(1000, store_policy="write_through")
+        # The layer of the draft model has blocks too.
+        | {
+            "kv_cache_memory_bytes": 2 * BLOCK_BYTES * SMALL,
+            "num_gpu_blocks_override": SMALL,
+            "speculative_config": EAGLE,
+        },
+        [*SPECULATED, "corrupt_slot"],
+    ),
     "lora": Job(
         COMMON
         | device(SMALL)
         | tier(200)
         | {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2},
-        ["loras", "tenants", "hash_algorithm"],
+        ["loras", "lora_reloads", "tenants", "hash_algorithm"],
     ),
     "verify": Job(
         COMMON

@@ -11,7 +11,7 @@ from typing import Any
 
 from .jobs import COMMON, SMALL, Job
 from .model import LLAMA, VOCAB_SIZE, make_tokenizer
-from .sharp_weights import LOAD_FORMAT
+from .sharp_weights import EMBED_SCALE, LOAD_FORMAT
 
 CACHE_BYTES = 256 << 20
 """Room for the device cache; engines use `num_device_blocks` of it."""
@@ -34,6 +34,10 @@ class Kind:
     """Workload that damages the tier. Asks what the first of `workloads` asks."""
     num_device_blocks: int = SMALL
     """Of the engines with a tier; less than the conversations need."""
+    files: dict[str, Any] = field(default_factory=dict)
+    """Further JSON files of the model, by name."""
+    special_tokens: list[str] = field(default_factory=list)
+    """Follow the words in the vocabulary."""
 
     def jobs(self) -> dict[str, Job]:
         """`large`, whose device cache holds everything, and two with a tier."""
@@ -54,8 +58,9 @@ class Kind:
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config))
-        make_tokenizer(folder)
+        for name, content in {"config.json": self.config, **self.files}.items():
+            (folder / name).write_text(json.dumps(content))
+        make_tokenizer(folder, self.special_tokens)
         return folder
 
 
@@ -71,6 +76,30 @@ BF16 = {"dtype": "bfloat16", "max_num_seqs": 1}
 
 _WINDOW = 64
 _ALTERNATING = 2 * ["sliding_attention", "full_attention"]
+
+DEEPSEEK = like_llama(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    num_key_value_heads=4,
+    q_lora_rank=64,
+    # Other sizes have no kernel.
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    moe_layer_freq=1,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.0,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+)
 
 KINDS = {
     "qwen3": Kind(
@@ -142,29 +171,7 @@ KINDS = {
         num_device_blocks=2 * SMALL,
     ),
     "deepseek_v3": Kind(
-        like_llama(
-            "DeepseekV3ForCausalLM",
-            "deepseek_v3",
-            num_key_value_heads=4,
-            q_lora_rank=64,
-            # Other sizes have no kernel.
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=32,
-            v_head_dim=32,
-            n_routed_experts=4,
-            n_shared_experts=1,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            moe_layer_freq=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=1.0,
-            scoring_func="sigmoid",
-            topk_method="noaux_tc",
-        ),
+        DEEPSEEK,
         ["MLAAttentionSpec"],
         BF16,
     ),
@@ -251,12 +258,73 @@ KINDS = {
         ALIGN | {"max_num_seqs": 1},
         num_device_blocks=32,
     ),
+    # The last two layers read the KV of earlier ones.
+    "gemma3n": Kind(
+        like_llama(
+            "Gemma3nForCausalLM",
+            "gemma3n_text",
+            layer_types=3 * ["sliding_attention", "full_attention"],
+            num_hidden_layers=6,
+            num_kv_shared_layers=2,
+            sliding_window=_WINDOW,
+            hidden_size_per_layer_input=32,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            laurel_rank=16,
+            altup_num_inputs=2,
+            activation_sparsity_pattern=6 * [0.0],
+            hidden_activation="gelu_pytorch_tanh",
+            **{EMBED_SCALE: 0.1},
+        ),
+        ["FullAttentionSpec", "SlidingWindowSpec"],
+        num_device_blocks=2 * SMALL,
+    ),
+    # Layers of the window have smaller heads: their blocks hold more tokens.
+    "gemma4": Kind(
+        like_llama(
+            "Gemma4ForCausalLM",
+            "gemma4_text",
+            layer_types=_ALTERNATING,
+            sliding_window=_WINDOW,
+            head_dim=32,
+            global_head_dim=64,
+            num_global_key_value_heads=2,
+            hidden_size_per_layer_input=0,
+            hidden_activation="gelu_pytorch_tanh",
+            enable_moe_block=False,
+        ),
+        ["FullAttentionSpec", "SlidingWindowSpec"],
+        num_device_blocks=2 * SMALL,
+    ),
+    "deepseek_mtp": Kind(
+        DEEPSEEK | {"num_nextn_predict_layers": 1},
+        ["MLAAttentionSpec"],
+        BF16 | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+    ),
     "fp8_cache": Kind(
         like_llama("Qwen3ForCausalLM", "qwen3"),
         ["FullAttentionSpec"],
         {"kv_cache_dtype": "fp8"},
     ),
 }
+
+ROWS = {
+    "qwen3": "full attention (Qwen3)",
+    "gemma3": "full attention and sliding windows (Gemma-3)",
+    "mistral_window": "sliding window only (Mistral)",
+    "qwen3_moe": "mixture of experts (Qwen3-MoE)",
+    "mixtral": "mixture of experts (Mixtral)",
+    "gpt_oss": "full attention and sliding windows, sinks (gpt-oss)",
+    "deepseek_v3": "MLA (DeepSeek-V3)",
+    "deepseek_mtp": "MLA with MTP speculative decoding (DeepSeek-V3)",
+    "llama4": "full and chunked local attention (Llama-4)",
+    "falcon_h1": "full attention and Mamba-2 (Falcon-H1)",
+    "qwen3_next": "full attention and GDN (Qwen3-Next)",
+    "lfm2": "full attention and short convolution (LFM2)",
+    "gemma3n": "layers that share KV (Gemma-3n)",
+    "gemma4": "heads of two sizes (Gemma-4)",
+    "fp8_cache": "fp8 KV cache",
+}
+"""Of docs/compatibility.md, by kind."""
 
 # A decoder that embeds, with tokenizer since upstream's pooling wants one.
 EMBEDDING = Kind(
@@ -281,3 +349,72 @@ ENCODER: dict[str, Any] = {
     "hidden_act": "gelu",
     "torch_dtype": "float32",
 }
+
+# Upstream turns prefix caching off for it, too.
+ENCODER_DECODER: dict[str, Any] = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "num_mel_bins": 80,
+    "max_source_positions": 1500,
+    "max_target_positions": 448,
+    "vocab_size": VOCAB_SIZE,
+    "torch_dtype": "float32",
+}
+
+IMAGE_TOKEN = VOCAB_SIZE
+"""Stands for a part of an image in a prompt. No text has it."""
+IMAGE_SIZE, IMAGE_TOKENS = 56, 64
+
+# Other architectures want torchvision, of which there is none for this build.
+_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+IMAGES = Kind(
+    {
+        "architectures": ["Blip2ForConditionalGeneration"],
+        "model_type": "blip-2",
+        "image_token_index": IMAGE_TOKEN,
+        "num_query_tokens": IMAGE_TOKENS,
+        "text_config": LLAMA | {"vocab_size": VOCAB_SIZE + 64},
+        "vision_config": _TOWER
+        | {
+            "model_type": "blip_2_vision_model",
+            "image_size": IMAGE_SIZE,
+            "patch_size": 14,
+        },
+        "qformer_config": _TOWER
+        | {
+            "model_type": "blip_2_qformer",
+            "encoder_hidden_size": 64,
+            "cross_attention_frequency": 2,
+            "vocab_size": 64,
+        },
+        "torch_dtype": "float32",
+    },
+    ["FullAttentionSpec"],
+    {"skip_tokenizer_init": False},
+    workloads=["images"],
+    control="corrupt_images",
+    files={
+        "processor_config.json": {
+            "processor_class": "Blip2Processor",
+            "image_token": "<image>",
+            "num_query_tokens": IMAGE_TOKENS,
+        },
+        "preprocessor_config.json": {
+            "image_processor_type": "BlipImageProcessor",
+            "size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+        },
+    },
+    special_tokens=["<image>"],
+)

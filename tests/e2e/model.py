@@ -2,11 +2,12 @@
 """Small random-weight models of real architectures."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 VOCAB_SIZE = 1024
@@ -62,11 +63,18 @@ def make_lora(folder: Path, seed: int) -> Path:
     return folder
 
 
-def make_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with a word for each token: `t3` is token 3."""
+def make_tokenizer(folder: Path, special_tokens: Sequence[str] = ()) -> None:
+    """Write a tokenizer with a word for each token: `t3` is token 3.
+
+    Args:
+        folder: Of the model.
+        special_tokens: Have the numbers behind those of the words.
+
+    """
     words = {f"t{i}": i for i in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(special_tokens))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -86,6 +94,7 @@ def make_llama(folder: Path, seed: int = 0) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA))
+    make_tokenizer(folder)
     g = torch.Generator().manual_seed(seed)
     hidden, inner = LLAMA["hidden_size"], LLAMA["intermediate_size"]
     kv = LLAMA["num_key_value_heads"] * LLAMA["head_dim"]
@@ -112,4 +121,31 @@ def make_llama(folder: Path, seed: int = 0) -> Path:
             layer + "post_attention_layernorm.weight": torch.ones(hidden),
         }
     save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def make_eagle(folder: Path, llama: Path, seed: int = 7) -> Path:
+    """Write an EAGLE draft model for a `make_llama`: one layer, and poor guesses."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = LLAMA | {
+        "architectures": ["EagleLlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": VOCAB_SIZE,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(llama / "model.safetensors")
+    hidden = LLAMA["hidden_size"]
+    g = torch.Generator().manual_seed(seed)
+    # Its guess follows the token that it continues, and the Llama's state.
+    mix = torch.randn(hidden, 2 * hidden, generator=g) * 0.1
+    mine = {"fc.weight": mix}
+    for name, weight in weights.items():
+        name = name.removeprefix("model.")
+        # The first layer of a draft model has no norm of its own.
+        is_norm = name.endswith("input_layernorm.weight")
+        if name == "embed_tokens.weight" or (
+            name.startswith("layers.0.") and not is_norm
+        ):
+            mine[name] = weight.clone()
+    save_file(mine, folder / "model.safetensors")
     return folder

@@ -17,6 +17,9 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 LOAD_FORMAT = "sharp"
+EMBED_SCALE = "sharp_embed_scale"
+"""Setting of a model's config: size of embeddings. Where upstream uses them for the
+outputs too, large ones have each token followed by itself."""
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -25,7 +28,10 @@ class SharpLoader(DummyModelLoader):
         for name, parameter in model.named_parameters():
             g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             values = torch.randn(parameter.shape, generator=g)
-            parameter.data.copy_(_scaled(name, values))
+            values = _scaled(name, values)
+            if "embed_tokens" in name:
+                values *= getattr(model_config.hf_config, EMBED_SCALE, 1.0)
+            parameter.data.copy_(values)
 
 
 def _scaled(name: str, normal: torch.Tensor) -> torch.Tensor:

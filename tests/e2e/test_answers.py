@@ -1,19 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host tier changes no answer, whatever is asked of the engine."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from .compare import assert_same_answers
 from .conftest import Results
-from .jobs import BLOCK_TOKENS, JOBS, SMALL, TIERED
+from .jobs import BLOCK_TOKENS, COMMON, JOBS, SMALL, TIERED
+
+ROWS = {
+    "salts": "cache salt",
+    "prompt_logprobs": "prompt logprobs",
+    "aborts": "aborts",
+    "reset": "`reset_prefix_cache`",
+}
+"""Of docs/compatibility.md, by workload."""
+
+
+def rows(name: str, workload: str) -> Iterator[str]:
+    """Rows that a comparison with an engine proves."""
+    llm = JOBS[name].llm
+    if name not in TIERED:
+        return
+    if workload in ROWS:
+        yield ROWS[workload]
+    if workload == "conversations":
+        if llm.get("async_scheduling"):
+            yield "asynchronous scheduling"
+        if llm["max_num_batched_tokens"] < COMMON["max_num_batched_tokens"]:
+            yield "chunked prefill"
 
 
 def engine_and_workload() -> list[Any]:
     """All workloads of all engines that shall answer as `large` does."""
     return [
-        pytest.param(name, workload, marks=pytest.mark.engines("large", name))
+        pytest.param(
+            name,
+            workload,
+            marks=[
+                pytest.mark.engines("large", name),
+                *(
+                    pytest.mark.compat("engine modes", row)
+                    for row in rows(name, workload)
+                ),
+            ],
+        )
         for name in ["small", *TIERED]
         for workload in JOBS[name].workloads
         if workload in JOBS["large"].workloads

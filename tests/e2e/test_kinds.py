@@ -4,19 +4,19 @@
 Some kinds by default, all of them with `KV_TIER_KINDS=all`.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from vllm.config.cache import MambaCacheMode
+
 from .compare import assert_same_answers
 from .conftest import run_engine
-from .jobs import Job
-from .kinds import EMBEDDING, ENCODER, KINDS, WORKLOADS
+from .kinds import EMBEDDING, IMAGE_TOKENS, IMAGES, KINDS, ROWS, WORKLOADS, Kind
 
 DEFAULT = ["qwen3", "gemma3", "falcon_h1"]
 CHOSEN = list(KINDS) if os.environ.get("KV_TIER_KINDS") == "all" else DEFAULT
@@ -24,7 +24,13 @@ TIERED = ["write_back", "write_through"]
 
 Results = Callable[[str, str], dict[str, Any]]
 
-kinds = pytest.mark.parametrize("kind", CHOSEN)
+kinds = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(name, marks=pytest.mark.compat("model kinds", ROWS[name]))
+        for name in CHOSEN
+    ],
+)
 tiered = pytest.mark.parametrize("job", TIERED)
 
 
@@ -109,13 +115,53 @@ def test_one_corrupted_slot_of_any_group_is_noticed(
             assert_same_answers(run["answers"], expected)
 
 
+def only(*names: str) -> Any:
+    """These kinds, as far as they were chosen."""
+    return pytest.mark.parametrize("kind", [n for n in CHOSEN if n in names])
+
+
+@only("gemma3", "gpt_oss", "llama4")
+@pytest.mark.compat("model kinds", "KV cache groups that share memory")
+def test_groups_overlay_each_other(found: Results, kind: str) -> None:
+    layout = found(kind, "write_back")["layout"]
+    assert layout["groups_share_memory"]
+
+
+@only("gemma4")
+@pytest.mark.compat("model kinds", "KV cache groups of different block sizes")
+def test_block_sizes_differ(found: Results, kind: str) -> None:
+    sizes = found(kind, "write_back")["layout"]["block_sizes"]
+    assert len(set(sizes)) == 2
+
+
+@only("gemma3n")
+@pytest.mark.compat("model kinds", "KV shared between layers")
+def test_layers_share_their_kv(found: Results, kind: str) -> None:
+    assert found(kind, "write_back")["layout"]["layers_without_kv"] == 2
+
+
+def test_every_mode_of_mamba_caches_has_a_kind() -> None:
+    """A release with `all` needs a kind that runs it."""
+    tested = {kind.llm.get("mamba_cache_mode", "none") for kind in KINDS.values()}
+    assert set(get_args(MambaCacheMode)) == tested
+
+
+def large_and_tiered(kind: Kind, folder: Path) -> Iterator[dict[str, Any]]:
+    """Workloads of the engines `large` and `write_back`, which run side by side."""
+    model = kind.write(folder / "model")
+    jobs = kind.jobs()
+    with ThreadPoolExecutor(2) as workers:
+        running = [
+            workers.submit(run_engine, job, jobs[job], model, folder)
+            for job in ("large", "write_back")
+        ]
+        for each in running:
+            yield each.result()["workloads"]
+
+
+@pytest.mark.compat("model kinds", "decoder that embeds")
 def test_embeddings(tmp_path: Path) -> None:
-    model = EMBEDDING.write(tmp_path / "model")
-    jobs = EMBEDDING.jobs()
-    large, tier = (
-        run_engine(job, jobs[job], model, tmp_path)["workloads"]
-        for job in ("large", "write_back")
-    )
+    large, tier = large_and_tiered(EMBEDDING, tmp_path)
     expected, found = large["embeddings"], tier["embeddings"]
     assert found["cached_tokens"] == expected["cached_tokens"] == 8 * [0] + 8 * [192]
     assert found["counters"]["kv_tier_host_hit_tokens"] >= 0.5 * 8 * 192
@@ -130,8 +176,19 @@ def test_embeddings(tmp_path: Path) -> None:
     assert not any(far[:8]) and any(far[8:])
 
 
-def test_an_encoder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(ENCODER))
-    spec = EMBEDDING.jobs()["write_back"]
-    with pytest.raises(RuntimeError, match="or a model that cannot use it"):
-        run_engine("encoder", Job(spec.llm, []), tmp_path, tmp_path)
+@pytest.mark.compat("model kinds", "images (BLIP-2)")
+def test_images(tmp_path: Path) -> None:
+    """The tokens of a prompt do not tell which image they stand for."""
+    large, tier = large_and_tiered(IMAGES, tmp_path)
+    expected, found = large["images"], tier["images"]
+    assert_same_answers(found["answers"], expected["answers"])
+    # The second question about a picture shares the picture.
+    assert cached(found) == 4 * [0] + [IMAGE_TOKENS] + 5 * [128]
+    counters = found["counters"]
+    assert counters["kv_tier_host_hit_tokens"] >= 0.5 * sum(cached(found)[5:])
+    singles = expected["answers"][:4]
+    assert len({tuple(a["tokens"]) for a in singles}) == 4
+    spoilt = tier["corrupt_images"]
+    assert spoilt["spoilt"] == [1]
+    with pytest.raises(AssertionError, match="other tokens|off by"):
+        assert_same_answers(spoilt["answers"], expected["answers"])

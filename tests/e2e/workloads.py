@@ -9,7 +9,7 @@ ids; a follow-up prompt holds the engine's own answer, as in a conversation.
 import logging
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,12 @@ def workload(function: Workload) -> Workload:
 def text(seed: int, num_tokens: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def fill_device(engine: Engine, seed: int = 900) -> None:
@@ -183,8 +189,8 @@ def reset_while_running(engine: Engine) -> dict[str, Any]:
 def loras(engine: Engine) -> dict[str, Any]:
     """A prompt is found again under its own adapter only."""
     prompt = text(870, 5 * BLOCK + 1)
-    with tempfile.TemporaryDirectory() as folder:
-        a, b = (make_lora(Path(folder, n), seed) for n, seed in [("a", 1), ("b", 2)])
+    with scratch_folder() as folder:
+        a, b = (make_lora(folder / n, seed) for n, seed in [("a", 1), ("b", 2)])
         answers = []
         for lora in (a, b, None):
             answers += engine.generate([prompt], lora=lora, max_tokens=8)
@@ -600,7 +606,9 @@ def fill_with_nans(wrapper: Any, index: int) -> None:
     wrapper.kv_tier.buffer.slots[index].fill_(0xFF)
 
 
-def spoil_first_load(wrapper: Any, among: set[int], rank: int | None = None) -> None:
+def spoil_first_load(
+    wrapper: Any, among: Container[int], rank: int | None = None
+) -> None:
     """Spoil the first slot of `among` that is loaded, before it is.
 
     On one rank, if it is given, else on all.

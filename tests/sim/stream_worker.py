@@ -243,6 +243,12 @@ class StreamWorker(Worker):
             self.hang.is_reached and not self.hang.is_released
         )
 
+    def finish(self) -> int:
+        """As before the engine sleeps. Returns how many plans had copies left."""
+        num_left = sum(map(len, self.pending.values()))
+        self._tier.finish()
+        return num_left
+
     def unreported(self) -> object:
         """Failures that no output has told of."""
         return self._tier._report
@@ -365,6 +371,9 @@ class _Watched(CopyOrder):
 
     def give_up(self) -> dict[int, list[int]]:
         return self._order.give_up()
+
+    def finish(self) -> None:
+        self._order.finish()
 
     def take_times(
         self, num_tokens: int

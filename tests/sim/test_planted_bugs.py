@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs planted in the tier. A simulator that misses one proves nothing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 import pytest
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.host_table import HostTable
 from vllm.v1.kv_tier.pool import TieredBlockPool
@@ -69,11 +70,7 @@ def store_before_computed(patch: pytest.MonkeyPatch) -> None:
 
 def keep_keys_of_preempted(patch: pytest.MonkeyPatch) -> None:
     """Blocks of a request preempted in the step that scheduled it stay cached."""
-
-    def forget_nothing(self: TieredBlockPool, blocks: Iterable) -> None:
-        pass
-
-    patch.setattr(TieredBlockPool, "forget_uncomputed", forget_nothing)
+    patch.setattr(KVCacheManager, "evict_uncomputed", lambda self, request: None)
 
 
 def miss_fence(name: str) -> Callable[[pytest.MonkeyPatch], None]:

@@ -145,6 +145,28 @@ def _run_plans(cuda: FakeCuda, luck: Luck, seed: int) -> None:
     worker.settled()
 
 
+@pytest.mark.parametrize("luck", LUCKS, ids=str)
+def test_nothing_is_left_to_copy_when_the_engine_sleeps(
+    luck: Luck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_left = 0
+    for seed in range(NUM_PLAYS):
+        with _device("late", seed, monkeypatch) as cuda:
+            rng = Random(seed)
+            setup = Setup(LAYOUTS[0], spare_blocks=10, num_slots=20)
+            worker = StreamWorker(setup, {}, cuda, luck, rng)
+            for seq in range(1, 10):
+                output = SchedulerOutput.make_empty()
+                output.kv_tier_plan = _random_plan(rng, seq, setup)
+                worker.submit(output, 0, False, None)
+            num_left += worker.finish()
+            assert not any(worker.pending.values())
+            worker.settled()
+            # Its lanes go when it does.
+            del worker
+    assert num_left > 0
+
+
 def _random_plan(rng: Random, seq: int, setup: Setup) -> StepPlan:
     blocks = rng.sample(range(1, setup.num_blocks), 9)
     slots = rng.sample(range(setup.num_slots), 9)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     ModelRunnerOutput,
 )
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 NUM_BLOCKS, NUM_SLOTS = 6, 4
 
@@ -516,3 +518,18 @@ def test_a_store_that_hangs_voids_nothing(rank: Rank) -> None:
     tier = with_order(rank, order)
     tier.begin_step(step(2))
     assert tier.end_step(output()).kv_tier_report == StepReport(lost_blocks=[])
+
+
+def test_copies_end_before_the_engine_sleeps() -> None:
+    """A pause promises an idle device; sleep then takes its memory away."""
+    calls: list[str] = []
+    wrapper = WorkerWrapperBase()
+    wrapper.worker = SimpleNamespace(  # type: ignore[assignment]
+        synchronize_device=lambda: calls.append("device")
+    )
+    wrapper.synchronize_device()
+    wrapper.kv_tier = SimpleNamespace(  # type: ignore[assignment]
+        finish=lambda: calls.append("copies")
+    )
+    wrapper.synchronize_device()
+    assert calls == ["device", "copies", "device"]

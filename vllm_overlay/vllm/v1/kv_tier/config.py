@@ -134,6 +134,12 @@ class KVTierConfig:
 
     def _check_engine(self, vllm_config: "VllmConfig") -> None:
         backend = f"--kv-offloading-backend {BACKEND}"
+        model = vllm_config.model_config
+        if model is not None and model.is_encoder_decoder:
+            raise ValueError(
+                f"{backend} extends the prefix cache, which upstream does not have "
+                f"for encoder-decoder models like {model.model}. Remove the backend."
+            )
         if not vllm_config.cache_config.enable_prefix_caching:
             raise ValueError(
                 f"{backend} extends the prefix cache, which is off "

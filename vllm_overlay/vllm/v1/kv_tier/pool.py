@@ -821,21 +821,6 @@ class TieredBlockPool(BlockPool):
 
     # ------------------------------------------------------------ what is void
 
-    def forget_uncomputed(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Take back the keys that this step gave to blocks it will not compute.
-
-        Upstream preempts requests that it has already scheduled in the same
-        step, and leaves their blocks hashed.
-        """
-        for block in blocks:
-            if (
-                not block.is_null
-                and block.block_hash is not None
-                and self._computed_by[block.block_id] == self._plan.seq
-                and block.block_id not in self._loads
-            ):
-                self._maybe_evict_cached_block(block)
-
     def reset_prefix_cache(self) -> bool:
         """As upstream; the host tier is cleared only when the device cache is."""
         if not super().reset_prefix_cache():

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
+from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
 from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
 from vllm.v1.kv_tier.copy_engine import slot_bytes
@@ -35,6 +36,7 @@ def start_kv_tier(
 
     """
     config = KVTierConfig.from_vllm_config(vllm_config)
+    set_adapter_loads(None if config is None else AdapterLoads())
     if config is None:
         return
     num_blocks = kv_cache_config.num_blocks

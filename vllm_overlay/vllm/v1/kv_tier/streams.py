@@ -68,6 +68,10 @@ class CopyOrder(ABC):
         """
         return True
 
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for the end of all copies that were queued."""
+
     def take_times(
         self, num_tokens: int
     ) -> tuple[tuple[int, float], tuple[int, float]]:
@@ -154,6 +158,9 @@ class _Wait:
         if self._begun is None:
             return 0.0
         return max(0.0, self._begun.elapsed_time(self._done.event) / 1e3)
+
+    def finish(self) -> None:
+        pass
 
 
 class CudaStreams(CopyOrder):
@@ -312,6 +319,12 @@ class CudaStreams(CopyOrder):
             torch.cuda.current_stream(self._device)
         )
         return all_waited
+
+    def finish(self) -> None:
+        for marks in (self._stored, self._loaded, self._loaded_ahead):
+            for job in list(marks.values())[-1:]:
+                job.wait_for_launch()
+                job.wait_on_host()
 
     def take_times(
         self, num_tokens: int

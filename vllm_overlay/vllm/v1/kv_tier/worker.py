@@ -215,6 +215,14 @@ class HostTier:
         if filling:
             self._load_failed("hang", min(filling))
 
+    def finish(self) -> None:
+        """Wait for all copies: the device memory may go away (sleep mode).
+
+        Upstream waits for the device, which does not know of what has not been
+        launched yet (upstream issue 45268).
+        """
+        self._order.finish()
+
     def _can_wait_by_layer(self, scheduler_output: "SchedulerOutput") -> bool:
         waits = self._layer_waits
         if waits is None or getattr(scheduler_output, "kv_cache_block_copies", None):

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tier does not support is refused before an engine starts, with words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm.engine.arg_utils import EngineArgs
+
+from .kinds import ENCODER, ENCODER_DECODER
+from .model import LLAMA
+
+CASES = [
+    pytest.param(
+        config,
+        settings,
+        words,
+        marks=pytest.mark.compat("refused at start", row),
+        id=row,
+    )
+    for row, config, settings, words in [
+        ("encoder (BERT)", ENCODER, {}, "or a model that cannot use it"),
+        ("encoder-decoder (Whisper)", ENCODER_DECODER, {}, "encoder-decoder models"),
+        (
+            "encoder-decoder (Whisper), prefix caching asked for",
+            ENCODER_DECODER,
+            {"enable_prefix_caching": True},
+            "encoder-decoder models",
+        ),
+        (
+            "prefix caching off",
+            LLAMA,
+            {"enable_prefix_caching": False},
+            "Turn prefix caching on",
+        ),
+    ]
+]
+
+
+@pytest.mark.parametrize("config, settings, words", CASES)
+def test_refused(
+    config: dict[str, Any], settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = EngineArgs(
+        model=str(tmp_path),
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=1 << 20,
+        kv_offloading_backend="core",
+        kv_offloading_size=0.1,
+        **settings,
+    )
+    with pytest.raises(ValueError) as error:
+        args.create_engine_config()
+    assert "--kv-offloading-backend core" in str(error.value)
+    assert words in str(error.value)
+    assert "Remove the backend" in str(error.value) or "or remove" in str(error.value)

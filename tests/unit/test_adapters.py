@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which load of an adapter the keys of a request's blocks name."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_tier.adapters import (
+    AdapterLoads,
+    note_adapter_load,
+    note_adapter_unload,
+    set_adapter_loads,
+)
+from vllm.v1.request import Request
+
+BLOCK = 4
+PROMPT = list(range(2 * BLOCK))
+
+
+@pytest.fixture(autouse=True)
+def counting() -> Iterator[None]:
+    init_none_hash(sha256)
+    set_adapter_loads(AdapterLoads())
+    yield
+    set_adapter_loads(None)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    write(folder, "1")
+    return folder
+
+
+def write(folder: Path, weights: str) -> None:
+    (folder / "adapter_model.safetensors").write_text(weights)
+
+
+def lora(
+    path: Path | str, number: int = 1, name: str = "a", **more: bool
+) -> LoRARequest:
+    return LoRARequest(name, number, str(path), **more)
+
+
+def request(adapter: LoRARequest | None) -> Request:
+    return Request(
+        request_id="r",
+        prompt_token_ids=PROMPT,
+        sampling_params=SamplingParams(max_tokens=20),
+        pooling_params=None,
+        lora_request=adapter,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )
+
+
+def keys(adapter: LoRARequest | None) -> list[bytes]:
+    """Of the blocks of a prompt, each with content of its own."""
+    found = list(map(bytes, request(adapter).block_hashes))
+    assert len(set(found)) == 2
+    return found
+
+
+def test_first_load_has_the_keys_of_upstream(path: Path) -> None:
+    note_adapter_load(lora(path))
+    first = keys(lora(path))
+    set_adapter_loads(None)
+    assert keys(lora(path)) == first
+    assert keys(None) not in (first, [])
+
+
+def test_a_reload_in_place_begins_anew(path: Path) -> None:
+    old = keys(lora(path))
+    note_adapter_load(lora(path, load_inplace=True))
+    new = keys(lora(path))
+    assert not set(new) & set(old)
+    assert keys(lora(path, load_inplace=True)) == new
+    assert keys(lora(path, load_inplace=True)) == new
+
+
+def test_other_adapters_keep_theirs(path: Path, tmp_path: Path) -> None:
+    old = keys(lora(tmp_path, 2, "b")), keys(None)
+    note_adapter_load(lora(path, load_inplace=True))
+    assert (keys(lora(tmp_path, 2, "b")), keys(None)) == old
+
+
+def test_a_request_that_reloads_begins_anew_when_files_changed(path: Path) -> None:
+    old = keys(lora(path))
+    write(path, "other")
+    assert keys(lora(path)) == old
+    new = keys(lora(path, load_inplace=True))
+    assert not set(new) & set(old)
+    # Those that follow run with the same weights, whatever they say.
+    assert keys(lora(path)) == new
+    assert keys(lora(path, load_inplace=True)) == new
+
+
+def test_same_size_is_another_file(path: Path) -> None:
+    new = [keys(lora(path, load_inplace=True))]
+    stat = (path / "adapter_model.safetensors").stat()
+    write(path, "2")
+    os.utime(path / "adapter_model.safetensors", ns=(0, stat.st_mtime_ns + 1))
+    new.append(keys(lora(path, load_inplace=True)))
+    assert new[0] != new[1]
+
+
+def test_files_out_of_sight_may_always_have_changed() -> None:
+    there = lora("hub/adapter", load_inplace=True)
+    assert keys(there) != keys(there)
+    now = keys(lora("hub/adapter"))
+    assert keys(lora("hub/adapter")) == now
+
+
+def test_a_new_id_is_a_new_load(path: Path) -> None:
+    first = keys(lora(path, 1))
+    note_adapter_load(lora(path, 2))
+    second = keys(lora(path, 2))
+    assert not set(first) & set(second)
+    assert keys(lora(path, 1)) == first
+    assert keys(lora(path, 2)) == second
+
+
+def test_an_adapter_that_was_dropped_is_loaded_anew(path: Path) -> None:
+    first = keys(lora(path))
+    other = keys(lora(path, 2, "b"))
+    note_adapter_unload(1)
+    second = keys(lora(path))
+    assert not set(first) & set(second)
+    assert keys(lora(path)) == second
+    assert keys(lora(path, 2, "b")) == other
+
+
+def test_a_running_request_keeps_its_load(path: Path) -> None:
+    running = request(lora(path))
+    note_adapter_load(lora(path, load_inplace=True))
+    running.append_output_token_ids([1] * BLOCK)
+    set_adapter_loads(None)
+    same = request(lora(path))
+    same.append_output_token_ids([1] * BLOCK)
+    assert len(running.block_hashes) == 3
+    assert running.block_hashes == same.block_hashes

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From which load of a LoRA adapter the content of a block is.
+
+Upstream's keys name an adapter by its name and path, and a reload from the same path
+changes neither: what was computed before is served as if nothing had happened
+(upstream issues 42125 and 53769). The device forgets it soon; the host would not.
+With the tier, keys count the loads.
+"""
+
+import itertools
+import os
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+
+class AdapterLoads:
+    """Numbers the loads of all adapters of an engine.
+
+    Requests keep the number with which they came, for all their blocks.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        # By name and id: under a new id workers load an adapter anew.
+        self._current: dict[tuple[str, int], int] = {}
+        self._names: set[str] = set()
+        self._files: dict[tuple[str, int], Hashable] = {}
+        self._of_request: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+
+    def load(self, lora: "LoRARequest") -> None:
+        """Workers are about to load `lora`, if it is new or replaces itself."""
+        key = (lora.lora_name, lora.lora_int_id)
+        is_first = lora.lora_name not in self._names
+        if is_first and not lora.load_inplace:
+            # As without a tier.
+            self._current[key] = 0
+        elif lora.load_inplace or key not in self._current:
+            self._current[key] = next(self._numbers)
+        self._names.add(lora.lora_name)
+        self._files[key] = _files(lora.lora_path)
+
+    def unload(self, number: int) -> None:
+        """Workers drop the adapter with this id, and read its files when it is back."""
+        for key in [key for key in self._current if key[1] == number]:
+            del self._current[key]
+
+    def of(self, request: "Request") -> int:
+        """The load whose weights `request` runs with; 0 for the first."""
+        number = self._of_request.get(request)
+        if number is None:
+            lora = request.lora_request
+            assert lora is not None
+            key = (lora.lora_name, lora.lora_int_id)
+            # Workers reload an adapter for each step of such a request. Servers go
+            # on sending it after a reload.
+            replaced = lora.load_inplace and (
+                key not in self._files
+                or self._files[key] is None
+                or self._files[key] != _files(lora.lora_path)
+            )
+            if replaced or key not in self._current:
+                self.load(lora)
+            number = self._of_request[request] = self._current[key]
+        return number
+
+
+def _files(path: str) -> Hashable:
+    """What tells whether the files of an adapter have changed; None if nothing does."""
+    try:
+        entries = [(entry.name, entry.stat()) for entry in os.scandir(path)]
+    except OSError:
+        return None
+    return path, *sorted((n, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in entries)
+
+
+_loads: AdapterLoads | None = None
+
+
+def set_adapter_loads(loads: AdapterLoads | None) -> None:
+    """Count loads in the engine of this process. None: keys are upstream's."""
+    global _loads
+    _loads = loads
+
+
+def note_adapter_load(lora: "LoRARequest") -> None:
+    """Called before workers are told to load an adapter."""
+    if _loads is not None:
+        _loads.load(lora)
+
+
+def note_adapter_unload(number: int) -> None:
+    """Called before workers are told to drop the adapter with this id."""
+    if _loads is not None:
+        _loads.unload(number)
+
+
+def adapter_load_keys(request: "Request") -> list[tuple[str, str, str]]:
+    """What a block's key must have beside name and path of the request's adapter."""
+    if _loads is None or not (number := _loads.of(request)):
+        return []
+    assert request.lora_request is not None
+    return [("lora load", request.lora_request.lora_name, str(number))]
