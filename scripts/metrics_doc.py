@@ -36,8 +36,8 @@ TAIL = """
 - A rising `refused_stores` or `dropped_blocks` says that the device evicts faster than
   blocks can be stored, or that the tier is too small for one step.
 
-`ops/alerts.yml` has alert rules for Prometheus, `ops/grafana.json` a dashboard to import
-into Grafana.
+`ops/alerts.yml` has alert rules for Prometheus, `ops/grafana.json` a dashboard to
+import into Grafana.
 
 ## KV events
 

@@ -51,9 +51,9 @@ class Server:
         self._log = log
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        address = ["--host", "127.0.0.1", "--port", str(port)]
+            self.port = s.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        address = ["--host", "127.0.0.1", "--port", str(self.port)]
         self._shm_before = set(os.listdir(SHM))
         with log.open("w") as output:
             self.process = subprocess.Popen(
@@ -75,14 +75,6 @@ class Server:
                 time.sleep(0.5)
         self.kill()
         raise RuntimeError(f"the server did not start:\n{self.log()[-6000:]}")
-
-    @property
-    def port(self) -> int:
-        return self._port
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
 
     def log(self) -> str:
         return self._log.read_text()

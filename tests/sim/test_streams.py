@@ -230,9 +230,9 @@ def _checks(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
     checked: list[int] = []
     load_failed, check = HostTier._load_failed, SlotChecksums.check
 
-    def note_refused(self: HostTier, seq: int) -> None:
+    def note_refused(self: HostTier, kind: str, seq: int) -> None:
         refused.append(seq)
-        load_failed(self, seq)
+        load_failed(self, kind, seq)
 
     def note_checked(self: SlotChecksums, slots: list[int]) -> None:
         checked.extend(slots)

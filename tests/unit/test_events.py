@@ -78,7 +78,8 @@ class Publisher:
         )
         hit = [blocks[0] for blocks in found if blocks]
         assert len(hit) == len(request.block_hashes)
-        assert self.pool.promote(request, [manager], (hit,), len(hit) * BLOCK, 0, False)
+        num_tokens = len(hit) * BLOCK
+        assert self.pool.promote(request, [manager], (hit,), num_tokens, 0, 2, False)
         self.pool.take_plan()
 
     def told(self) -> list[Any]:
@@ -202,14 +203,15 @@ def test_a_hit_that_is_told_again_lies_where_it_lies() -> None:
     tier.compute(one)
     first = tier.told()[0]
     tier.pool.emit_cached_block_events(one, 2, BLOCK, 0)
-    (again,) = tier.pool.take_events()
+    told: list[Any] = tier.pool.take_events()
+    (again,) = told
     assert again.medium == "GPU" and again.token_ids == first.token_ids[: 2 * BLOCK]
     # The last block of the chain goes first.
     tier.pool.begin_step()
     tier.pool.get_new_blocks(1)
     tier.told()
     tier.pool.emit_cached_block_events(one, 3, BLOCK, 0)
-    found = tier.pool.take_events()
+    found: list[Any] = tier.pool.take_events()
     assert [(e.medium, e.block_hashes) for e in found] == [
         ("GPU", hashes(one)[:2]),
         ("CPU", hashes(one)[2:]),

@@ -132,6 +132,9 @@ class InOrder(CopyOrder):
                 if kind == "load":
                     self._times["stall", plan.seq] = num_blocks, seconds
 
+    def finish(self) -> None:
+        pass
+
     def take_copy_times(self) -> Times:
         times, self._times = self._times, {}
         return times
@@ -158,9 +161,6 @@ class _Wait:
         if self._begun is None:
             return 0.0
         return max(0.0, self._begun.elapsed_time(self._done.event) / 1e3)
-
-    def finish(self) -> None:
-        pass
 
 
 class CudaStreams(CopyOrder):

@@ -221,7 +221,8 @@ class HostTier:
         Upstream waits for the device, which does not know of what has not been
         launched yet (upstream issue 45268).
         """
-        self._order.finish()
+        if not self._is_off:
+            self._order.finish()
 
     def _can_wait_by_layer(self, scheduler_output: "SchedulerOutput") -> bool:
         waits = self._layer_waits
