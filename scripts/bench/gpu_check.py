@@ -10,7 +10,8 @@ computed in the same pieces as the tier's, so that outputs must be equal token b
 token; against `none` rounding alone flips near-ties in bf16.
 
 `slow` delays every copy by a tenth of a second and must change nothing. `race` does
-the same with the fences of the plans removed, and the comparison must notice.
+the same with the fences of the plans removed, and the comparison must notice. No load
+may fail but in these races: with `verify`, one that does is a checksum taken too early.
 Times to first token of an evicted prefix on the idle engine are printed too.
 """
 
@@ -49,6 +50,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "slow_ahead": tier(max_load_stall_ms=0) | {"delay": True},
     "race": tier() | {"delay": True, "no_fences": True},
     "race_ahead": tier(max_load_stall_ms=0) | {"delay": True, "no_fences": True},
+    "verify": tier(verify=True),
+    "slow_verify": tier(verify=True, max_load_stall_ms=0) | {"delay": True},
     "unpinned": tier() | {"unpinned": True},
     "v1": tier() | {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
     "OffloadingConnector": {"llm": {"kv_offloading_backend": "native"}},
@@ -92,6 +95,7 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     result: dict[str, Any] = {"start_s": time.perf_counter() - started}
     core = llm.llm_engine.engine_core.engine_core
+    failed_loads = _count_failed_loads(core)
     vocab = core.vllm_config.model_config.get_vocab_size()
     greedy = SamplingParams(
         temperature=0, max_tokens=32, detokenize=False, ignore_eos=True
@@ -143,7 +147,25 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
             llm.generate([{"prompt_token_ids": prompt}], one, use_tqdm=False)
             times.append((time.perf_counter() - begun) * 1e3)
         result["ttft_ms"][length] = times
+    result["failed_loads"] = len(failed_loads)
     return result
+
+
+def _count_failed_loads(core: Any) -> list[Any]:
+    """Reports of failed loads, as they reach the scheduler."""
+    pool = core.scheduler.kv_cache_manager.block_pool
+    found: list[Any] = []
+    if hasattr(pool, "apply_report"):
+        apply_report = pool.apply_report
+
+        def apply_and_count(report: Any) -> bool:
+            failed = apply_report(report)
+            if failed:
+                found.append(report)
+            return failed
+
+        pool.apply_report = apply_and_count
+    return found
 
 
 def _remove_fences() -> None:
@@ -270,6 +292,9 @@ def main() -> int:
             f"{len({t for out in outputs for t in out})}  TTFT ms {ttft}",
             flush=True,
         )
+        if name not in RACES and result["failed_loads"]:
+            failed = True
+            print(f"{name}: {result['failed_loads']} loads failed")
         if name not in MAY_DIFFER:
             failed |= wrong > 0
         elif name in RACES and not wrong:

@@ -3,9 +3,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
+from vllm.config.cache import MambaCacheMode
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -149,7 +151,7 @@ def mamba(
     return Group(spec, None)
 
 
-LAYOUTS = (
+LAYOUTS: tuple[Layout, ...] = (
     Layout("full", (full(),), 4),
     Layout("window", (window(6),), 4),
     Layout("full+window", (full(), window(6)), 4),
@@ -164,7 +166,6 @@ LAYOUTS = (
     Layout("MLA+MLA window", (mla(8), mla_window(9, 4)), 4),
     Layout("mamba", (mamba(),), 4),
     Layout("full+mamba", (full(), mamba()), 4),
-    Layout("full+mamba, all states", (full(), mamba(mode="all")), 4),
     Layout("full+2 mamba", (full(), mamba(), mamba()), 4),
     Layout("full+window+mamba", (full(), window(6), mamba()), 4),
     # A forward pass leaves a state inside its chunk, for a block of its own.
@@ -174,3 +175,6 @@ LAYOUTS = (
     # the key of its end though the chunk that began inside it never wrote that.
     Layout("full+mamba, partial hits", (full(8), mamba(8)), 2),
 )
+if "all" in get_args(MambaCacheMode):
+    # Releases that keep the state of every block, if they are asked to.
+    LAYOUTS += (Layout("full+mamba, all states", (full(), mamba(mode="all")), 4),)
