@@ -261,13 +261,11 @@ def parallel(num_ranks: int, num_stages: int, **llm: Any) -> Job:
     )
 
 
-PARALLEL = {
-    "PP=2": parallel(1, 2),
-    "TP=2, async scheduling": parallel(2, 1, async_scheduling=True),
-}
+PARALLEL = {"PP=2": parallel(1, 2)}
 if os.environ.get("KV_TIER_PARALLEL") == "all":
     PARALLEL |= {
         "TP=2": parallel(2, 1),
+        "TP=2, async scheduling": parallel(2, 1, async_scheduling=True),
         "TP=2 x PP=2": parallel(2, 2),
     }
 JOBS |= PARALLEL
