@@ -37,8 +37,8 @@ def request(conversation: int, turn: int) -> dict[str, Any]:
 
 
 def span(seq: int, what: str, start: float, blocks: int) -> dict[str, Any]:
-    times = {"start": start, "end": start + 0.002}
-    return {"seq": seq, "what": what, "blocks": blocks, "bytes": blocks << 16} | times
+    made: dict[str, Any] = {"seq": seq, "what": what, "blocks": blocks}
+    return made | {"bytes": blocks << 16, "start": start, "end": start + 0.002}
 
 
 SPANS = [
