@@ -38,7 +38,8 @@ def request(conversation: int, turn: int) -> dict[str, Any]:
 
 def span(seq: int, what: str, start: float, blocks: int) -> dict[str, Any]:
     made: dict[str, Any] = {"seq": seq, "what": what, "blocks": blocks}
-    return made | {"bytes": blocks << 16, "start": start, "end": start + 0.002}
+    made["bytes"] = blocks << 16
+    return made | {"start": start, "end": start + 0.002}
 
 
 SPANS = [
