@@ -55,7 +55,7 @@ SPANS = [
 def demo(tmp_path: Path) -> Path:
     """The folder of a demo with six requests."""
     requests = [request(c, t) for t in (1, 2, 3) for c in (1, 2)]
-    turn = {"turn": 1, "prompt_tokens": 400, "device_hit_tokens": 0}
+    turn: dict[str, Any] = {"turn": 1, "prompt_tokens": 400, "device_hit_tokens": 0}
     turn |= {"host_hit_tokens": 0, "ttft_ms_off": 100.0, "ttft_ms_on": 90.0}
     report = {
         "version": "0.0 <b>",
