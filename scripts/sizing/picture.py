@@ -44,13 +44,14 @@ def draw(outcomes: Sequence[Outcome], unbounded: float, title: str, path: Path) 
                 marker=".",
                 label=f"{policy}, {store}",
             )
-    # Sizes double: 0 and the first of them stand as far apart as the others.
-    axes.set_xscale("symlog", base=2, linthresh=max(GiB, *sizes[1:2]) / GiB)
+    # Where sizes double, 0 and the first stand as far apart as the others.
+    linear = next((size for size in sizes if size), GiB) / GiB
+    axes.set_xscale("symlog", base=2, linthresh=linear, linscale=0.5)
     axes.set_xticks([s / GiB for s in sizes], [f"{s / GiB:g}" for s in sizes])
     axes.minorticks_off()
     axes.set_xlabel("host memory, GiB")
     axes.set_ylabel("prompt blocks that were hits")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(0, 1.12 * unbounded)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)

@@ -95,3 +95,13 @@ def test_metrics_of_the_docs_exist() -> None:
         for name in re.findall(r"vllm:kv_tier_(\w+)", page.read_text()):
             known = name.removesuffix("_total").removesuffix("_")
             assert f'"{known}' in source, f"{page.name}: vllm:kv_tier_{name}"
+
+
+LINK = re.compile(r"\]\(([^)#:]+\.(?:md|py|toml|svg))(?:#[^)]*)?\)")
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    # Those between the pages are checked where the site is built.
+    links = LINK.findall((ROOT / "README.md").read_text())
+    assert "docs/sizing.md" in links and "docs/operations.md" in links
+    assert not [link for link in links if not (ROOT / link).is_file()]

@@ -37,8 +37,9 @@ def request(conversation: int, turn: int) -> dict[str, Any]:
 
 
 def span(seq: int, what: str, start: float, blocks: int) -> dict[str, Any]:
-    times = {"start": start, "end": start + 0.002}
-    return {"seq": seq, "what": what, "blocks": blocks, "bytes": blocks << 16} | times
+    made: dict[str, Any] = {"seq": seq, "what": what, "blocks": blocks}
+    made["bytes"] = blocks << 16
+    return made | {"start": start, "end": start + 0.002}
 
 
 SPANS = [
@@ -54,7 +55,7 @@ SPANS = [
 def demo(tmp_path: Path) -> Path:
     """The folder of a demo with six requests."""
     requests = [request(c, t) for t in (1, 2, 3) for c in (1, 2)]
-    turn: dict[str, float] = {"turn": 1, "prompt_tokens": 400, "device_hit_tokens": 0}
+    turn: dict[str, Any] = {"turn": 1, "prompt_tokens": 400, "device_hit_tokens": 0}
     turn |= {"host_hit_tokens": 0, "ttft_ms_off": 100.0, "ttft_ms_on": 90.0}
     report = {
         "version": "0.0 <b>",
