@@ -202,6 +202,7 @@ def test_a_hit_that_is_told_again_lies_where_it_lies() -> None:
     tier.compute(one)
     first = tier.told()[0]
     tier.pool.emit_cached_block_events(one, 2, BLOCK, 0)
+    again: Any
     (again,) = tier.pool.take_events()
     assert again.medium == "GPU" and again.token_ids == first.token_ids[: 2 * BLOCK]
     # The last block of the chain goes first.
@@ -209,7 +210,7 @@ def test_a_hit_that_is_told_again_lies_where_it_lies() -> None:
     tier.pool.get_new_blocks(1)
     tier.told()
     tier.pool.emit_cached_block_events(one, 3, BLOCK, 0)
-    found = tier.pool.take_events()
+    found: list[Any] = tier.pool.take_events()
     assert [(e.medium, e.block_hashes) for e in found] == [
         ("GPU", hashes(one)[:2]),
         ("CPU", hashes(one)[2:]),
