@@ -203,8 +203,8 @@ def test_a_hit_that_is_told_again_lies_where_it_lies() -> None:
     tier.compute(one)
     first = tier.told()[0]
     tier.pool.emit_cached_block_events(one, 2, BLOCK, 0)
-    told: list[Any] = tier.pool.take_events()
-    (again,) = told
+    again: Any
+    (again,) = tier.pool.take_events()
     assert again.medium == "GPU" and again.token_ids == first.token_ids[: 2 * BLOCK]
     # The last block of the chain goes first.
     tier.pool.begin_step()
