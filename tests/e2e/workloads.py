@@ -335,7 +335,8 @@ def fail_external_loads(wrapper: Any, number: int) -> None:
 @workload
 def tier_load_fails_beside_a_connector(engine: Engine) -> dict[str, Any]:
     """A load of the tier fails while the connector loads what follows it."""
-    engine.on_ranks(break_copy, "loads", 0)
+    if engine.has_tier:
+        engine.on_ranks(break_copy, "loads", 0)
     head, tail = text(990, 3 * BLOCK), text(991, 3 * BLOCK)
     answers = engine.generate([head + tail + text(992, 9)], max_tokens=4)
     let_transfers_end(engine)
@@ -345,7 +346,7 @@ def tier_load_fails_beside_a_connector(engine: Engine) -> dict[str, Any]:
     fill_device(engine)
     answers += engine.generate([head + tail + text(994, 20)], max_tokens=30)
     let_transfers_end(engine)
-    failures = engine.on_ranks(mend_copy, "loads")
+    failures = engine.on_ranks(mend_copy, "loads") if engine.has_tier else []
     return {"answers": answers, "failures": failures}
 
 
@@ -528,7 +529,7 @@ def flood(engine: Engine) -> dict[str, Any]:
     prompts = [text(1000 + i, 9 * BLOCK + 3 * i % 60) for i in range(24)]
     answers = engine.generate(prompts, max_tokens=30)
     prompts = [p + a["tokens"] + text(1100, 40) for p, a in zip(prompts, answers)]
-    prompts += [text(1200 + i, 9 * BLOCK + 5) for i in range(16)]
+    prompts += [text(1200 + i, 9 * BLOCK + 5) for i in range(24)]
     answers += engine.generate(prompts, max_tokens=30)
     return {"answers": answers, "blocks": blocks_of(prompts, 30), **at_rest(engine)}
 
