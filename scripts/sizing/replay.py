@@ -183,7 +183,7 @@ class Replay:
         if self._num_slots:
             size = self.engine.block_size
             promoted = pool.promote(
-                request, self._managers, (hits,), len(hits) * size, 0, True
+                request, self._managers, (hits,), len(hits) * size, 0, 2, True
             )
             if promoted is None:
                 self._end_step()

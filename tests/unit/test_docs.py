@@ -88,9 +88,9 @@ def test_messages_are_found_with_what_their_names_stand_for() -> None:
 
 
 def test_metrics_of_the_docs_exist() -> None:
-    from vllm.v1.kv_tier import stats
+    from vllm.v1.kv_tier import metrics
 
-    source = Path(stats.__file__).read_text()
+    source = Path(metrics.__file__).read_text()
     for page in sorted((ROOT / "docs").glob("*.md")):
         for name in re.findall(r"vllm:kv_tier_(\w+)", page.read_text()):
             known = name.removesuffix("_total").removesuffix("_")

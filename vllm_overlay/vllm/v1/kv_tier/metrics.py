@@ -36,7 +36,7 @@ def _decades(first: int, last: int) -> tuple[float, ...]:
 
 _TIERS = ("device", "host")
 _COPIES = ("store", "load", "load_ahead")
-FAILURES = ("store", "load", "layer_wait")
+FAILURES = ("store", "load", "layer_wait", "hang")
 
 METRICS = (
     Metric(
@@ -168,7 +168,8 @@ METRICS = (
         "failures",
         "counter",
         "Steps in which copies failed (store, load) or a layer did not wait for its "
-        "loads (layer_wait); what depends on them is computed again.",
+        "loads (layer_wait), or was given up because a copy does not end (hang); what "
+        "depends on them is computed again.",
         "kind",
         FAILURES,
     ),

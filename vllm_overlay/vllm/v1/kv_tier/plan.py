@@ -85,7 +85,7 @@ class StepReport:
     """What a rank has not told of before."""
     failures: Counter[str] = field(default_factory=Counter)
     """Steps in which copies failed, by kind (`store`, `load`), or a layer did not
-    wait for its loads (`layer_wait`)."""
+    wait for its loads (`layer_wait`), or that were given up (`hang`)."""
 
 
 def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
