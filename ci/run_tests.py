@@ -27,7 +27,7 @@ from patchtool.config import Layout, ToolError, load_pins
 from patchtool.fetch import fetch
 
 START = time.monotonic()
-LIMIT_S = 20 * 60
+LIMIT_S = 30 * 60
 """No command of a stage takes that long unless it hangs."""
 LONG_S = 60 * 60
 """The same for stages that run when they are asked for."""

@@ -30,7 +30,7 @@ from vllm.v1.kv_tier.worker import HostTier
 
 from .content import Violation
 from .engine import Setup
-from .fake_cuda import PACES, Event, FakeCuda, Pace, Stream, Stuck
+from .fake_cuda import PACES, PATIENCE_S, Event, FakeCuda, Pace, Stream, Stuck
 from .layouts import LAYOUTS
 from .scripts import Steps, random_script
 from .stream_worker import Luck, StreamEngine, StreamWorker
@@ -355,7 +355,12 @@ def _find(
     for seed in range(first_seed, first_seed + MAX_SCRIPTS):
         cuda = FakeCuda(pace, seed)
         with patch.context() as inner:
+<<<<<<< HEAD
             cuda.install(inner, patience_s=5.0)
+=======
+            # Where a deadlock is wanted, nobody need wait for long to see one.
+            cuda.install(inner, patience_s=1.0 if kind is Stuck else PATIENCE_S)
+>>>>>>> trust
             found: BaseException | None = None
             try:
                 _play(cuda, luck, seed, **BUSY, spare_blocks=0)
