@@ -355,12 +355,8 @@ def _find(
     for seed in range(first_seed, first_seed + MAX_SCRIPTS):
         cuda = FakeCuda(pace, seed)
         with patch.context() as inner:
-<<<<<<< HEAD
-            cuda.install(inner, patience_s=5.0)
-=======
             # Where a deadlock is wanted, nobody need wait for long to see one.
             cuda.install(inner, patience_s=1.0 if kind is Stuck else PATIENCE_S)
->>>>>>> trust
             found: BaseException | None = None
             try:
                 _play(cuda, luck, seed, **BUSY, spare_blocks=0)
