@@ -48,9 +48,9 @@ class Load:
             base_url=url,
             timeout=600,
             trust_env=False,
-            # The server drops a connection that was idle for 5 s, and with it a
-            # request that comes at that moment.
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=1.0),
+            # A connection for each request: one that is used again may be closed, by
+            # the server or by a request of ours that is cancelled, as it is taken.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
     async def __aenter__(self) -> "Load":
@@ -93,7 +93,10 @@ class Load:
         try:
             await manner(question, body)
         except (httpx.HTTPError, LookupError, ValueError) as error:
-            self.tally.errors.append(f"{manner.__name__}: {error!r}")
+            cause = error.__cause__ or error.__context__
+            self.tally.errors.append(
+                f"{time.strftime('%H:%M:%S')} {manner.__name__}: {error!r} <- {cause!r}"
+            )
 
     async def _ask(self, question: Question, body: dict[str, Any]) -> None:
         response = await self._http.post(question.path, json=body)

@@ -170,8 +170,17 @@ class Server:
                 found.append(int(folder.name))
         return found
 
-    def stranded_shared_memory(self) -> set[str]:
-        """New files in /dev/shm that no process uses."""
+    def stranded_shared_memory(self, timeout_s: float = 5) -> set[str]:
+        """New files in /dev/shm that no process uses for some time: others that start
+        now make some for a moment."""
+        deadline = time.monotonic() + timeout_s
+        found = self._unused_shared_memory()
+        while found and time.monotonic() < deadline:
+            time.sleep(0.2)
+            found &= self._unused_shared_memory()
+        return found
+
+    def _unused_shared_memory(self) -> set[str]:
         used = ""
         for maps in Path("/proc").glob("[0-9]*/maps"):
             try:
