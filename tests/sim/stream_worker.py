@@ -228,7 +228,9 @@ class StreamWorker(Worker):
 
     def check_told(self) -> None:
         """Every copy has ended: each told its time, and how long a step waited."""
-        self._order.check_told()
+        # Once the tier is off, nobody asks.
+        if not self.is_off:
+            self._order.check_told()
 
     @property
     def is_off(self) -> bool:

@@ -156,7 +156,7 @@ def test_events_tell_what_both_tiers_hold(layout: Layout) -> None:
     kinds = run(layout, STEPS, seed=LAYOUTS.index(layout))
     for kind in ("BlockStored", "BlockRemoved"):
         for medium in ("GPU", "CPU"):
-            assert kinds[f"{kind} {medium}"] > 50, kinds
+            assert kinds[f"{kind} {medium}"] > 20, kinds
     assert kinds["AllBlocksCleared"] > 1
 
 
