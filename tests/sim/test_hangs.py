@@ -19,7 +19,7 @@ from .test_streams import _collect_fast as _collect_fast
 from .test_streams import _end_lanes
 
 BUSY = {"load_time": 1.0, "max_stall": 0.0, "is_async": True, "spare_blocks": 30}
-NUM_SCRIPTS = 4
+MIN_SCRIPTS, MAX_SCRIPTS = 4, 40
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,10 @@ def test_the_engine_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_hung = num_lost = 0
-    for seed in range(NUM_SCRIPTS):
+    for seed in range(MAX_SCRIPTS):
+        # Some scripts have no copy that could hang, or none with blocks to lose.
+        if seed >= MIN_SCRIPTS and num_hung and (num_lost or kind == "store"):
+            break
         errors.clear()
         engine = _play(pace, Luck(layerwise, False), kind, seed, monkeypatch)
         if engine is None:
