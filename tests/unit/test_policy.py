@@ -137,8 +137,8 @@ class ModelS3FIFO:
 
     def evict(self, pinned: set[int]) -> int | None:
         steps = [self.evict_first, self.evict_main]
-        if 2 * len(self.first) < NUM_SLOTS and self.main:
-            steps.reverse()
+        if 2 * len(self.first) < NUM_SLOTS:
+            steps.insert(0, self.evict_main)
         for step in steps:
             if (victim := step(pinned)) is not None:
                 return victim

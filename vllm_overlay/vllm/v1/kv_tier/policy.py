@@ -171,11 +171,13 @@ class S3FIFO(EvictionPolicy):
         del (self._first if key in self._first else self._main)[key]
 
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        if len(self._first) >= self._FIRST * self.num_slots or not self._main:
-            key = self._evict_first(is_pinned)
-            return self._evict_main(is_pinned) if key is None else key
-        key = self._evict_main(is_pinned)
-        return self._evict_first(is_pinned) if key is None else key
+        if len(self._first) < self._FIRST * self.num_slots:
+            key = self._evict_main(is_pinned)
+            if key is not None:
+                return key
+        key = self._evict_first(is_pinned)
+        # It may have moved to the second queue all that could make room.
+        return self._evict_main(is_pinned) if key is None else key
 
     def _evict_first(self, is_pinned: Callable[[Key], bool]) -> Key | None:
         proven, victim = [], None
