@@ -28,11 +28,6 @@ Results = Callable[[str], dict[str, Any]]
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engines(*names): engines a test reads")
-    config.addinivalue_line(
-        "markers",
-        'compat(section, row, note=""): row of docs/compatibility.md that this test '
-        "proves",
-    )
 
 
 def environment() -> dict[str, str]:

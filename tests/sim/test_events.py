@@ -136,6 +136,8 @@ def run(layout: Layout, num_steps: int, seed: int) -> Counter[str]:
     num_compared = 0
     for is_async in (False, True):
         setup = replace(random_setup(rng), layout=layout, is_async=is_async)
+        # A host that has room for all would forget nothing.
+        setup = replace(setup, num_slots=min(setup.num_slots, 12))
         engine = FollowedEngine(setup)
         try:
             while engine._num_steps < num_steps / 2:
@@ -156,7 +158,7 @@ def test_events_tell_what_both_tiers_hold(layout: Layout) -> None:
     kinds = run(layout, STEPS, seed=LAYOUTS.index(layout))
     for kind in ("BlockStored", "BlockRemoved"):
         for medium in ("GPU", "CPU"):
-            assert kinds[f"{kind} {medium}"] > 20, kinds
+            assert kinds[f"{kind} {medium}"] > 50, kinds
     assert kinds["AllBlocksCleared"] > 1
 
 

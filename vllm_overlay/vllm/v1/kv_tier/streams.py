@@ -243,20 +243,19 @@ class CudaStreams(CopyOrder):
             self._loaded_ahead[plan.seq] = self._ahead_lane.submit(job)
         if stores_first < plan.seq:
             self._store(plan, copies, *_latest(self._loaded, plan.seq))
-        compute_after = [
-            *_latest(self._stored, plan.compute_after_stores),
-            *_latest(self._loaded_ahead, plan.compute_after_loads),
-        ]
+        stores = [*_latest(self._stored, plan.compute_after_stores)]
+        loads = [*_latest(self._loaded_ahead, plan.compute_after_loads)]
+        compute_after = stores + loads
         _check_launched(compute_after)
         self._check_old(compute_after)
         if plan.connector_writes and not all(
             done.ends_within(_LIMIT_S) for done in compute_after
         ):
             raise CopyHangs
-        for done in _latest(self._stored, plan.compute_after_stores):
-            done.wait(compute)
-        for done in _latest(self._loaded_ahead, plan.compute_after_loads):
-            self._new_wait(plan, done).wait(compute)
+        for store in stores:
+            store.wait(compute)
+        for load in loads:
+            self._new_wait(plan, load).wait(compute)
 
     def _new_wait(self, plan: StepPlan, done: Done) -> _Wait:
         wait = _Wait(done)
