@@ -727,6 +727,21 @@ def test_loads_ahead_leave_room_for_what_the_step_will_load(
     assert loads_ahead(defer(tier, "efghi"))
 
 
+def test_nothing_is_loaded_ahead_before_what_a_step_will_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_MIN_AHEAD", 1)
+    tier = make_layerwise()
+    tier.demoted("abcd")
+    tier.demoted("ef")
+    defer(tier, "abcd")
+    # There is room, but "cd" would wait for the link.
+    assert is_empty(load_ahead(tier, "ef"))
+    # Whoever waited is gone, or so it seems.
+    tier.now = 2.0 + pool._CLAIM_WITHIN_S + 0.1
+    assert loads_ahead(load_ahead(tier, "ef"))
+
+
 def test_the_stores_of_victims_come_before_loads_into_them() -> None:
     tier = make_tier(2, max_load_stall_ms=0)
     tier.demoted("ab")

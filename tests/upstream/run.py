@@ -192,7 +192,9 @@ def run_pytest(build: Build, args: argparse.Namespace, out: Path, tree: Path) ->
     result.unlink(missing_ok=True)
     plugins = ["pytest_asyncio.plugin", "pytest_mock", "pytest_timeout"]
     plugins += ["record_plugin"] + ["swap_plugin"] * (args.mode != "off")
-    command = [str(build.python), "-m", "pytest", "-q", "--tb=short"]
+    # pytest's own tracebacks parse the sources, for which Python 3.11 fails at times
+    # after a RecursionError (CPython issue 106905).
+    command = [str(build.python), "-m", "pytest", "-q", "--tb=native"]
     command += ["-p", "no:cacheprovider", *(x for p in plugins for x in ("-p", p))]
     command += ["-o", "asyncio_default_fixture_loop_scope=function"]
     command += ["--continue-on-collection-errors", f"--timeout={TEST_TIMEOUT_S}"]

@@ -353,8 +353,11 @@ class TieredBlockPool(BlockPool):
 
         """
         spare = int(_SPARE * self.num_gpu_blocks)
-        # A request that can run soon would wait for all loads of the plan.
-        if self._loads_ahead or self._room_ahead(()) - spare < _MIN_AHEAD:
+        # A request that can run soon would wait for all loads of the plan, and with
+        # those of its step for all loads before them.
+        if self._loads_ahead or self._num_waited_for():
+            return
+        if self._room_ahead(()) - spare < _MIN_AHEAD:
             return
         _, hits, holes = self._find_holes(managers, computed_blocks, num_tokens)
         num_loads = min(len(holes), self._room_ahead(hits) - spare)
@@ -498,10 +501,13 @@ class TieredBlockPool(BlockPool):
     def _room_ahead(self, hits: Iterable[KVCacheBlock]) -> int:
         """As `_room`, and without what others wait for."""
         ids = {block.block_id for block in hits}
+        return self._room(hits) - len(self._kept() - ids) - self._num_waited_for()
+
+    def _num_waited_for(self) -> int:
+        """Blocks that requests will load in the step that they wait for."""
         # Some may have been aborted.
         limit = self.loads.clock() - _CLAIM_WITHIN_S
-        waited_for = sum(w.num_blocks for w in self._waits.values() if w.until > limit)
-        return self._room(hits) - len(self._kept() - ids) - waited_for
+        return sum(w.num_blocks for w in self._waits.values() if w.until > limit)
 
     def _claim(self, hits: Iterable[KVCacheBlock], last_ahead: int) -> None:
         """A request takes `hits`: its forward pass waits for what loads them."""

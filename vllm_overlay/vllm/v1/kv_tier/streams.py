@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which order copies and compute touch memory."""
 
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -107,6 +108,13 @@ _OLD_S = 1.0
 # Where nobody waits: how long a copy has that the process was too slow to look after.
 _GRACE_S = 5.0
 
+# A thread that launches gets the GIL after so long at most, and so does the step when
+# it gave it away for a call of the driver. With Python's own 5 ms the link runs dry.
+_SWITCH_INTERVAL_S = 0.5e-3
+
+# Eight milliseconds of a fast link: a thread may be that late under load.
+_AHEAD_PARTS_IN_FLIGHT = 6
+
 
 def _nothing() -> None:
     pass
@@ -175,6 +183,7 @@ class CudaStreams(CopyOrder):
     def __init__(self, device: torch.device, layer_waits: LayerWaits | None) -> None:
         self._device = device
         self._layer_waits = layer_waits
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         # Open while no step is being launched.
         gate = self._gate = threading.Event()
         gate.set()
@@ -196,7 +205,9 @@ class CudaStreams(CopyOrder):
             for load in last_load:
                 load.wait_on_host()
 
-        self._ahead_lane = Lane("kv-tier-ahead", device, gate=wait_for_load)
+        self._ahead_lane = Lane(
+            "kv-tier-ahead", device, _AHEAD_PARTS_IN_FLIGHT, gate=wait_for_load
+        )
         self._load_lane = Lane("kv-tier-load", device, parts_in_flight=None)
         # By seq, oldest first. Each belongs to one stream, which runs in order: the
         # latest up to a fence covers all before it.
