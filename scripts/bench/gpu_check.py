@@ -179,6 +179,8 @@ def _remove_fences() -> None:
             self._load_lane.launch(Job(copies.load, [], len(plan.load_slots)))
         if plan.ahead_slots:
             self._load_lane.submit(Job(copies.load_ahead, [], len(plan.ahead_slots)))
+        if plan.clean_slots:
+            self._store_lane.submit(Job(copies.clean, [], len(plan.clean_slots)))
 
     CudaStreams.begin_step = begin_step  # type: ignore[method-assign]
 
@@ -212,7 +214,7 @@ def _delay_copies() -> None:
 
         return run
 
-    for name in ("_store", "_load", "_load_ahead"):
+    for name in ("_store", "_load", "_load_ahead", "_clean"):
         setattr(HostTier, name, delayed(getattr(HostTier, name)))
 
 

@@ -118,7 +118,7 @@ class Model:
         self._num_sent = 0
         self._live: dict[str, Answer] = {}
         self._device_free = self._link_free = self._store_free = 0.0
-        self._computed, self._stored = Ends(), Ends()
+        self._computed, self._stored, self._cleaned = Ends(), Ends(), Ends()
         self._loaded, self._loaded_ahead = Ends(), Ends()
         self._reports: deque[tuple[float, int, float]] = deque()
         # Device blocks with loaded content that no request has used; True: ahead.
@@ -189,7 +189,7 @@ class Model:
             if plan:
                 start = max(
                     start,
-                    self._stored.up_to(plan.compute_after_stores),
+                    self._stores_end(plan.compute_after_stores, plan),
                     self._loaded_ahead.up_to(plan.compute_after_loads),
                 )
             end = max(start + took, self.now)
@@ -207,7 +207,7 @@ class Model:
                 f"{launched:.4f} to {end:.4f} s: "
                 f"{output.total_num_scheduled_tokens} tokens, "
                 f"{len(p.load_blocks)} blocks loaded, {len(p.ahead_blocks)} ahead, "
-                f"{len(p.store_blocks)} stored"
+                f"{len(p.store_blocks)} stored, {len(p.clean_blocks)} ahead"
             )
         result = sampled(output)
         # Looked at now: the next `schedule` changes it.
@@ -218,33 +218,42 @@ class Model:
 
     def _copy(self, plan: StepPlan, launched: float) -> float:
         """Queue the copies of a plan; return when the loads of its step end, or 0."""
-        # Else they may have to wait for the loads of their own plan.
-        first = max(plan.load_after_stores, plan.compute_after_stores) == plan.seq
-        if first:
-            self._store(plan, launched)
+        if plan.store_blocks:
+            after = plan.store_after_compute, plan.store_after_loads
+            end = self._store(len(plan.store_blocks), launched, *after)
+            self._stored.add(plan.seq, end)
         ready = max(
             launched,
             self._computed.up_to(plan.load_after_compute),
-            self._stored.up_to(plan.load_after_stores),
+            self._stores_end(plan.load_after_stores, plan),
             self._loaded_ahead.up_to(plan.load_after_loads),
         )
         loads_end = self._load(plan.seq, plan.load_blocks, ready, ahead=False)
         self._load(plan.seq, plan.ahead_blocks, ready, ahead=True)
-        if not first:
-            self._store(plan, launched)
+        if plan.clean_blocks:
+            after = plan.clean_after_compute, plan.clean_after_loads
+            ready = max(launched, loads_end)
+            end = self._store(len(plan.clean_blocks), ready, *after)
+            self._cleaned.add(plan.seq, end)
         return loads_end
 
-    def _store(self, plan: StepPlan, launched: float) -> None:
-        if plan.store_blocks:
-            start = max(
-                launched,
-                self._store_free,
-                self._computed.up_to(plan.store_after_compute),
-                self._loaded.up_to(plan.store_after_loads),
-                self._loaded_ahead.up_to(plan.store_after_loads),
-            )
-            self._store_free = start + len(plan.store_blocks) * self.costs.store
-            self._stored.add(plan.seq, self._store_free)
+    def _stores_end(self, seq: int, plan: StepPlan) -> float:
+        """When what a fence of `plan` for stores up to `seq` waits for has ended."""
+        cleaned = self._cleaned.up_to(min(seq, plan.seq - 1))
+        return max(self._stored.up_to(seq), cleaned)
+
+    def _store(
+        self, num_blocks: int, ready: float, computed: int, loaded: int
+    ) -> float:
+        start = max(
+            ready,
+            self._store_free,
+            self._computed.up_to(computed),
+            self._loaded.up_to(loaded),
+            self._loaded_ahead.up_to(loaded),
+        )
+        self._store_free = start + num_blocks * self.costs.store
+        return self._store_free
 
     def _load(self, seq: int, blocks: list[int], ready: float, ahead: bool) -> float:
         if not blocks:

@@ -73,6 +73,7 @@ def _record(spans: _Spans) -> None:
     copying("_store", "store", lambda plan: plan.store_slots)
     copying("_load", "load", lambda plan: plan.load_slots)
     copying("_load_ahead", "ahead", lambda plan: plan.ahead_slots)
+    copying("_clean", "store", lambda plan: plan.clean_slots)
     tier.begin_step, tier.end_step = begin, end
 
 

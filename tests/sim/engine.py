@@ -239,11 +239,11 @@ class Engine:
 
     def _count(self, step: Step) -> None:
         plan, events = step.plan, self.events
-        events["stored"] += len(plan.store_slots)
+        events["stored"] += len(plan.store_slots) + len(plan.clean_slots)
         events["loaded"] += len(plan.load_slots)
         events["loaded ahead"] += len(plan.ahead_slots)
         copies = {
-            "store": plan.store_slots,
+            "store": plan.store_slots or plan.clean_slots,
             "load": plan.load_slots or plan.ahead_slots,
             "compute": step.output.num_scheduled_tokens,
         }

@@ -58,7 +58,7 @@ class Hang:
     """A launch that does not return before it is released.
 
     Args:
-        kind: `store` or `load_ahead`.
+        kind: `store`, `clean` or `load_ahead`.
         skip: How many launches of that kind return.
 
     """
@@ -297,7 +297,12 @@ class StreamWorker(Worker):
         """Copies up to these plans must have ended."""
         if self.is_off:
             return
-        fences = {"store": stores, "load": loads, "load_ahead": ahead}
+        fences = {
+            "store": stores,
+            "clean": min(stores, plan.seq - 1),
+            "load": loads,
+            "load_ahead": ahead,
+        }
         for kind, seq in fences.items():
             if early := [each for each in self.pending[kind] if each <= seq]:
                 raise Violation("fence", f"{what} before {kind} of {early}: {plan}")
@@ -357,6 +362,7 @@ class _Watched(CopyOrder):
     def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
         for kind, pairs in (
             ("store", plan.store_slots),
+            ("clean", plan.clean_slots),
             ("load", plan.load_slots),
             ("load_ahead", plan.ahead_slots),
         ):
@@ -452,10 +458,11 @@ class _Transfer(Transfer):
     def _run(self, layer: int, fails: bool) -> None:
         worker, plan = self._worker, self._plan
         device, host = worker.layers[layer], worker.slots[layer]
-        if self._kind == "store":
-            loads = plan.store_after_loads
-            compute = plan.store_after_compute
-            worker.need(plan, "store", compute, loads=loads, ahead=loads)
+        if self._kind in ("store", "clean"):
+            compute, loads = plan.store_after_compute, plan.store_after_loads
+            if self._kind == "clean":
+                compute, loads = plan.clean_after_compute, plan.clean_after_loads
+            worker.need(plan, self._kind, compute, loads=loads, ahead=loads)
             for block, slot in self._pairs:
                 host[slot] = device[block].copy()
                 if fails:

@@ -29,7 +29,9 @@ class CountedEngine(Engine):
 
         def watched(*args: Any) -> Step:
             step = submit(*args)
-            self.happened["stored_blocks"] += len(step.plan.store_slots)
+            plan = step.plan
+            self.happened["stored_blocks"] += len(plan.store_slots)
+            self.happened["stored_blocks"] += len(plan.clean_slots)
             self.happened["loaded_blocks"] += len(step.plan.load_slots)
             self.happened["loaded_ahead_blocks"] += len(step.plan.ahead_slots)
             return step

@@ -119,10 +119,13 @@ BUGS = [
     Bug(miss_fence("compute_after_stores"), CONTENTS),
     Bug(miss_fence("load_after_stores"), CONTENTS),
     Bug(miss_fence("store_after_loads"), CONTENTS, {"is_async": True, "num_slots": 6}),
+    Bug(miss_fence("clean_after_loads"), CONTENTS, {"is_async": True, "num_slots": 6}),
     Bug(miss_fence("store_after_compute"), CONTENTS, {"is_async": True}),
+    Bug(miss_fence("clean_after_compute"), CONTENTS, {"is_async": True}),
     Bug(miss_fence("load_after_compute"), CONTENTS, {"is_async": True}),
     # Without asynchronous scheduling only pipelines have several steps in flight.
     Bug(miss_fence("store_after_compute"), CONTENTS, PIPELINE),
+    Bug(miss_fence("clean_after_compute"), CONTENTS, PIPELINE),
     Bug(miss_fence("load_after_compute"), CONTENTS, PIPELINE),
     Bug(miss_fence("compute_after_loads"), CONTENTS, AHEAD),
     Bug(miss_fence("load_after_loads"), CONTENTS, AHEAD | {"spare_blocks": 0}),

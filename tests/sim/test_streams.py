@@ -168,12 +168,11 @@ def test_nothing_is_left_to_copy_when_the_engine_sleeps(
 
 
 def _random_plan(rng: Random, seq: int, setup: Setup) -> StepPlan:
-    blocks = rng.sample(range(1, setup.num_blocks), 9)
-    slots = rng.sample(range(setup.num_slots), 9)
-    store, load, ahead = (
-        slice(start, start + rng.choice([0, 1, 3])) for start in (0, 3, 6)
+    blocks = rng.sample(range(1, setup.num_blocks), 12)
+    slots = rng.sample(range(setup.num_slots), 12)
+    store, load, ahead, clean = (
+        slice(start, start + rng.choice([0, 1, 3])) for start in (0, 3, 6, 9)
     )
-    stores_first = rng.random() < 0.5
 
     def up_to(last: int) -> int:
         return rng.choice([0, 0, rng.randint(max(0, last - 3), last)])
@@ -182,17 +181,21 @@ def _random_plan(rng: Random, seq: int, setup: Setup) -> StepPlan:
         seq,
         store_blocks=blocks[store],
         store_slots=slots[store],
+        clean_blocks=blocks[clean],
+        clean_slots=slots[clean],
         load_blocks=blocks[load],
         load_slots=slots[load],
         ahead_blocks=blocks[ahead],
         ahead_slots=slots[ahead],
-        compute_after_stores=up_to(seq if stores_first else seq - 1),
+        compute_after_stores=up_to(seq),
         compute_after_loads=up_to(seq),
-        load_after_stores=up_to(seq if stores_first else seq - 1),
+        load_after_stores=up_to(seq),
         load_after_loads=up_to(seq - 1),
         load_after_compute=up_to(seq - 1),
         store_after_compute=up_to(seq - 1),
-        store_after_loads=up_to(seq - 1 if stores_first else seq),
+        store_after_loads=up_to(seq - 1),
+        clean_after_compute=up_to(seq - 1),
+        clean_after_loads=up_to(seq),
     )
 
 
@@ -281,7 +284,9 @@ def test_a_connector_finds_its_blocks_left_alone(
 
         plan = StepPlan(1, store_blocks=[1], store_slots=[1], compute_after_stores=1)
         plan.connector_writes = writes
-        order.begin_step(plan, Copies(store, nothing, nothing), layerwise=False)
+        order.begin_step(
+            plan, Copies(store, nothing, nothing, nothing), layerwise=False
+        )
         assert bool(stored) == writes
         del order
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +53,8 @@ class Step:
     plan: StepPlan
     stores: list[tuple[int, int]] = field(default_factory=list)
     """(device block, host slot); block -1 leaves garbage in the slot."""
+    cleans: list[tuple[int, int]] = field(default_factory=list)
+    """As `stores`."""
     loads: list[tuple[int, int]] = field(default_factory=list)
     """(host slot, device block); slot -1 leaves garbage in the block."""
     ahead: list[tuple[int, int]] = field(default_factory=list)
@@ -80,10 +83,36 @@ class _Recorder(CopyEngine):
         fails = self.step.fail == ("load" if to_device else "store")
         if fails:
             sources = [-1] * len(sources)
-        setattr(self.step, self._keep_in, list(zip(sources, targets)))
+        keep_in = self._keep_in
+        if keep_in == "stores" and slots == self.step.plan.clean_slots:
+            keep_in = "cleans"
+        setattr(self.step, keep_in, list(zip(sources, targets)))
         if fails:
             raise RuntimeError("simulated")
         return _Nothing()
+
+
+class _Stores(NamedTuple):
+    """Stores of a step that have not been executed yet."""
+
+    step: Step
+    is_clean: bool
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.step.plan
+
+    @property
+    def after(self) -> tuple[int, int]:
+        """The forward passes and the loads that they come after."""
+        plan = self.plan
+        if self.is_clean:
+            return plan.clean_after_compute, plan.clean_after_loads
+        return plan.store_after_compute, plan.store_after_loads
+
+    def is_before(self, fence: int, of: StepPlan | None) -> bool:
+        """Whether a fence of a plan waits for them."""
+        return self.plan.seq <= fence - (self.is_clean and self.plan is of)
 
 
 class _Nothing(Transfer):
@@ -125,7 +154,7 @@ class Worker:
         self.host = [[EMPTY] * self._width for _ in range(num_slots)]
         self._steps: deque[Step] = deque()
         # Steps whose stores, loads or loads ahead have not been executed yet.
-        self._stores: deque[Step] = deque()
+        self._stores: deque[_Stores] = deque()
         self._loads: deque[Step] = deque()
         self._ahead: deque[Step] = deque()
         self._computed = 0
@@ -146,12 +175,15 @@ class Worker:
         self._tier.begin_step(output)
         self._end_step(step)
         for pairs, queue in (
-            (step.stores, self._stores),
             (step.loads, self._loads),
             (step.ahead, self._ahead),
         ):
             if pairs:
                 queue.append(step)
+        if step.stores:
+            self._stores.append(_Stores(step, is_clean=False))
+        if step.cleans:
+            self._stores.append(_Stores(step, is_clean=True))
         self._steps.append(step)
         if rush:
             self._run_ready()
@@ -181,7 +213,7 @@ class Worker:
             self._run_ready()
         if step in self._loads:
             self._run_loads(step.plan.seq)
-        self._run_stores(step.plan.compute_after_stores)
+        self._run_stores(step.plan.compute_after_stores, step.plan)
         self._run_ahead(step.plan.compute_after_loads)
         self._steps.popleft()
         for block in step.output.new_block_ids_to_zero or ():
@@ -213,7 +245,7 @@ class Worker:
         worker = self._copy()
         worker.run_all()
         last = worker._last_seq
-        worker._run_stores(last)
+        worker._run_stores(last, None)
         worker._run_ahead(last)
         return worker
 
@@ -239,24 +271,29 @@ class Worker:
             raise Violation("plan", f"{plan} follows the plan of {self._last_seq}")
         self._last_seq = plan.seq
         filled = [*plan.load_blocks, *plan.ahead_blocks]
-        for places in (plan.store_slots, filled):
+        for places in ([*plan.store_slots, *plan.clean_slots], filled):
             if len(set(places)) != len(places):
                 raise Violation("plan", f"{plan} writes a place twice")
-        if min(plan.load_after_stores, plan.store_after_loads) >= plan.seq:
+        if plan.store_after_loads >= plan.seq:
             raise Violation("plan", f"{plan} has copies that wait for one another")
-        if 0 in plan.store_blocks or 0 in filled:
+        if 0 in [*plan.store_blocks, *plan.clean_blocks, *filled]:
             raise Violation("plan", f"{plan} copies the null block")
 
-    def _run_stores(self, up_to: int) -> None:
-        """Run the stores of plans up to `up_to`, and what they wait for."""
-        while self._stores and self._stores[0].plan.seq <= up_to:
-            step = self._stores[0]
-            self._need_compute(step, step.plan.store_after_compute)
-            self._run_loads(step.plan.store_after_loads)
-            self._run_ahead(step.plan.store_after_loads)
-            if self._stores and self._stores[0] is step:
-                self._stores.popleft()
-                self._store(step)
+    def _run_stores(self, up_to: int, of: StepPlan | None) -> None:
+        """Run the stores of plans up to `up_to`, a fence of the plan `of`, and what
+        they wait for."""
+        while self._stores and self._stores[0].is_before(up_to, of):
+            self._run_next_stores()
+
+    def _run_next_stores(self) -> None:
+        stores = self._stores[0]
+        computed, loaded = stores.after
+        self._need_compute(stores.step, computed)
+        self._run_loads(loaded)
+        self._run_ahead(loaded)
+        if self._stores and self._stores[0] is stores:
+            self._stores.popleft()
+            self._store(stores)
 
     def _run_loads(self, up_to: int) -> None:
         while self._loads and self._loads[0].plan.seq <= up_to:
@@ -277,7 +314,7 @@ class Worker:
     def _before_loads(self, step: Step) -> None:
         plan = step.plan
         self._need_compute(step, plan.load_after_compute)
-        self._run_stores(plan.load_after_stores)
+        self._run_stores(plan.load_after_stores, plan)
         if plan.load_after_loads >= plan.seq:
             raise Violation("plan", f"{plan} has loads that wait for one another")
         self._run_ahead(plan.load_after_loads)
@@ -294,27 +331,31 @@ class Worker:
             for queue, run in (
                 (self._loads, self._run_loads),
                 (self._ahead, self._run_ahead),
-                (self._stores, self._run_stores),
             ):
-                if queue and self._is_ready(queue[0], queue is self._stores):
+                if queue and self._may_load(queue[0].plan):
                     run(queue[0].plan.seq)
                     progress = True
+            if self._stores and self._may_store(self._stores[0]):
+                self._run_next_stores()
+                progress = True
 
-    def _is_ready(self, step: Step, stores: bool) -> bool:
-        plan = step.plan
-        if stores:
-            done = [self._loads, self._ahead]
-            return plan.store_after_compute <= self._computed and not any(
-                queue and queue[0].plan.seq <= plan.store_after_loads for queue in done
-            )
+    def _may_store(self, stores: _Stores) -> bool:
+        computed, loaded = stores.after
+        return computed <= self._computed and not any(
+            queue and queue[0].plan.seq <= loaded
+            for queue in (self._loads, self._ahead)
+        )
+
+    def _may_load(self, plan: StepPlan) -> bool:
         if plan.load_after_compute > self._computed:
             return False
-        if self._stores and self._stores[0].plan.seq <= plan.load_after_stores:
+        if self._stores and self._stores[0].is_before(plan.load_after_stores, plan):
             return False
         return not (self._ahead and self._ahead[0].plan.seq <= plan.load_after_loads)
 
-    def _store(self, step: Step) -> None:
-        for block, slot in step.stores:
+    def _store(self, stores: _Stores) -> None:
+        step = stores.step
+        for block, slot in step.cleans if stores.is_clean else step.stores:
             self.host[slot] = (
                 [GARBAGE] * self._width if block < 0 else self.device[block].copy()
             )

@@ -12,7 +12,7 @@ from vllm.v1.kv_tier.worker import HostTier
 
 from .test_worker import Rank, output, same
 
-WRAPPED = ("begin_step", "end_step", "_store", "_load", "_load_ahead")
+WRAPPED = ("begin_step", "end_step", "_store", "_load", "_load_ahead", "_clean")
 
 
 @pytest.fixture

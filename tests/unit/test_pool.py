@@ -783,7 +783,7 @@ def test_when_a_rank_copies_no_more_the_host_is_forgotten() -> None:
     tier.begin()
     blocks = tier.pool.get_new_blocks(4)
     plan = tier.end()
-    assert not plan.store_slots and not plan.load_slots
+    assert not stores(plan) and not plan.load_slots
     tier.free(blocks)
     assert_nothing_leaks(tier)
     assert tier.pool.take_stats().slots_total == 0

@@ -54,7 +54,7 @@ class Rank:
 
         def copy(kind: str, pairs: Iterator[tuple[int, int]]) -> Callable:
             to, from_ = self.blocks, self.slots
-            if kind == "store":
+            if kind in ("store", "clean"):
                 to, from_ = from_, to
 
             def run(after_part: Callable[[], None]) -> None:
@@ -70,6 +70,7 @@ class Rank:
             copy("store", zip(p.store_blocks, p.store_slots)),
             copy("load", zip(p.load_slots, p.load_blocks)),
             copy("ahead", zip(p.ahead_slots, p.ahead_blocks)),
+            copy("clean", zip(p.clean_blocks, p.clean_slots)),
             load_parts=[range(i, i + 1) for i in range(len(p.load_slots))],
             load_launches_long=self.launches_long,
         )
@@ -124,14 +125,23 @@ class Case:
     right: float
 
 
-def store_after_compute(rank: Rank, fence: dict[str, int]) -> None:
-    rank.step(sleep, rank.writes(0, NEW))
-    rank.step(store_blocks=[0], store_slots=[0], **fence)
+Run = Callable[[Rank, dict[str, int]], None]
 
 
-def compute_after_stores(rank: Rank, fence: dict[str, int]) -> None:
-    rank.step(slow=["store"], store_blocks=[0], store_slots=[0])
-    rank.step(rank.writes(0, NEW), **fence)
+def store_after_compute(kind: str) -> Run:
+    def run(rank: Rank, fence: dict[str, int]) -> None:
+        rank.step(sleep, rank.writes(0, NEW))
+        rank.step(**{f"{kind}_blocks": [0], f"{kind}_slots": [0]}, **fence)
+
+    return run
+
+
+def compute_after_stores(kind: str) -> Run:
+    def run(rank: Rank, fence: dict[str, int]) -> None:
+        rank.step(slow=[kind], **{f"{kind}_blocks": [0], f"{kind}_slots": [0]})
+        rank.step(rank.writes(0, NEW), **fence)
+
+    return run
 
 
 def compute_after_own_stores(rank: Rank, fence: dict[str, int]) -> None:
@@ -147,11 +157,11 @@ def compute_after_loads(rank: Rank, fence: dict[str, int]) -> None:
     rank.step(rank.reads(0), **fence)
 
 
-def load_after_stores(kind: str) -> Callable[[Rank, dict[str, int]], None]:
+def load_after_stores(kind: str, stored: str = "store") -> Run:
     def run(rank: Rank, fence: dict[str, int]) -> None:
         rank.blocks[0].fill_(NEW)
         torch.cuda.synchronize()
-        rank.step(slow=["store"], store_blocks=[0], store_slots=[0])
+        rank.step(slow=[stored], **{f"{stored}_blocks": [0], f"{stored}_slots": [0]})
         rank.step(**{f"{kind}_slots": [0], f"{kind}_blocks": [1]}, **fence)
 
     return run
@@ -165,7 +175,7 @@ def load_after_own_stores(rank: Rank, fence: dict[str, int]) -> None:
     rank.step(slow=["store"], load_slots=[1], load_blocks=[0], **plan, **fence)
 
 
-def load_after_compute(kind: str) -> Callable[[Rank, dict[str, int]], None]:
+def load_after_compute(kind: str) -> Run:
     def run(rank: Rank, fence: dict[str, int]) -> None:
         rank.slots[0].fill_(NEW)
         torch.cuda.synchronize()
@@ -182,12 +192,12 @@ def load_after_loads(rank: Rank, fence: dict[str, int]) -> None:
     rank.step(load_slots=[1], load_blocks=[0], **fence)
 
 
-def store_after_loads(kind: str) -> Callable[[Rank, dict[str, int]], None]:
+def store_after_loads(kind: str, stored: str = "store") -> Run:
     def run(rank: Rank, fence: dict[str, int]) -> None:
         rank.blocks[1].fill_(NEW)
         torch.cuda.synchronize()
         rank.step(slow=[kind], **{f"{kind}_slots": [0], f"{kind}_blocks": [0]})
-        rank.step(store_blocks=[1], store_slots=[0], **fence)
+        rank.step(**{f"{stored}_blocks": [1], f"{stored}_slots": [0]}, **fence)
 
     return run
 
@@ -206,10 +216,16 @@ def read(i: int) -> Callable[[Rank], torch.Tensor]:
 
 CASES = {
     "store_after_compute": Case(
-        "store_after_compute", 1, store_after_compute, slot(0), NEW
+        "store_after_compute", 1, store_after_compute("store"), slot(0), NEW
+    ),
+    "clean_after_compute": Case(
+        "clean_after_compute", 1, store_after_compute("clean"), slot(0), NEW
     ),
     "compute_after_stores": Case(
-        "compute_after_stores", 1, compute_after_stores, slot(0), OLD
+        "compute_after_stores", 1, compute_after_stores("store"), slot(0), OLD
+    ),
+    "compute_after_cleans": Case(
+        "compute_after_stores", 1, compute_after_stores("clean"), slot(0), OLD
     ),
     "compute_after_own_stores": Case(
         "compute_after_stores", 1, compute_after_own_stores, slot(0), OLD
@@ -219,6 +235,9 @@ CASES = {
     ),
     "load_after_stores": Case(
         "load_after_stores", 1, load_after_stores("load"), block(1), NEW
+    ),
+    "load_after_cleans": Case(
+        "load_after_stores", 1, load_after_stores("load", "clean"), block(1), NEW
     ),
     "ahead_after_stores": Case(
         "load_after_stores", 1, load_after_stores("ahead"), block(1), NEW
@@ -235,6 +254,9 @@ CASES = {
     "load_after_loads": Case("load_after_loads", 1, load_after_loads, block(0), NEW),
     "store_after_loads": Case(
         "store_after_loads", 1, store_after_loads("load"), block(0), OLD
+    ),
+    "clean_after_loads": Case(
+        "clean_after_loads", 1, store_after_loads("load", "clean"), block(0), OLD
     ),
     "store_after_loads_ahead": Case(
         "store_after_loads", 1, store_after_loads("ahead"), block(0), OLD
@@ -291,14 +313,18 @@ def test_a_step_does_not_wait_for_its_stores_and_loads_ahead(rank: Rank) -> None
     rank.step(
         rank.reads(0),
         ended.record,
-        slow=["store", "ahead"],
-        store_blocks=[1],
-        store_slots=[1],
+        slow=["clean", "ahead"],
+        store_blocks=[0],
+        store_slots=[0],
+        clean_blocks=[1],
+        clean_slots=[1],
         ahead_slots=[2],
         ahead_blocks=[2],
+        compute_after_stores=1,
     )
     ended.synchronize()
-    jobs = [rank.order._stored[1], rank.order._loaded_ahead[1]]
+    assert rank.order._stored[1].has_come()
+    jobs = [rank.order._cleaned[1], rank.order._loaded_ahead[1]]
     assert not any(job.has_come() for job in jobs)
     _wait_for_lanes(rank)
 
@@ -380,7 +406,7 @@ def test_loads_ahead_are_timed(rank: Rank) -> None:
 def test_prefill_is_timed_on_the_device(rank: Rank) -> None:
     """`HostTier` asks for times between the copies of a step and its compute."""
     order = rank.order
-    nothing = Copies(*[lambda after_part: None] * 3)
+    nothing = Copies(*[lambda after_part: None] * 4)
     started = time.perf_counter()
     order.begin_step(StepPlan(1), nothing, False)
     assert order.take_times(2048) == ((0, 0.0), (0, 0.0))

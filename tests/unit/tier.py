@@ -171,8 +171,9 @@ class Tier:
 
 def stores(plan: StepPlan) -> dict[int, int]:
     """Device block by slot."""
-    assert len(plan.store_slots) == len(set(plan.store_slots))
-    return dict(zip(plan.store_slots, plan.store_blocks, strict=True))
+    slots = plan.store_slots + plan.clean_slots
+    assert len(slots) == len(set(slots))
+    return dict(zip(slots, plan.store_blocks + plan.clean_blocks, strict=True))
 
 
 def loads(plan: StepPlan) -> dict[int, int]:

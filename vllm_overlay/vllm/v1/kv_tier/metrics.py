@@ -35,7 +35,7 @@ def _decades(first: int, last: int) -> tuple[float, ...]:
 
 
 _TIERS = ("device", "host")
-_COPIES = ("store", "load", "load_ahead")
+_COPIES = ("store", "clean", "load", "load_ahead")
 FAILURES = ("store", "load", "layer_wait", "hang")
 
 METRICS = (
@@ -106,7 +106,8 @@ METRICS = (
         "copy_seconds",
         "histogram",
         "Duration of the copies of one kind in one step, on the slowest rank; pauses "
-        "for what is more urgent included.",
+        "for what is more urgent included. A store is one that its step waits for, "
+        "clean one ahead of eviction.",
         "kind",
         _COPIES,
         _decades(-4, 1),

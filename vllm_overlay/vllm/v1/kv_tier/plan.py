@@ -17,14 +17,20 @@ class StepPlan:
 
     The loads of a step end before its forward pass reads what they load. Loads
     ahead and stores end some time; later plans have fences for them. What no fence
-    orders may run in any order, or at once. Stores that the loads of the same plan
-    wait for do not wait for these.
+    orders may run in any order, or at once; but stores run in the order of their
+    plans, and those of blocks that the plan takes before the others of it. They do
+    not wait for loads of the same plan, which may wait for them.
     """
 
     seq: int
     store_blocks: list[int] = field(default_factory=list)
-    """Device block ids to copy from; pairs with `store_slots`."""
+    """Device block ids to copy from, before this plan overwrites them; pairs with
+    `store_slots`."""
     store_slots: list[int] = field(default_factory=list)
+    clean_blocks: list[int] = field(default_factory=list)
+    """As above, of blocks that a later plan may overwrite; pairs with `clean_slots`.
+    Fences of this plan for its own `seq` are not about them."""
+    clean_slots: list[int] = field(default_factory=list)
     load_slots: list[int] = field(default_factory=list)
     """Host slots to copy from; pairs with `load_blocks`."""
     load_blocks: list[int] = field(default_factory=list)
@@ -54,12 +60,15 @@ class StepPlan:
     store_after_loads: int = 0
     """The stores overwrite slots that loads of plans up to this `seq` read, or read
     device blocks that they fill."""
+    clean_after_compute: int = 0
+    clean_after_loads: int = 0
+    """As the two above, for `clean_blocks`."""
 
 
 Times = dict[tuple[str, int], tuple[int, float]]
 """By kind and `seq` of the plan: blocks of copies that ended (0: they failed), and the
-seconds that they took. Kinds are `store`, `load` and `load_ahead`; and `stall`, for the
-seconds that a forward pass waited for loads."""
+seconds that they took. Kinds are `store`, `clean`, `load`, `load_ahead`; and `stall`:
+the seconds that a forward pass waited for loads."""
 
 
 @dataclass

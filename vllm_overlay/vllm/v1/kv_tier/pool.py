@@ -127,11 +127,12 @@ class TieredBlockPool(BlockPool):
         )
         self._tokens_per_block = layout.tokens_per_block
 
-        # The plan in the making. `_stores` and `_loads` are keyed by what they
-        # overwrite (slot, device block), so that a later copy to the same place
-        # replaces the earlier one.
+        # The plan in the making. Stores and loads are keyed by what they overwrite
+        # (slot, device block), so that a later copy to the same place replaces the
+        # earlier one.
         self._plan = StepPlan(seq=1)
         self._stores: dict[int, KVCacheBlock] = {}
+        self._cleans: dict[int, KVCacheBlock] = {}
         self._loads: dict[int, HostSlot] = {}
         self._loads_ahead: dict[int, HostSlot] = {}
 
@@ -200,14 +201,17 @@ class TieredBlockPool(BlockPool):
         self._plan = StepPlan(seq=plan.seq + 1)
         plan.store_slots = list(self._stores)
         plan.store_blocks = [block.block_id for block in self._stores.values()]
+        plan.clean_slots = list(self._cleans)
+        plan.clean_blocks = [block.block_id for block in self._cleans.values()]
         plan.load_blocks = list(self._loads)
         plan.load_slots = [slot.index for slot in self._loads.values()]
         plan.ahead_blocks = list(self._loads_ahead)
         plan.ahead_slots = [slot.index for slot in self._loads_ahead.values()]
-        self._stats.stored_blocks += len(self._stores)
+        self._stats.stored_blocks += len(self._stores) + len(self._cleans)
         self._stats.loaded_blocks += len(self._loads)
         self._stats.loaded_ahead_blocks += len(self._loads_ahead)
         self._stores.clear()
+        self._cleans.clear()
         self._loads.clear()
         self._loads_ahead.clear()
         self.host.unpin_all()
@@ -652,8 +656,15 @@ class TieredBlockPool(BlockPool):
 
     def _demote(self, block: KVCacheBlock) -> None:
         is_computed = self._computed_by[block.block_id] < self._plan.seq
-        if is_computed and not self._is_clean(block) and not self._queue_store(block):
-            self._stats.dropped_blocks += 1
+        if is_computed and not self._is_clean(block):
+            slot = self._take_slot(block)
+            if slot is None:
+                self._stats.dropped_blocks += 1
+                return
+            plan, (compute, loads) = self._plan, self._store_fences(block, slot)
+            self._stores[slot.index] = block
+            plan.store_after_compute = max(plan.store_after_compute, compute)
+            plan.store_after_loads = max(plan.store_after_loads, loads)
 
     def _invalidate(self, block: KVCacheBlock) -> None:
         for key in self._keys(block):
@@ -661,8 +672,25 @@ class TieredBlockPool(BlockPool):
             if slot is not None:
                 self._drop_slot(slot)
 
-    def _queue_store(self, block: KVCacheBlock) -> bool:
-        """Give `block` a slot and store it in this plan, if there is room."""
+    def _clean(self, block: KVCacheBlock) -> bool:
+        """Store `block` in this plan, ahead of its eviction, if there is room."""
+        slot = self._take_slot(block)
+        if slot is None:
+            return False
+        plan, (compute, loads) = self._plan, self._store_fences(block, slot)
+        self._cleans[slot.index] = block
+        plan.clean_after_compute = max(plan.clean_after_compute, compute)
+        plan.clean_after_loads = max(plan.clean_after_loads, loads)
+        return True
+
+    def _store_fences(self, block: KVCacheBlock, slot: HostSlot) -> tuple[int, int]:
+        """Plans whose forward passes, and whose loads, a store comes after."""
+        return self._computed_by[block.block_id], max(
+            self.host.last_load(slot), self._ahead_by[block.block_id]
+        )
+
+    def _take_slot(self, block: KVCacheBlock) -> HostSlot | None:
+        """A slot that this plan fills from `block`, if there is one to be had."""
         keys = self._keys(block)
         for key in keys:
             # A slot that has only some of the keys may lack the bytes of others.
@@ -670,24 +698,16 @@ class TieredBlockPool(BlockPool):
             if stale is not None:
                 if self.host.is_pinned(stale):
                     self._stats.refused_pinned += 1
-                    return False
+                    return None
                 self.host.remove(stale)
         plan = self._plan
         slot = self.host.insert(keys, block.block_hash_num_tokens, plan.seq)
         if slot is None:
             self._stats.refused_no_slot += 1
-            return False
+            return None
         self.host.pin((slot,))
-        self._stores[slot.index] = block
         self._stored_by[block.block_id] = plan.seq
-        computed_by = self._computed_by[block.block_id]
-        plan.store_after_compute = max(plan.store_after_compute, computed_by)
-        plan.store_after_loads = max(
-            plan.store_after_loads,
-            self.host.last_load(slot),
-            self._ahead_by[block.block_id],
-        )
-        return True
+        return slot
 
     def _remove_cached_block_hashes(
         self, block: KVCacheBlock
@@ -754,7 +774,7 @@ class TieredBlockPool(BlockPool):
             if block.block_hash is None or self._is_clean(block):
                 continue
             if self._computed_by[block.block_id] < self._plan.seq:
-                self._queue_store(block)
+                self._clean(block)
             else:
                 self._fresh.append(block)
 
@@ -788,7 +808,7 @@ class TieredBlockPool(BlockPool):
                 # Those that this step computes are the last ones.
                 if computed_by[block.block_id] == seq or max_stores == 0:
                     break
-                if not self._queue_store(block):
+                if not self._clean(block):
                     break
                 max_stores -= 1
             self._num_clean += 1
@@ -888,6 +908,7 @@ class TieredBlockPool(BlockPool):
 
     def _drop_slot(self, slot: HostSlot) -> None:
         self._stores.pop(slot.index, None)
+        self._cleans.pop(slot.index, None)
         self.host.remove(slot)
 
     def _clear_host(self) -> None:

@@ -23,6 +23,7 @@ class Copies:
     store: Copy
     load: Copy
     load_ahead: Copy
+    clean: Copy
     load_parts: Sequence[range] = ()
     """Regions of each part of `load`."""
     load_launches_long: bool = False
@@ -131,6 +132,7 @@ class InOrder(CopyOrder):
             ("store", copies.store, len(plan.store_slots)),
             ("load", copies.load, len(plan.load_slots)),
             ("load_ahead", copies.load_ahead, len(plan.ahead_slots)),
+            ("clean", copies.clean, len(plan.clean_slots)),
         ):
             begun = time.perf_counter()
             copy(_nothing)
@@ -213,13 +215,14 @@ class CudaStreams(CopyOrder):
         # latest up to a fence covers all before it.
         self._begun: OrderedDict[int, Done] = OrderedDict()
         self._stored: OrderedDict[int, Job] = OrderedDict()
+        self._cleaned: OrderedDict[int, Job] = OrderedDict()
         self._loaded: OrderedDict[int, Job] = OrderedDict()
         self._loaded_ahead: OrderedDict[int, Job] = OrderedDict()
         self._waits: OrderedDict[int, list[_Wait]] = OrderedDict()
         # Device blocks that loads fill, by seq.
         self._filling: dict[int, list[int]] = {}
         # The oldest job of each kind when last looked at, and since when.
-        self._oldest: list[tuple[Job | None, float]] = [(None, 0.0)] * 3
+        self._oldest: list[tuple[Job | None, float]] = [(None, 0.0)] * 4
         self._load_times = (0, 0.0)
         self._times: Times = {}
         self._prefill = _StepTimer()
@@ -231,11 +234,13 @@ class CudaStreams(CopyOrder):
         compute = torch.cuda.current_stream(self._device)
         begun = self._begun[plan.seq] = Done()
         begun.record(compute)
-        # Loads come first where they may.
-        stores_first = max(plan.load_after_stores, plan.compute_after_stores)
-        if stores_first == plan.seq:
-            self._store(plan, copies)
-        load_after_stores = [*_latest(self._stored, plan.load_after_stores)]
+        if plan.store_slots:
+            fences = self._before_stores(
+                plan.store_after_compute, plan.store_after_loads
+            )
+            job = Job(copies.store, fences, len(plan.store_slots))
+            self._stored[plan.seq] = self._store_lane.submit(job)
+        load_after_stores = self._stores_up_to(plan.load_after_stores, plan)
         load_after = [
             *self._computed(plan.load_after_compute),
             *load_after_stores,
@@ -252,9 +257,15 @@ class CudaStreams(CopyOrder):
                 store.hurry()
             job = Job(copies.load_ahead, load_after, len(plan.ahead_slots))
             self._loaded_ahead[plan.seq] = self._ahead_lane.submit(job)
-        if stores_first < plan.seq:
-            self._store(plan, copies, *_latest(self._loaded, plan.seq))
-        stores = [*_latest(self._stored, plan.compute_after_stores)]
+        if plan.clean_slots:
+            # Loads of the step come first: both want the link.
+            fences = self._before_stores(
+                plan.clean_after_compute, plan.clean_after_loads
+            )
+            fences += _latest(self._loaded, plan.seq)
+            job = Job(copies.clean, fences, len(plan.clean_slots))
+            self._cleaned[plan.seq] = self._store_lane.submit(job)
+        stores = self._stores_up_to(plan.compute_after_stores, plan)
         loads = [*_latest(self._loaded_ahead, plan.compute_after_loads)]
         compute_after = stores + loads
         _check_launched(compute_after)
@@ -273,16 +284,19 @@ class CudaStreams(CopyOrder):
         self._waits.setdefault(plan.seq, []).append(wait)
         return wait
 
-    def _store(self, plan: StepPlan, copies: Copies, *after: Done) -> None:
-        if not plan.store_slots:
-            return
-        fences = [
-            *self._computed(plan.store_after_compute),
-            *_latest(self._loaded, plan.store_after_loads),
-            *_latest(self._loaded_ahead, plan.store_after_loads),
+    def _before_stores(self, computed: int, loaded: int) -> list[Done]:
+        return [
+            *self._computed(computed),
+            *_latest(self._loaded, loaded),
+            *_latest(self._loaded_ahead, loaded),
         ]
-        job = Job(copies.store, [*after, *fences], len(plan.store_slots))
-        self._stored[plan.seq] = self._store_lane.submit(job)
+
+    def _stores_up_to(self, seq: int, plan: StepPlan) -> list[Job]:
+        """What a fence of `plan` for stores up to `seq` waits for."""
+        return [
+            *_latest(self._stored, seq),
+            *_latest(self._cleaned, min(seq, plan.seq - 1)),
+        ]
 
     def _load(
         self,
@@ -331,7 +345,7 @@ class CudaStreams(CopyOrder):
         return all_waited
 
     def finish(self) -> None:
-        for marks in (self._stored, self._loaded, self._loaded_ahead):
+        for marks in self._jobs():
             for job in list(marks.values())[-1:]:
                 job.wait_for_launch()
                 job.wait_on_host()
@@ -345,6 +359,9 @@ class CudaStreams(CopyOrder):
     def take_copy_times(self) -> Times:
         times, self._times = self._times, {}
         return times
+
+    def _jobs(self) -> "tuple[OrderedDict[int, Job], ...]":
+        return self._stored, self._cleaned, self._loaded, self._loaded_ahead
 
     def _computed(self, seq: int) -> Iterator[Done]:
         """The end of all forward passes up to `seq`; nothing if it has come."""
@@ -367,7 +384,7 @@ class CudaStreams(CopyOrder):
     def _check_oldest(self) -> None:
         """Raises `CopyHangs` if a job has been the next to end for too long."""
         now = time.monotonic()
-        for i, marks in enumerate((self._stored, self._loaded, self._loaded_ahead)):
+        for i, marks in enumerate(self._jobs()):
             job = next(iter(marks.values()), None)
             oldest, since = self._oldest[i]
             if job is not oldest:
@@ -389,6 +406,7 @@ class CudaStreams(CopyOrder):
     def _forget_ended(self) -> None:
         for kind, marks in (
             ("store", self._stored),
+            ("clean", self._cleaned),
             ("load", self._loaded),
             ("load_ahead", self._loaded_ahead),
         ):

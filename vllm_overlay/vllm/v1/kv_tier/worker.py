@@ -161,6 +161,7 @@ class HostTier:
             lambda after_part: self._store(plan, after_part),
             lambda after_part: self._load(plan, load_parts, after_part),
             lambda after_part: self._load_ahead(plan, after_part),
+            lambda after_part: self._clean(plan, after_part),
             load_parts,
             self._launches_long(num_loads),
         )
@@ -285,7 +286,23 @@ class HostTier:
         return self.engines.step_loads.launch_s(pieces) > _LONG_LAUNCH_S
 
     def _store(self, plan: StepPlan, after_part: Callable[[], None]) -> None:
-        blocks, slots = plan.store_blocks, plan.store_slots
+        self._store_blocks(
+            "store", plan.seq, plan.store_blocks, plan.store_slots, after_part
+        )
+
+    def _clean(self, plan: StepPlan, after_part: Callable[[], None]) -> None:
+        self._store_blocks(
+            "clean", plan.seq, plan.clean_blocks, plan.clean_slots, after_part
+        )
+
+    def _store_blocks(
+        self,
+        kind: str,
+        seq: int,
+        blocks: list[int],
+        slots: list[int],
+        after_part: Callable[[], None],
+    ) -> None:
         try:
             engine = self.engines.stores
             for chunk in self._chunks(engine, len(slots), _STORE_CHUNK_BYTES):
@@ -298,9 +315,9 @@ class HostTier:
             self._bad_slots.update(slots)
             with self._lock:
                 report = self._reported()
-                report.failed_store_slots.update(dict.fromkeys(slots, plan.seq))
+                report.failed_store_slots.update(dict.fromkeys(slots, seq))
                 report.failures["store"] += 1
-                self._failed.add(("store", plan.seq))
+                self._failed.add((kind, seq))
 
     def _load(
         self, plan: StepPlan, parts: list[range], after_part: Callable[[], None]
