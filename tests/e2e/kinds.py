@@ -273,7 +273,7 @@ KINDS = {
             altup_num_inputs=2,
             activation_sparsity_pattern=6 * [0.0],
             hidden_activation="gelu_pytorch_tanh",
-            **{EMBED_SCALE: 0.1},
+            **{EMBED_SCALE: 0.04},
         ),
         ["FullAttentionSpec", "SlidingWindowSpec"],
         num_device_blocks=2 * SMALL,
@@ -293,7 +293,7 @@ KINDS = {
             enable_moe_block=False,
         ),
         ["FullAttentionSpec", "SlidingWindowSpec"],
-        num_device_blocks=2 * SMALL,
+        num_device_blocks=SMALL + SMALL // 2,
     ),
     "deepseek_mtp": Kind(
         DEEPSEEK | {"num_nextn_predict_layers": 1},
