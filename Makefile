@@ -92,7 +92,7 @@ report: env ## build/report.html: a demo or benchmark run on one page [TAG= ARGS
 	@build/env/$(TAG)/bin/python -m page $(or $(ARGS),build/demo)
 
 .PHONY: soak
-soak: env ## a server with the tier under mixed HTTP load, answers and memory checked [TAG= MINUTES=10]
+soak: env ## a server with the tier under mixed HTTP load, answers and memory checked, 17 minutes [TAG= MINUTES=10]
 	@build/env/$(TAG)/bin/python -m soak --minutes $(or $(MINUTES),10) --out build/soak $(ARGS)
 
 .PHONY: bench bench-copy bench-memory bench-scheduler bench-off-path gpu-check

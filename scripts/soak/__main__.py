@@ -10,7 +10,8 @@ twentieth of them: chats and completions, whole and as streams, with three model
 At the end every host slot is spoilt, which the clients must notice.
 
 Writes `report.json` and the servers' logs. Ends with 0 if no answer was wrong, no
-request failed, and memory at the end is what it was after a fifth of the time.
+request failed, and memory at the end is what it was after a fifth of the time, which
+begins after some minutes of the same load (`--warm-up`).
 """
 
 import argparse
@@ -46,6 +47,8 @@ class Sizes:
     """How much is said, and how much room there is for its KV."""
 
     minutes: float = 10.0
+    warm_up_minutes: float = 5.0
+    """Before these. The workers' memory grows meanwhile, with the tier off too."""
     clients: int = 16
     conversations: int = 64
     turns: int = 5
@@ -173,10 +176,13 @@ class Soak:
         self, server: Server, conversations: list[Conversation]
     ) -> dict[str, Any]:
         seconds = self.sizes.seconds
-        watch = Watch(server)
-        ends = time.monotonic() + seconds
+        warm_up = 60 * self.sizes.warm_up_minutes
         async with Load(server.url, conversations) as load:
+            self.note(f"{self.sizes.clients} clients for {warm_up:.0f} s, to warm up")
+            await load.run(self.sizes.clients, time.monotonic() + warm_up)
             self.note(f"{self.sizes.clients} clients for {seconds:.0f} s")
+            watch = Watch(server)
+            ends = time.monotonic() + seconds
             await asyncio.gather(
                 load.run(self.sizes.clients, ends),
                 watch.run(ends),
@@ -263,10 +269,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/soak"))
     parser.add_argument("--minutes", type=float, default=Sizes.minutes)
+    parser.add_argument("--warm-up", type=float, default=Sizes.warm_up_minutes)
     parser.add_argument("--off", action="store_true", help="without a tier")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
-    soak = Soak(out, Sizes(minutes=arguments.minutes), tier=not arguments.off)
+    sizes = Sizes(arguments.minutes, arguments.warm_up)
+    soak = Soak(out, sizes, tier=not arguments.off)
     report = soak.run()
     print(json.dumps(report, indent=2))
     for failure in report["failures"]:

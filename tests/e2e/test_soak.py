@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not SECONDS, reason="KV_TIER_SOAK is not set")
 @pytest.mark.compat("faults", "mixed HTTP load at 20 times the device cache")
 @pytest.mark.compat("faults", "clients that hang up")
 def test_mixed_load(tmp_path: Path) -> None:
-    report = Soak(tmp_path, Sizes(minutes=SECONDS / 60)).run()
+    report = Soak(tmp_path, Sizes(SECONDS / 60, warm_up_minutes=0)).run()
     assert report["failures"] == []
     assert report["overcommit"] > 20
     assert report["wrong_when_spoilt"] > 0
