@@ -190,11 +190,12 @@ class _Launcher:
             if self.is_closed:
                 return
             for done in job.after:
-                if self._parts_in_flight is not None and not job.is_urgent:
-                    # What waits on the device fills the launch queue.
-                    done.wait_on_host()
-                else:
-                    done.wait(self.stream)
+                if self._parts_in_flight is not None:
+                    # What waits on the device fills the launch queue. But somebody may
+                    # come to wait for the launch of this job, or of one behind it.
+                    while not (job.is_urgent or done.has_come()):
+                        time.sleep(_LOOK_S)
+                done.wait(self.stream)
             if not job.is_urgent:
                 self._gate(job)
             if self.is_closed:
