@@ -19,6 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
+from vllm.v1.kv_tier.policy import POLICIES
+
 from .engine import EVENTS
 from .layouts import LAYOUTS, Layout
 from .scripts import Script, scripts
@@ -39,7 +41,7 @@ COMBINATIONS = [
         else [],
     )
     for layout, *others in product(
-        LAYOUTS, ["write_back", "write_through"], ["lru", "arc"], [False, True]
+        LAYOUTS, ["write_back", "write_through"], POLICIES, [False, True]
     )
 ]
 EACH = -(-EXAMPLES // len(COMBINATIONS))
