@@ -152,11 +152,13 @@ class Soak:
             report = asyncio.run(self._load(server, conversations))
             report["overcommit"] = round(overcommit, 1)
             failures = report["failures"]
+            # Upstream may call its engine dead when it ends.
+            log = server.log()
             code = server.terminate()
             left = [*server.leftover_processes(), *server.stranded_shared_memory()]
             if code or left:
                 failures.append(f"exit code {code}, left behind: {left}")
-            if bad := re.findall(r".*(?:ERROR|Traceback).*", server.log()):
+            if bad := re.findall(r".*(?:ERROR|Traceback).*", log):
                 failures.append(f"{len(bad)} errors in the log, first: {bad[0]}")
         finally:
             server.kill()
