@@ -37,11 +37,12 @@ class OpenScheduler(Scheduler):
         output = super().schedule(*args, **kwargs)
         plan = output.kv_tier_plan
         assert plan is not None
-        self._planned["stored"] += len(plan.store_slots)
+        self._planned["stored"] += len(plan.store_slots) + len(plan.clean_slots)
         self._planned["loaded"] += len(plan.load_slots)
         self._planned["loaded_ahead"] += len(plan.ahead_slots)
         for kind, slots in (
             ("store", plan.store_slots),
+            ("clean", plan.clean_slots),
             ("load", plan.load_slots),
             ("load_ahead", plan.ahead_slots),
         ):
