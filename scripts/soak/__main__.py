@@ -92,7 +92,7 @@ def flags(folder: Path, num_blocks: int, num_slots: int) -> list[str]:
         size = num_slots * BLOCK_BYTES / GiB
         found += ["--kv-offloading-backend", "core"]
         found += ["--kv-offloading-size", repr(size)]
-        found += ["--worker-extension-cls", "soak.spoil.Spoiler"]
+        found += ["--worker-extension-cls", "tests.e2e.spoil_extension.SpoilSlots"]
     return found
 
 
@@ -246,7 +246,7 @@ class Soak:
 
     async def _spoil(self, server: Server, conversations: list[Conversation]) -> int:
         """Spoil all host slots. Returns how many answers were wrong then."""
-        server.post("/collective_rpc", {"method": "spoil_host_slots"})
+        server.post("/collective_rpc", {"method": "spoil_all_slots", "args": [0]})
         async with Load(server.url, conversations) as load:
             await load.ask_all()
         self.note(f"{len(load.tally.wrong)} wrong answers from spoilt slots")

@@ -33,7 +33,7 @@ from vllm.v1.kv_tier.worker import HostTier
 from .content import EMPTY, GARBAGE, Violation
 from .engine import Engine, Setup
 from .fake_cuda import PATIENCE_S, Event, FakeCuda, pause
-from .worker import Step, Worker
+from .worker import Step, Worker, after
 
 NUM_LAYERS = 6
 # Two layers of one block make a part of a load, else each one.
@@ -459,9 +459,7 @@ class _Transfer(Transfer):
         worker, plan = self._worker, self._plan
         device, host = worker.layers[layer], worker.slots[layer]
         if self._kind in ("store", "clean"):
-            compute, loads = plan.store_after_compute, plan.store_after_loads
-            if self._kind == "clean":
-                compute, loads = plan.clean_after_compute, plan.clean_after_loads
+            compute, loads = after(plan, self._kind == "clean")
             worker.need(plan, self._kind, compute, loads=loads, ahead=loads)
             for block, slot in self._pairs:
                 host[slot] = device[block].copy()

@@ -32,8 +32,8 @@ class CountedEngine(Engine):
             plan = step.plan
             self.happened["stored_blocks"] += len(plan.store_slots)
             self.happened["stored_blocks"] += len(plan.clean_slots)
-            self.happened["loaded_blocks"] += len(step.plan.load_slots)
-            self.happened["loaded_ahead_blocks"] += len(step.plan.ahead_slots)
+            self.happened["loaded_blocks"] += len(plan.load_slots)
+            self.happened["loaded_ahead_blocks"] += len(plan.ahead_slots)
             return step
 
         self._worker.submit = watched  # type: ignore[method-assign]

@@ -92,6 +92,13 @@ class _Recorder(CopyEngine):
         return _Nothing()
 
 
+def after(plan: StepPlan, is_clean: bool) -> tuple[int, int]:
+    """The forward passes and the loads that its stores of one kind come after."""
+    if is_clean:
+        return plan.clean_after_compute, plan.clean_after_loads
+    return plan.store_after_compute, plan.store_after_loads
+
+
 class _Stores(NamedTuple):
     """Stores of a step that have not been executed yet."""
 
@@ -104,11 +111,7 @@ class _Stores(NamedTuple):
 
     @property
     def after(self) -> tuple[int, int]:
-        """The forward passes and the loads that they come after."""
-        plan = self.plan
-        if self.is_clean:
-            return plan.clean_after_compute, plan.clean_after_loads
-        return plan.store_after_compute, plan.store_after_loads
+        return after(self.plan, self.is_clean)
 
     def is_before(self, fence: int, of: StepPlan | None) -> bool:
         """Whether a fence of a plan waits for them."""

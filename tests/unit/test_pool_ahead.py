@@ -712,14 +712,20 @@ def test_what_the_step_does_not_hide_is_loaded_ahead(
     assert_nothing_leaks(tier)
 
 
-def test_loads_ahead_leave_room_for_what_the_step_will_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def half_loaded(monkeypatch: pytest.MonkeyPatch) -> Tier:
+    """Two of "abcd" are loaded ahead, and its step will load the others; "efghi" is on
+    the host."""
     monkeypatch.setattr(pool, "_MIN_AHEAD", 1)
     tier = make_layerwise()
     tier.demoted("abcd")
     tier.demoted("efghi")
     defer(tier, "abcd")
+    return tier
+
+
+def test_loads_ahead_leave_room_for_what_the_step_will_load(half_loaded: Tier) -> None:
+    tier = half_loaded
     # Eight blocks: two are loaded, two more will be. For five there is no room.
     assert is_empty(block(tier, "efghi"))
     # Whoever waited for them is gone, or so it seems.
@@ -728,13 +734,9 @@ def test_loads_ahead_leave_room_for_what_the_step_will_load(
 
 
 def test_nothing_is_loaded_ahead_before_what_a_step_will_load(
-    monkeypatch: pytest.MonkeyPatch,
+    half_loaded: Tier,
 ) -> None:
-    monkeypatch.setattr(pool, "_MIN_AHEAD", 1)
-    tier = make_layerwise()
-    tier.demoted("abcd")
-    tier.demoted("ef")
-    defer(tier, "abcd")
+    tier = half_loaded
     # There is room, but "cd" would wait for the link.
     assert is_empty(load_ahead(tier, "ef"))
     # Whoever waited is gone, or so it seems.

@@ -241,7 +241,7 @@ def test_a_slot_that_the_plan_uses_is_not_replaced() -> None:
     tier.promote(tier.find("a"))
     block = tier.pool.get_new_blocks(1)[0]
     block.set_block_hash(slot.keys[0], 32)
-    assert tier.pool._take_slot(block) is None
+    assert not tier.pool._queue_store(block)
     stats = tier.pool.take_stats()
     assert stats.refused_pinned == 1 and stats.promoted_blocks == 1
 

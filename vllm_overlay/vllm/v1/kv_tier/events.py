@@ -167,11 +167,11 @@ class PublishingBlockPool(TieredBlockPool):
         self._emit_stored(keys, self.medium)
         return seq
 
-    def _take_slot(self, block: KVCacheBlock) -> HostSlot | None:
-        slot = super()._take_slot(block)
-        if slot is not None:
-            self._emit_stored(slot.keys, MEDIUM_CPU)
-        return slot
+    def _queue_store(self, block: KVCacheBlock, ahead: bool = False) -> bool:
+        if not super()._queue_store(block, ahead):
+            return False
+        self._emit_stored(self._keys(block), MEDIUM_CPU)
+        return True
 
     def _slot_forgotten(self, slot: HostSlot) -> None:
         for key in slot.keys:

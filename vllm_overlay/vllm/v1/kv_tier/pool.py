@@ -656,15 +656,8 @@ class TieredBlockPool(BlockPool):
 
     def _demote(self, block: KVCacheBlock) -> None:
         is_computed = self._computed_by[block.block_id] < self._plan.seq
-        if is_computed and not self._is_clean(block):
-            slot = self._take_slot(block)
-            if slot is None:
-                self._stats.dropped_blocks += 1
-                return
-            plan, (compute, loads) = self._plan, self._store_fences(block, slot)
-            self._stores[slot.index] = block
-            plan.store_after_compute = max(plan.store_after_compute, compute)
-            plan.store_after_loads = max(plan.store_after_loads, loads)
+        if is_computed and not self._is_clean(block) and not self._queue_store(block):
+            self._stats.dropped_blocks += 1
 
     def _invalidate(self, block: KVCacheBlock) -> None:
         for key in self._keys(block):
@@ -672,25 +665,14 @@ class TieredBlockPool(BlockPool):
             if slot is not None:
                 self._drop_slot(slot)
 
-    def _clean(self, block: KVCacheBlock) -> bool:
-        """Store `block` in this plan, ahead of its eviction, if there is room."""
-        slot = self._take_slot(block)
-        if slot is None:
-            return False
-        plan, (compute, loads) = self._plan, self._store_fences(block, slot)
-        self._cleans[slot.index] = block
-        plan.clean_after_compute = max(plan.clean_after_compute, compute)
-        plan.clean_after_loads = max(plan.clean_after_loads, loads)
-        return True
+    def _queue_store(self, block: KVCacheBlock, ahead: bool = False) -> bool:
+        """Give `block` a slot and store it in this plan, if there is room.
 
-    def _store_fences(self, block: KVCacheBlock, slot: HostSlot) -> tuple[int, int]:
-        """Plans whose forward passes, and whose loads, a store comes after."""
-        return self._computed_by[block.block_id], max(
-            self.host.last_load(slot), self._ahead_by[block.block_id]
-        )
+        Args:
+            block: Hashed, and computed by an earlier plan.
+            ahead: Of its eviction. Else this plan overwrites it.
 
-    def _take_slot(self, block: KVCacheBlock) -> HostSlot | None:
-        """A slot that this plan fills from `block`, if there is one to be had."""
+        """
         keys = self._keys(block)
         for key in keys:
             # A slot that has only some of the keys may lack the bytes of others.
@@ -698,16 +680,26 @@ class TieredBlockPool(BlockPool):
             if stale is not None:
                 if self.host.is_pinned(stale):
                     self._stats.refused_pinned += 1
-                    return None
+                    return False
                 self.host.remove(stale)
         plan = self._plan
         slot = self.host.insert(keys, block.block_hash_num_tokens, plan.seq)
         if slot is None:
             self._stats.refused_no_slot += 1
-            return None
+            return False
         self.host.pin((slot,))
         self._stored_by[block.block_id] = plan.seq
-        return slot
+        computed = self._computed_by[block.block_id]
+        loaded = max(self.host.last_load(slot), self._ahead_by[block.block_id])
+        if ahead:
+            self._cleans[slot.index] = block
+            plan.clean_after_compute = max(plan.clean_after_compute, computed)
+            plan.clean_after_loads = max(plan.clean_after_loads, loaded)
+        else:
+            self._stores[slot.index] = block
+            plan.store_after_compute = max(plan.store_after_compute, computed)
+            plan.store_after_loads = max(plan.store_after_loads, loaded)
+        return True
 
     def _remove_cached_block_hashes(
         self, block: KVCacheBlock
@@ -774,7 +766,7 @@ class TieredBlockPool(BlockPool):
             if block.block_hash is None or self._is_clean(block):
                 continue
             if self._computed_by[block.block_id] < self._plan.seq:
-                self._clean(block)
+                self._queue_store(block, ahead=True)
             else:
                 self._fresh.append(block)
 
@@ -808,7 +800,7 @@ class TieredBlockPool(BlockPool):
                 # Those that this step computes are the last ones.
                 if computed_by[block.block_id] == seq or max_stores == 0:
                     break
-                if not self._clean(block):
+                if not self._queue_store(block, ahead=True):
                     break
                 max_stores -= 1
             self._num_clean += 1

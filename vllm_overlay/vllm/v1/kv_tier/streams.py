@@ -221,8 +221,14 @@ class CudaStreams(CopyOrder):
         self._waits: OrderedDict[int, list[_Wait]] = OrderedDict()
         # Device blocks that loads fill, by seq.
         self._filling: dict[int, list[int]] = {}
+        self._jobs = {
+            "store": self._stored,
+            "clean": self._cleaned,
+            "load": self._loaded,
+            "load_ahead": self._loaded_ahead,
+        }
         # The oldest job of each kind when last looked at, and since when.
-        self._oldest: list[tuple[Job | None, float]] = [(None, 0.0)] * 4
+        self._oldest: dict[str, tuple[Job | None, float]] = {}
         self._load_times = (0, 0.0)
         self._times: Times = {}
         self._prefill = _StepTimer()
@@ -235,10 +241,11 @@ class CudaStreams(CopyOrder):
         begun = self._begun[plan.seq] = Done()
         begun.record(compute)
         if plan.store_slots:
-            fences = self._before_stores(
-                plan.store_after_compute, plan.store_after_loads
+            job = Job(
+                copies.store,
+                self._before_stores(plan.store_after_compute, plan.store_after_loads),
+                len(plan.store_slots),
             )
-            job = Job(copies.store, fences, len(plan.store_slots))
             self._stored[plan.seq] = self._store_lane.submit(job)
         load_after_stores = self._stores_up_to(plan.load_after_stores, plan)
         load_after = [
@@ -259,11 +266,12 @@ class CudaStreams(CopyOrder):
             self._loaded_ahead[plan.seq] = self._ahead_lane.submit(job)
         if plan.clean_slots:
             # Loads of the step come first: both want the link.
-            fences = self._before_stores(
-                plan.clean_after_compute, plan.clean_after_loads
+            job = Job(
+                copies.clean,
+                self._before_stores(plan.clean_after_compute, plan.clean_after_loads)
+                + [*_latest(self._loaded, plan.seq)],
+                len(plan.clean_slots),
             )
-            fences += _latest(self._loaded, plan.seq)
-            job = Job(copies.clean, fences, len(plan.clean_slots))
             self._cleaned[plan.seq] = self._store_lane.submit(job)
         stores = self._stores_up_to(plan.compute_after_stores, plan)
         loads = [*_latest(self._loaded_ahead, plan.compute_after_loads)]
@@ -345,7 +353,7 @@ class CudaStreams(CopyOrder):
         return all_waited
 
     def finish(self) -> None:
-        for marks in self._jobs():
+        for marks in self._jobs.values():
             for job in list(marks.values())[-1:]:
                 job.wait_for_launch()
                 job.wait_on_host()
@@ -359,9 +367,6 @@ class CudaStreams(CopyOrder):
     def take_copy_times(self) -> Times:
         times, self._times = self._times, {}
         return times
-
-    def _jobs(self) -> "tuple[OrderedDict[int, Job], ...]":
-        return self._stored, self._cleaned, self._loaded, self._loaded_ahead
 
     def _computed(self, seq: int) -> Iterator[Done]:
         """The end of all forward passes up to `seq`; nothing if it has come."""
@@ -384,15 +389,15 @@ class CudaStreams(CopyOrder):
     def _check_oldest(self) -> None:
         """Raises `CopyHangs` if a job has been the next to end for too long."""
         now = time.monotonic()
-        for i, marks in enumerate(self._jobs()):
+        for kind, marks in self._jobs.items():
             job = next(iter(marks.values()), None)
-            oldest, since = self._oldest[i]
+            oldest, since = self._oldest.get(kind, (None, 0.0))
             if job is not oldest:
-                self._oldest[i] = job, now
+                self._oldest[kind] = job, now
             elif job is not None and now - since > _LIMIT_S:
                 if not job.ends_within(_GRACE_S):
                     raise CopyHangs
-                self._oldest[i] = None, now
+                self._oldest[kind] = None, now
 
     @staticmethod
     def _check_old(fences: Iterable[Done]) -> None:
@@ -404,12 +409,7 @@ class CudaStreams(CopyOrder):
                 raise CopyHangs
 
     def _forget_ended(self) -> None:
-        for kind, marks in (
-            ("store", self._stored),
-            ("clean", self._cleaned),
-            ("load", self._loaded),
-            ("load_ahead", self._loaded_ahead),
-        ):
+        for kind, marks in self._jobs.items():
             for seq, done in list(marks.items()):
                 if not done.has_come():
                     break
