@@ -142,7 +142,8 @@ class Load:
 
         def work(output: SchedulerOutput) -> KVConnectorOutput | None:
             if (plan := output.kv_tier_plan) is not None:
-                copied[:] = len(plan.load_blocks), len(plan.store_blocks)
+                num_stored = len(plan.store_blocks) + len(plan.clean_blocks)
+                copied[:] = len(plan.load_blocks), num_stored
             if output.kv_connector_metadata is None:
                 return None
             report = self._worker.step(output.kv_connector_metadata)

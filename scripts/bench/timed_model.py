@@ -113,7 +113,7 @@ class Model:
         if policy is not None:
             pool: Any = self._scheduler.kv_cache_manager.block_pool
             pool.loads.clock = lambda: self.now
-            pool.loads.join_s = costs.launch_mixed
+            pool.loads.join_s = {0: costs.launch_mixed}
         self._arrivals: list[tuple[float, int, Answer, list[int], int]] = []
         self._num_sent = 0
         self._live: dict[str, Answer] = {}

@@ -124,7 +124,7 @@ class Engine:
         tier = self._scheduler.kv_cache_manager.kv_tier
         assert tier is not None
         tier.loads.clock = lambda: float(self._num_steps)
-        tier.loads.join_s = setup.join_time
+        tier.loads.join_s = {0: setup.join_time}
         self._hasher = get_request_block_hasher(setup.layout.hash_block_size, sha256)
         self._roots: dict[str, int] = {}
         self._worker = Worker(

@@ -48,7 +48,12 @@ class Record:
 class Stream:
     """In place of `torch.cuda.Stream`."""
 
-    def __init__(self, cuda: "FakeCuda", device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        cuda: "FakeCuda",
+        device: torch.device | None = None,
+        priority: int = 0,
+    ) -> None:
         self.device = device
         self.cuda = cuda
         self.queue: deque[Callable[[], None] | Record] = deque()
@@ -154,7 +159,9 @@ class FakeCuda:
 
     # -------------------------------------------------------------- torch.cuda
 
-    def _new_stream(self, device: torch.device | None = None) -> Stream:
+    def _new_stream(
+        self, device: torch.device | None = None, priority: int = 0
+    ) -> Stream:
         stream = Stream(self, device)
         with self.lock:
             self._streams.append(stream)

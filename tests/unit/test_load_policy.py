@@ -130,7 +130,7 @@ def test_a_link_that_is_slow_by_nature_is_not_tried_again() -> None:
 
 def join(policy: LoadPolicy, *seconds: float) -> None:
     for s in seconds:
-        policy.take(StepReport(joins=(2, 2 * s)), TOKENS)
+        policy.take(StepReport(joins={2: s}), TOKENS)
 
 
 def test_a_step_hides_as_much_as_it_computes() -> None:
@@ -143,6 +143,13 @@ def test_a_step_hides_as_much_as_it_computes() -> None:
     prefill(policy, 0.5)
     assert policy.hidden_s(6 * TOKENS, TOKENS) == 3.0
     assert policy.hidden_s(8 * TOKENS, TOKENS) == 4.0
+
+
+def test_steps_of_other_sizes_take_other_times() -> None:
+    policy = LoadPolicy(1.0, 0.5, layerwise=True)
+    policy.take(StepReport(joins={6: 3.0, 9: 7.0}), TOKENS)
+    hidden = [policy.hidden_s(n, TOKENS) for n in (31, 32, 255, 256, 1000)]
+    assert hidden == [0.0, 3.0, 3.0, 7.0, 7.0]
 
 
 def test_where_steps_wait_for_all_loads_they_hide_none() -> None:
@@ -160,4 +167,4 @@ def test_a_step_without_prefill_hides_none() -> None:
 def test_launches_that_were_held_up_count_little() -> None:
     policy, _ = make_policy()
     join(policy, 9.0, 3.0, 9.0)
-    assert 3.0 < policy.join_s < 3.5
+    assert 3.0 < policy.join_s[2] < 3.5

@@ -447,7 +447,8 @@ def test_loads_wait_for_the_forward_pass_that_uses_their_blocks() -> None:
 
 
 def test_stores_wait_for_the_forward_pass_that_fills_their_blocks() -> None:
-    tier = make_tier(4)
+    # So many that the cleaner leaves those in use alone.
+    tier = make_tier(10)
     tier.begin()
     first = tier.compute("a")
     tier.end()
@@ -569,6 +570,19 @@ def test_a_waiting_request_is_not_looked_up_until_its_loads_end() -> None:
     assert not tier.pool.is_loading(waiting, True)
 
 
+def test_loads_begin_before_other_requests_are_looked_at() -> None:
+    tier = make_tier(3)
+    tier.demoted("abc")
+    other: Any = SimpleNamespace(request_id="other")
+    tier.begin()
+    assert not tier.pool.is_loading(other, True)
+    assert tier.try_promote(tier.find("ab"), among_others=True) is None
+    assert tier.pool.is_loading(other, True)
+    assert not tier.pool.is_loading(other, False)
+    tier.end()
+    assert not tier.pool.is_loading(other, True)
+
+
 def test_a_request_waits_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = make_tier(3)
     tier.demoted("abc")
@@ -674,7 +688,7 @@ def test_loads_of_those_that_lack_blocks_spare_some(
 def make_layerwise(**config: Any) -> Tier:
     """A tier whose steps compute for two seconds, and load a block in one."""
     tier = make_tier(8, layerwise=True, max_load_stall_ms=0, **config)
-    tier.pool.apply_report(StepReport(joins=(1, 2.0)))
+    tier.pool.apply_report(StepReport(joins={2: 2.0}))
     return tier
 
 

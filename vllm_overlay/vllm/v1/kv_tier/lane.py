@@ -131,6 +131,7 @@ class Lane:
             waits for. None: all is queued at once.
         gate: Called before each part of a job that is not urgent, to wait for what
             comes first.
+        priority: Of its kernels; those of a lower number are scheduled first.
 
     """
 
@@ -140,10 +141,13 @@ class Lane:
         device: torch.device,
         parts_in_flight: int | None = 3,
         gate: Callable[[Job], object] = lambda job: None,
+        priority: int = 0,
     ) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._last: Job | None = None
-        self._launcher = _Launcher(torch.cuda.Stream(device), parts_in_flight, gate)
+        self._launcher = _Launcher(
+            torch.cuda.Stream(device, priority), parts_in_flight, gate
+        )
         thread = threading.Thread(
             target=_run, args=(self._jobs, self._launcher), name=name, daemon=True
         )

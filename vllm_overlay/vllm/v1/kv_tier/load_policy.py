@@ -33,8 +33,9 @@ class LoadPolicy:
         self.load_s = load_s
         self.prefill_s = 0.0
         """Seconds to compute one block; 0 until measured."""
-        self.join_s = 0.0
-        """Seconds of a step in which requests join with little to compute."""
+        self.join_s: dict[int, float] = {}
+        """Seconds of a step in which requests join with little to compute, by the bit
+        length of its number of tokens."""
         self.max_stall_s = max_stall_s
         self.layerwise = layerwise
         self.clock = time.monotonic
@@ -72,7 +73,11 @@ class LoadPolicy:
         # A step without prefill may be one CUDA graph.
         if not self.layerwise or num_tokens <= 1:
             return 0.0
-        return max(self.join_s, num_tokens / tokens_per_block * self.prefill_s)
+        # Above some size steps are not replayed as graphs, and take longer to launch
+        # than to compute.
+        sizes = [size for size in self.join_s if size <= num_tokens.bit_length()]
+        join_s = self.join_s[max(sizes)] if sizes else 0.0
+        return max(join_s, num_tokens / tokens_per_block * self.prefill_s)
 
     @property
     def recompute(self) -> bool:
@@ -92,8 +97,8 @@ class LoadPolicy:
             self.prefill_s += (_WEIGHT if self.prefill_s else 1) * (
                 cost - self.prefill_s
             )
-        if joins[0]:
+        for size, cost in joins.items():
             # What holds up a launch now and then hides no load.
-            cost = joins[1] / joins[0]
-            slower = self.join_s and cost > self.join_s
-            self.join_s += (_SLOW_WEIGHT if slower else 1) * (cost - self.join_s)
+            known = self.join_s.get(size, cost)
+            weight = _SLOW_WEIGHT if cost > known else 1
+            self.join_s[size] = known + weight * (cost - known)

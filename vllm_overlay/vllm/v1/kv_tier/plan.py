@@ -87,9 +87,9 @@ class StepReport:
     prefill: tuple[int, float] = (0, 0.0)
     """Tokens of steps that were mostly prefill and waited for no load, and the
     seconds that they took."""
-    joins: tuple[int, float] = (0, 0.0)
-    """Steps in which requests joined with little to compute, and the seconds that
-    their launches took, which is less than they took."""
+    joins: dict[int, float] = field(default_factory=dict)
+    """Seconds to launch a step in which requests joined with little to compute, which
+    is less than it took, by the bit length of its number of tokens."""
     times: Times = field(default_factory=dict)
     """What a rank has not told of before."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -112,7 +112,8 @@ def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
         # The slowest rank is what a step waits for.
         merged.loads = _slower(merged.loads, report.loads)
         merged.prefill = _slower(merged.prefill, report.prefill)
-        merged.joins = _slower(merged.joins, report.joins)
+        for size, seconds in report.joins.items():
+            merged.joins[size] = max(seconds, merged.joins.get(size, 0.0))
         merge_times(merged.times, report.times)
         # Ranks mostly fail together.
         merged.failures |= report.failures

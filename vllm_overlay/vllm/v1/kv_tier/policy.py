@@ -165,7 +165,8 @@ class S3FIFO(EvictionPolicy):
 
     def hit(self, key: Key) -> None:
         queue = self._first if key in self._first else self._main
-        queue[key] = min(queue[key] + 1, self._MAX_USES)
+        if (uses := queue[key]) < self._MAX_USES:
+            queue[key] = uses + 1
 
     def remove(self, key: Key) -> None:
         del (self._first if key in self._first else self._main)[key]

@@ -137,7 +137,7 @@ class TieredBlockPool(BlockPool):
         self._loads_ahead: dict[int, HostSlot] = {}
 
         self._in_step = False
-        self._demoting = False
+        self._demoting = self._are_evicted = False
         self._serves_host = True
         # Blocks freed by the step in the making, by id.
         self._freed: dict[int, KVCacheBlock] = {}
@@ -336,9 +336,14 @@ class TieredBlockPool(BlockPool):
         return self._deferred is request
 
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
-        """Whether `request` waits for loads that are still on their way. Saves the
-        lookup of its prefix."""
-        if request.request_id not in self._waits or not has_scheduled_reqs:
+        """Whether `request` waits for loads that are still on their way, or comes after
+        one whose loads begin with this step. Saves the lookup of its prefix."""
+        if not has_scheduled_reqs:
+            return False
+        if self._deferred is not None:
+            # They have taken what was free, and the sooner they begin the better.
+            return True
+        if request.request_id not in self._waits:
             return False
         return self.loads.stalls(self._waits[request.request_id].until)
 
@@ -416,16 +421,17 @@ class TieredBlockPool(BlockPool):
         self._stats.promoted_blocks += len(holes)
         plan = self._plan
         queue = self._loads_ahead if ahead else self._loads
-        insert, computed_by = super()._insert_block_hash, self._computed_by
+        insert, computed_by = self.cached_block_hash_to_block.insert, self._computed_by
         for (group, i, slot), block in zip(holes, new_blocks):
             group[i] = block
             queue[block.block_id] = slot
             computed_by[block.block_id] = plan.seq
-            # The tokens are those of the primary key, which comes first.
-            num_tokens = slot.block_hash_num_tokens
-            for key in slot.keys:
-                insert(key, block, num_tokens)
-                num_tokens = None
+            # As `_insert_block_hash` does with a block that has no key yet.
+            keys = slot.keys
+            block.set_block_hash(keys[0], slot.block_hash_num_tokens)
+            insert(keys[0], block)
+            for key in keys[1:] if len(keys) > 1 else ():
+                super()._insert_block_hash(key, block, None)
         self.host.mark_loaded((slot for _, _, slot in holes), plan.seq)
         plan.load_after_stores = max(
             plan.load_after_stores, *(slot.store_seq for _, _, slot in holes)
@@ -626,16 +632,48 @@ class TieredBlockPool(BlockPool):
         """As upstream; the content of cached victims goes to host slots."""
         if self._ahead:
             self._pass_over_kept(num_blocks)
+        self._are_evicted = self._evict_next(num_blocks)
         self._demoting = True
         try:
             blocks = super().get_new_blocks(num_blocks)
         finally:
-            self._demoting = False
+            self._demoting = self._are_evicted = False
         self._taken += num_blocks
         return blocks
 
+    def _evict_next(self, num_blocks: int) -> bool:
+        """`_maybe_evict_cached_block` of the next victims, in half of the time.
+
+        Returns:
+            Whether it could: nobody who counts evictions listens, and blocks have
+            one key each.
+
+        """
+        if (
+            self.cached_block_hashes_by_block
+            or self.metrics_collector
+            or self.enable_kv_cache_events
+        ):
+            return False
+        has_slot, pop_key = self.host.get, self.cached_block_hash_to_block.pop
+        has_loads = bool(self._loads or self._loads_ahead)
+        for block in self._free_blocks(num_blocks):
+            if has_loads:
+                self._call_off_load(block)
+            key = block.block_hash
+            if key is not None:
+                if has_slot(key) is None:
+                    self._demote(block)
+                pop_key(key, block.block_id)
+                block.reset_hash()
+            # Copies of what a reset forgot may still be under way.
+            self._fence_overwrite(block)
+        return True
+
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         # Upstream calls this for victims and for content that turned invalid.
+        if self._are_evicted:
+            return False
         if self._demoting:
             if self._loads or self._loads_ahead:
                 self._call_off_load(block)
@@ -705,9 +743,14 @@ class TieredBlockPool(BlockPool):
         self, block: KVCacheBlock
     ) -> list[BlockHashWithGroupId]:
         # Whoever takes the keys away is about to overwrite the block.
+        self._fence_overwrite(block)
+        return super()._remove_cached_block_hashes(block)
+
+    def _fence_overwrite(self, block: KVCacheBlock) -> None:
         plan = self._plan
         if stored_by := self._stored_by[block.block_id]:
-            plan.load_after_stores = max(plan.load_after_stores, stored_by)
+            if stored_by > plan.load_after_stores:
+                plan.load_after_stores = stored_by
             # The forward pass waits for a load as such, if it needs it. When the load
             # is called off, the next to take the block finds the mark.
             if not self._loading:
@@ -720,7 +763,6 @@ class TieredBlockPool(BlockPool):
             if ahead_by > self._ahead_fence:
                 plan.compute_after_loads = max(plan.compute_after_loads, ahead_by)
             self._ahead_by[block.block_id] = 0
-        return super()._remove_cached_block_hashes(block)
 
     def free_blocks(
         self, ordered_blocks: Iterable[KVCacheBlock], **kwargs: Any

@@ -210,7 +210,10 @@ class CudaStreams(CopyOrder):
         self._ahead_lane = Lane(
             "kv-tier-ahead", device, _AHEAD_PARTS_IN_FLIGHT, gate=wait_for_load
         )
-        self._load_lane = Lane("kv-tier-load", device, parts_in_flight=None)
+        # Layers wait for kernels that load, and have more of their own.
+        self._load_lane = Lane(
+            "kv-tier-load", device, parts_in_flight=None, priority=-1
+        )
         # By seq, oldest first. Each belongs to one stream, which runs in order: the
         # latest up to a fence covers all before it.
         self._begun: OrderedDict[int, Done] = OrderedDict()

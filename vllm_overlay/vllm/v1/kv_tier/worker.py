@@ -85,7 +85,7 @@ class HostTier:
         self._layer_waits = layer_waits
         self.checksums = checksums
         self._seq = 0
-        self._join_begun: float | None = None
+        self._join: tuple[int, float] | None = None
         self._is_off = False
         # Lanes report failures too.
         self._lock = threading.Lock()
@@ -179,16 +179,15 @@ class HostTier:
             and num_requests < num_tokens < _PREFILL_TOKENS
             and not copies.load_launches_long
         ):
-            self._join_begun = time.perf_counter()
+            self._join = num_tokens.bit_length(), time.perf_counter()
 
     def end_step(self, output: Any) -> Any:
         """The step's forward pass is queued. Returns `output`, maybe with a report."""
-        if self._join_begun is not None:
-            seconds = time.perf_counter() - self._join_begun
-            self._join_begun = None
+        if self._join is not None:
+            size, begun = self._join
+            self._join = None
             with self._lock:
-                report = self._reported()
-                report.joins = _sum(report.joins, (1, seconds))
+                self._reported().joins[size] = time.perf_counter() - begun
         if not self._order.end_step():
             logger.error(
                 "KV tier: a layer did not wait for its loads. The step is computed "
