@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the stages of `make test`, and adds them up in one last line.
 
-    PYTHONPATH=scripts python3 ci/run_tests.py [--tags v0.32.0,v0.33.0] [STAGE ...]
+    PYTHONPATH=scripts python3 ci/run_tests.py [--tags v0.32.0,v0.33.0|all] [STAGE ...]
 
 A stage goes on after a failure, so that one run shows all of them. Results are in
 build/test-results/. Ends with 0 only if nothing failed.
@@ -29,6 +29,8 @@ from patchtool.fetch import fetch
 START = time.monotonic()
 LIMIT_S = 30 * 60
 """No command of a stage takes that long unless it hangs."""
+NUM_DEFAULT_TAGS = 2
+"""The newest releases, which are tested when none is named."""
 LONG_S = 60 * 60
 """The same for stages that run when they are asked for."""
 
@@ -258,7 +260,11 @@ EXTRA: dict[str, Callable[[Run], Counts]] = {"upstream-diff": upstream_diff}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tags", default="", help="separated by commas; all if empty")
+    parser.add_argument(
+        "--tags",
+        default="",
+        help="separated by commas, or `all`; the newest two if empty",
+    )
     parser.add_argument(
         "stages", nargs="*", metavar="STAGE", help=", ".join(STAGES | EXTRA)
     )
@@ -267,7 +273,10 @@ def main() -> int:
     if unknown := set(options.stages) - known.keys():
         parser.error(f"unknown stages {sorted(unknown)}; there are {list(known)}")
     layout = Layout.default()
-    tags = re.split(r"[, ]+", options.tags) if options.tags else layout.tags()
+    tags = layout.tags()[-NUM_DEFAULT_TAGS:]
+    if options.tags:
+        named = re.split(r"[, ]+", options.tags)
+        tags = layout.tags() if named == ["all"] else named
     names = options.stages or list(STAGES)
     shutil.rmtree(layout.build / "test-results", ignore_errors=True)
     (layout.build / "test-results").mkdir(parents=True)

@@ -23,6 +23,7 @@ SERVE = [
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
     *("--block-size", str(BLOCK_TOKENS), "--max-num-seqs", "4"),
     *("--kv-cache-memory-bytes", str(SMALL * BLOCK_BYTES)),
+    *("--num-gpu-blocks-override", str(SMALL)),
     *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
 ]
 CORE = ["--kv-offloading-backend", "core"]
@@ -37,7 +38,8 @@ def served(llama: Path) -> Path:
 
 def server_environment() -> dict[str, str]:
     quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    return environment() | quiet | {"VLLM_NO_USAGE_STATS": "1"}
+    quiet |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return environment() | quiet
 
 
 @pytest.fixture

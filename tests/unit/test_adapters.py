@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim import upstream
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -50,7 +51,7 @@ def lora(
 
 
 def request(adapter: LoRARequest | None) -> Request:
-    return Request(
+    return upstream.make_request(
         request_id="r",
         prompt_token_ids=PROMPT,
         sampling_params=SamplingParams(max_tokens=20),
