@@ -202,9 +202,12 @@ def upstream(run: Run) -> Counts:
     if not (run.layout.root / folder / "run.py").is_file():
         say(f"{folder} does not exist")
         return Counts()
+    base = folder / "baseline" / f"{run.tag}-core.txt"
+    if not base.is_file() and run.tag not in run.layout.tags()[-NUM_DEFAULT_TAGS:]:
+        say(f"{base} does not exist; `make upstream-diff TAG={run.tag}` needs none")
+        return Counts(skipped=1)
     sdist = fetch(run.layout, load_pins(run.layout, run.tag).sdist)
     out = run.layout.build / "upstream-tests"
-    base = folder / "baseline" / f"{run.tag}-core.txt"
     counts = Counts()
     for mode, lists in UPSTREAM_MODES.items():
         say(f"upstream's tests, {mode}")
