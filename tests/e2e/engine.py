@@ -12,8 +12,6 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# GiB of KV cache, for the CPU engines that take it from here; jobs use a part of it.
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest

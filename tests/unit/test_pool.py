@@ -733,7 +733,7 @@ def test_a_failed_store_drops_its_slot() -> None:
     tier = Tier(2)
     plan = tier.demoted("ab")
     index = tier.slot("a").index
-    assert not tier.pool.apply_report(StepReport(None, {index: plan.seq}))
+    assert tier.pool.apply_report(StepReport(None, {index: plan.seq})) is None
     assert [tier.where(n) for n in "ab"] == ["nowhere", "host"]
 
 
@@ -759,8 +759,9 @@ def test_a_failed_load_voids_what_came_since() -> None:
     plan = tier.end()
     tier.begin()
     tier.compute("n")
-    tier.end()
-    assert tier.pool.apply_report(StepReport(failed_load_seq=plan.seq))
+    last = tier.end()
+    report = StepReport(failed_load_seq=plan.seq)
+    assert tier.pool.apply_report(report) == last.seq > plan.seq
     # a never arrived; n may have been computed from it; its slot is suspect.
     assert [tier.where(n) for n in "abkn"] == ["nowhere", "host", "device", "nowhere"]
 
@@ -776,7 +777,7 @@ def test_a_failed_load_voids_what_was_stored_since() -> None:
     tier.pool.get_new_blocks(2)
     later = tier.end()
     assert tier.where("n") == "host" and stores(later)
-    assert tier.pool.apply_report(StepReport(failed_load_seq=plan.seq))
+    assert tier.pool.apply_report(StepReport(failed_load_seq=plan.seq)) == later.seq
     assert tier.where("n") == tier.where("a") == "nowhere"
     assert len(tier.host) == 0
 

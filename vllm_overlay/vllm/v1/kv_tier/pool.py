@@ -846,13 +846,13 @@ class TieredBlockPool(BlockPool):
         self._clear_host()
         return True
 
-    def apply_report(self, report: StepReport) -> int:
+    def apply_report(self, report: StepReport) -> int | None:
         """Take back what failed copies left without content.
 
         Returns:
-            0 if no load failed. Else everything computed since is void, which is the
-            output of plans up to the one returned: the caller must drop it, and make
-            every running request start over.
+            None if no load failed. Else everything computed since is void, which is
+            the output of plans up to the one returned: the caller must drop it, and
+            make every running request start over.
 
         """
         self.loads.take(report, self._tokens_per_block)
@@ -865,7 +865,7 @@ class TieredBlockPool(BlockPool):
                 self._drop_slot(slot)
         failed = report.failed_load_seq
         if failed is None:
-            return 0
+            return None
         for block in self.blocks:
             if block.block_hash is not None and (
                 self._computed_by[block.block_id] >= failed
