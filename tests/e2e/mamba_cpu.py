@@ -7,7 +7,7 @@ that the scheduler ends a step of the prefill at the boundary, as it does for
 other kinds of Mamba layers.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 
@@ -19,6 +19,10 @@ def end_prefill_steps_at_blocks() -> None:
 
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec: Any = upstream(self, vllm_config)
-        return spec and replace(spec, num_prefill_checkpoint_blocks=0)
+        # Older releases end the steps there anyway.
+        known = spec and {field.name for field in fields(spec)}
+        if not known or "num_prefill_checkpoint_blocks" not in known:
+            return spec
+        return replace(spec, num_prefill_checkpoint_blocks=0)
 
     MambaMixer2.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]
