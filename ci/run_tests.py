@@ -29,8 +29,6 @@ from patchtool.fetch import fetch
 START = time.monotonic()
 LIMIT_S = 30 * 60
 """No command of a stage takes that long unless it hangs."""
-NUM_DEFAULT_TAGS = 2
-"""The newest releases, which are tested when none is named."""
 LONG_S = 60 * 60
 """The same for stages that run when they are asked for."""
 
@@ -69,7 +67,7 @@ class Run:
     @property
     def is_new(self) -> bool:
         """Whether it is one of the releases that are tested when none is named."""
-        return self.tag in self.layout.tags()[-NUM_DEFAULT_TAGS:]
+        return self.tag in self.layout.newest_tags()
 
     @property
     def results(self) -> Path:
@@ -284,7 +282,7 @@ def main() -> int:
     if unknown := set(options.stages) - known.keys():
         parser.error(f"unknown stages {sorted(unknown)}; there are {list(known)}")
     layout = Layout.default()
-    tags = layout.tags()[-NUM_DEFAULT_TAGS:]
+    tags = layout.newest_tags()
     if options.tags:
         named = re.split(r"[, ]+", options.tags)
         tags = layout.tags() if named == ["all"] else named

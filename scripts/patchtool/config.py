@@ -66,6 +66,10 @@ class Layout:
         found = [p.parent.name for p in self.patches.glob("*/upstream.toml")]
         return sorted(found, key=version_key)
 
+    def newest_tags(self) -> list[str]:
+        """The releases that are tested when none is named."""
+        return self.tags()[-2:]
+
 
 def version_key(tag: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", tag)]
