@@ -15,7 +15,7 @@ from . import features as features  # Workloads.
 from . import sharp_weights as sharp_weights  # A load format.
 from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine
-from .mamba_cpu import end_prefill_steps_at_blocks
+from .mamba_cpu import end_prefill_steps_at_blocks, pack_no_weights
 from .pipeline_cpu import make_buffers_between_stages
 from .workloads import WORKLOADS, Lacks
 
@@ -25,6 +25,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         allow_async_scheduling()
     if job["llm"].get("mamba_cache_mode"):
         end_prefill_steps_at_blocks()
+        if job["llm"].get("dtype") == "float32":
+            pack_no_weights()
     engine = Engine(**job["llm"])
     if job["llm"].get("async_scheduling"):
         engine.on_ranks(do_without_streams)
