@@ -17,7 +17,7 @@ from typing import Any
 
 SHM = Path("/dev/shm")
 START_TIMEOUT_S = 240
-UPSTREAMS_OWN = re.compile(r"vllm_dist_.*-cpushm_\d+|sem\.mp-.*")
+UPSTREAMS_OWN = re.compile(r".*-cpushm_\d+|sem\.mp-.*")
 """What upstream leaves in /dev/shm, with the tier or without, where it kills its own
 processes: buffers of the communicator of CPU ranks, and locks of Python."""
 KILLED = "force killing remaining processes"

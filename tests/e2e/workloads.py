@@ -314,8 +314,8 @@ def spoil_external(wrapper: Any) -> None:
     for module, name in ((torch, "load"), (safetensors.torch, "load_file")):
         original = getattr(module, name)
 
-        def load(path: Any, real: Any = original) -> Any:
-            found = real(path)
+        def load(path: Any, real: Any = original, **more: Any) -> Any:
+            found = real(path, **more)
             if isinstance(found, list):
                 return [data.roll(len(data) // 3 // 8 * 8) for data in found]
             return {key: data.roll(1, 0) for key, data in found.items()}
