@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+# `make test TAG=` tests that one.
+TAGS := $(or $(TAGS),$(TAG))
 TAG ?= v0.32.0
 DEVICE ?= cuda
 PYTHON ?= python3
@@ -15,7 +17,7 @@ help: ## this list
 	  awk -F ':.*## ' '{ printf "%-15s %s\n", $$1, $$2 }'
 	@echo 'TAG is one of $(notdir $(wildcard patches/v*)), $(TAG) if not given.'
 
-.PHONY: apply-patches quilt refresh new-tag check-patches
+.PHONY: apply-patches quilt refresh new-tag check-patches tags-page new-releases
 apply-patches: ## build/TAG/src: sdist + series + overlay; FORCE=1 loses edits [TAG= FORCE=]
 	$(TOOL) apply $(TAG) $(if $(FORCE),--force)
 
@@ -28,6 +30,12 @@ refresh: ## rewrite the patches of a tag as `quilt refresh` does [TAG=]
 new-tag: ## carry a series to another release, see docs/rebase.md [FROM= TAG= CONTINUE=]
 	$(if $(FROM),,$(error new-tag needs FROM=, the tag to start from, and TAG=))
 	$(TOOL) new-tag $(TAG) --from $(FROM) $(if $(CONTINUE),--continue)
+
+tags-page: ## docs/tags.md, from the headers of all series and ci/tested.toml
+	$(TOOL) tags-page
+
+new-releases: ## try the newest series on releases of upstream that have none
+	@$(PYTHON) ci/new_releases.py
 
 quilt: ## quilt in build/TAG/src with the project's settings [TAG= ARGS=refresh]
 	$(TOOL) quilt $(TAG) $(ARGS)
@@ -46,9 +54,12 @@ sync: ## copy changed patches and overlay into build/env/TAG [TAG=]
 demo: env ## conversations that outgrow the device cache, tier off and on [TAG=]
 	@build/env/$(TAG)/bin/python -m demo --out build/demo
 
-.PHONY: test lint test-tooling test-unit test-sim test-e2e test-upstream upstream-diff compat format
-test: ## all checks, for all tags or for TAGS=v0.32.0,...
+.PHONY: test test-all lint test-tooling test-unit test-sim test-e2e test-upstream upstream-diff compat format
+test: ## all checks, for the newest two tags, or [TAG= or TAGS=v0.25.1,v0.28.0]
 	$(TESTS) --tags '$(TAGS)'
+
+test-all: ## all checks, for all tags
+	$(TESTS) --tags all
 
 lint: ## ruff and mypy [TAG=]
 	$(TESTS) --tags $(TAG) env lint

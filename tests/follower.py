@@ -23,6 +23,20 @@ class Mismatch(AssertionError):
     """The events do not fit each other, or what they should tell."""
 
 
+DESCRIPTION = ("extra_keys", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+"""What events say of a block beside, in the releases where they do."""
+
+
+def _group(event: Any) -> int:
+    """Where events do not tell, there is only one."""
+    return getattr(event, "group_idx", 0)
+
+
+def _of_block(event: BlockStored, name: str, i: int) -> str:
+    value = getattr(event, name, None)
+    return repr(value[i] if isinstance(value, list) else value)
+
+
 class Follower:
     """What both tiers hold, from their events alone."""
 
@@ -31,7 +45,7 @@ class Follower:
         """How many blocks have each key."""
         self.num_events: Counter[str] = Counter()
         """By type and medium."""
-        self._descriptions: dict[tuple[int | None, Any], tuple] = {}
+        self._descriptions: dict[tuple[int, Any], tuple] = {}
 
     def follow(self, events: Iterable[Any]) -> None:
         """Take events in.
@@ -48,7 +62,7 @@ class Follower:
                 self.blocks.clear()
                 continue
             for block_hash in event.block_hashes:
-                key = (event.medium, event.group_idx, block_hash)
+                key = (event.medium, _group(event), block_hash)
                 if isinstance(event, BlockStored):
                     self.blocks[key] += 1
                     continue
@@ -80,11 +94,9 @@ class Follower:
                 size,
                 event.lora_id,
                 event.lora_name,
-                repr(event.extra_keys and event.extra_keys[i]),
-                event.kv_cache_spec_kind,
-                event.kv_cache_spec_sliding_window,
+                *(_of_block(event, name, i) for name in DESCRIPTION),
             )
-            key = (event.group_idx, block_hash)
+            key = (_group(event), block_hash)
             if description != self._descriptions.setdefault(key, description):
                 raise Mismatch(f"{self._descriptions[key]} became {description}")
 

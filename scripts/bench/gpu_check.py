@@ -158,11 +158,11 @@ def _count_failed_loads(core: Any) -> list[Any]:
     if hasattr(pool, "apply_report"):
         apply_report = pool.apply_report
 
-        def apply_and_count(report: Any) -> bool:
-            failed = apply_report(report)
-            if failed:
+        def apply_and_count(report: Any) -> int | None:
+            void_plan = apply_report(report)
+            if void_plan is not None:
                 found.append(report)
-            return failed
+            return void_plan
 
         pool.apply_report = apply_and_count
     return found

@@ -9,6 +9,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,9 @@ def make_scheduler(
         kv_transfer_config=kv_transfer_config,
     )
     vllm_config.cache_config.num_gpu_blocks = num_blocks
-    size = num_blocks * BLOCK_BYTES
     kv_cache_config = KVCacheConfig(
         num_blocks=num_blocks,
-        kv_cache_tensors=[
-            KVCacheTensor(
-                size=size, layers=["layer"], layer_stride=size, block_stride=BLOCK_BYTES
-            )
-        ],
+        kv_cache_tensors=[_tensor(num_blocks * BLOCK_BYTES)],
         kv_cache_groups=[KVCacheGroupSpec(["layer"], SPEC)],
     )
     if kv_tier is not None:
@@ -117,15 +113,28 @@ def make_scheduler(
     )
 
 
+def _tensor(size: int) -> KVCacheTensor:
+    """Of the one layer, as the release at hand says it."""
+    if "layers" in signature(KVCacheTensor).parameters:
+        return KVCacheTensor(
+            size=size, layers=["layer"], layer_stride=size, block_stride=BLOCK_BYTES
+        )
+    shared: Any = {"shared_by": ["layer"]}
+    return KVCacheTensor(size=size, **shared)
+
+
 def make_request(request_id: str, prompt: list[int], max_tokens: int) -> Request:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     params.update_from_generation_config({}, 2)
+    needs_eos = "eos_token_id" in signature(Request).parameters
+    older: Any = {"eos_token_id": None} if needs_eos else {}
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling_params=params,
         pooling_params=None,
         block_hasher=_hasher,
+        **older,
     )
 
 

@@ -75,6 +75,8 @@ class Sizes:
             "--max-num-seqs": 8,
             "--block-size": self.block_size,
             "--kv-cache-memory-bytes": self.device_blocks * block_bytes,
+            # The CPU engines of some releases do not look at the bytes.
+            "--num-gpu-blocks-override": self.device_blocks,
         }
         if tier:
             flags |= {

@@ -14,6 +14,7 @@ from .fetch import sha256_file
 from .newtag import new_tag
 from .quilt import ensure_quilt, environment
 from .series import refresh
+from .tagspage import write_page
 from .tree import apply_patches
 from .wheel import build_wheel
 
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     add("refresh", "rewrite every patch of TAG as quilt does")
     command = commands.add_parser("check", help="check all tags, or those named")
     command.add_argument("tags", nargs="*")
+    commands.add_parser("tags-page", help="write docs/tags.md")
     command = add("new-tag", "carry the series of another tag to TAG")
     command.add_argument("--from", dest="source", required=True)
     command.add_argument("--continue", dest="resume", action="store_true")
@@ -72,6 +74,8 @@ def main() -> int:
         refresh(layout, options.tag)
     elif options.command == "check":
         check_patches(layout, options.tags or layout.tags())
+    elif options.command == "tags-page":
+        write_page(layout)
     elif options.command == "new-tag":
         new_tag(layout, options.source, options.tag, options.resume)
     return 0

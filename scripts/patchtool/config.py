@@ -66,6 +66,10 @@ class Layout:
         found = [p.parent.name for p in self.patches.glob("*/upstream.toml")]
         return sorted(found, key=version_key)
 
+    def newest_tags(self) -> list[str]:
+        """The releases that are tested when none is named."""
+        return self.tags()[-2:]
+
 
 def version_key(tag: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", tag)]
@@ -90,7 +94,8 @@ class CpuPins:
     """The CPU build that a tag is tested with; see `patches/*/upstream.toml`.
 
     extensions_only: the wheel gives its compiled files only, the Python tree is the
-    sdist's. optional: requirements that move to the extra `media`.
+    sdist's. optional: requirements that move to the extra `media`. also: requirements
+    of an environment beside those of the wheel.
     """
 
     local_version: str
@@ -99,6 +104,7 @@ class CpuPins:
     wheels: dict[str, Pin]
     extensions_only: bool = False
     optional: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,8 @@ def load_pins(layout: Layout, tag: str) -> Pins:
         cpu = None
         if section := data.pop("cpu", None):
             plain = {k: v for k, v in section.items() if not isinstance(v, dict)}
-            plain["optional"] = tuple(plain.get("optional", ()))
+            for key in ("optional", "also"):
+                plain[key] = tuple(plain.get(key, ()))
             cpu = CpuPins(**plain, wheels=_pins_by_arch(section))
         return Pins(
             sdist=Pin(**data.pop("sdist")),

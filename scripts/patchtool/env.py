@@ -7,13 +7,21 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from .config import Layout, ToolError, host_arch, load_pins, say
-from .index import certificate, extra_index_urls, find_links, index_urls
+from .config import CpuPins, Layout, ToolError, host_arch, load_pins, say
+from .cudastubs import REPLACED, write_stubs
+from .index import (
+    certificate,
+    extra_index_urls,
+    find_links,
+    has_file,
+    index_urls,
+)
 from .tree import locked, sha256
 from .wheel import build_wheel, package_files
 
@@ -60,6 +68,13 @@ def _index_options() -> list[str]:
     for link in find_links():
         options += ["--find-links", link]
     return options
+
+
+def _needs_stubs(cpu: CpuPins) -> bool:
+    """Whether there is a torch for CUDA only, whose libraries nobody asked for."""
+    if os.environ.get("KV_TIER_NVIDIA") == "1":
+        return False
+    return not has_file("torch", rf"torch-{re.escape(cpu.torch)}\+cpu-.*\.whl")
 
 
 def _uv_environment() -> dict[str, str]:
@@ -143,7 +158,8 @@ def _first_start(venv: Path) -> None:
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     if result.returncode:
         raise ToolError(f"{vllm} --version fails:\n{result.stderr[-2000:]}")
-    say(f"installed vLLM {result.stdout.strip()}")
+    # Some releases print warnings first.
+    say(f"installed vLLM {result.stdout.split()[-1]}")
 
 
 def make_env(layout: Layout, tag: str) -> Path:
@@ -169,8 +185,17 @@ def make_env(layout: Layout, tag: str) -> Path:
             _run([uv, *create], env, mend)
             target = ["--quiet", "--python", str(venv / "bin" / "python")]
             what = [str(wheel), "-r", str(layout.root / REQUIREMENTS)]
+            what += cpu.also
+            stubs = _needs_stubs(cpu)
+            if stubs:
+                never = venv / "not-installed.txt"
+                lines = [f'{name}; sys_platform == "never"' for name in REPLACED]
+                never.write_text("\n".join(lines))
+                what += ["--override", str(never)]
             mend = "check the network and the room on the disk, then run it again"
             _run([uv, "pip", "install", *target, *_index_options(), *what], env, mend)
+            if stubs:
+                write_stubs(site_packages(venv) / "torch" / "lib")
             (venv / STAMP).write_text(json.dumps({"digest": digest, "files": {}}))
             _sync(layout, tag, files)
             _first_start(venv)

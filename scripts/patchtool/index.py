@@ -158,6 +158,17 @@ def project_files(project: str) -> list[IndexFile]:
     return files
 
 
+def has_file(project: str, pattern: str) -> bool:
+    """Whether the indexes or pip's local folders have a file of that name."""
+    for link in find_links():
+        folder = Path(link.removeprefix("file://"))
+        if folder.is_dir() and any(
+            re.fullmatch(pattern, f.name) for f in folder.iterdir()
+        ):
+            return True
+    return any(re.fullmatch(pattern, file.name) for file in project_files(project))
+
+
 def local_file(name: str) -> Path | None:
     """A file of that name in one of pip's local find-links folders."""
     for link in find_links():

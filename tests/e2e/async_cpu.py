@@ -47,6 +47,11 @@ def do_without_streams(wrapper: Any = None) -> None:
 
     Runs on the ranks too, where they are processes of their own.
     """
+    from vllm.v1.worker import cpu_model_runner
+
+    # Some releases put stand-ins of their own there, which can do less.
+    if hasattr(cpu_model_runner, "_torch_cuda_wrapper"):
+        cpu_model_runner._torch_cuda_wrapper = nullcontext
     torch.Event = torch.cuda.Event = torch.cuda.Stream = _Nothing  # type: ignore
     torch.cuda.current_stream = _Nothing
     torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 
 A job is `{"llm": {...}, "workloads": [...]}`, a result
 `{"facts": {...}, "layout": {...}, "workloads": {name: {"answers", "counters", ...}}}`.
+A workload that the release at hand cannot run has `{"lacks": reason}`.
 """
 
 import json
@@ -14,9 +15,9 @@ from . import features as features  # Workloads.
 from . import sharp_weights as sharp_weights  # A load format.
 from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine
-from .mamba_cpu import end_prefill_steps_at_blocks
+from .mamba_cpu import end_prefill_steps_at_blocks, pack_no_weights
 from .pipeline_cpu import make_buffers_between_stages
-from .workloads import WORKLOADS
+from .workloads import WORKLOADS, Lacks
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -24,6 +25,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         allow_async_scheduling()
     if job["llm"].get("mamba_cache_mode"):
         end_prefill_steps_at_blocks()
+        if job["llm"].get("dtype") == "float32":
+            pack_no_weights()
     engine = Engine(**job["llm"])
     if job["llm"].get("async_scheduling"):
         engine.on_ranks(do_without_streams)
@@ -33,7 +36,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     for name in job["workloads"]:
         assert engine.reset(), f"The cache is in use before {name}."
         before = engine.counters()
-        result = WORKLOADS[name](engine)
+        try:
+            result = WORKLOADS[name](engine)
+        except Lacks as reason:
+            results[name] = {"lacks": str(reason)}
+            continue
         after = engine.counters()
         result["counters"] = {k: v - before.get(k, 0) for k, v in after.items()}
         results[name] = result

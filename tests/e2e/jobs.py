@@ -97,6 +97,8 @@ def device(num_blocks: int, num_ranks: int = 1, num_stages: int = 1) -> dict[str
     """A device cache of `num_blocks` on each of the ranks of each stage."""
     return {
         "kv_cache_memory_bytes": BLOCK_BYTES // (num_ranks * num_stages) * num_blocks,
+        # The CPU engines of some releases do not look at the bytes.
+        "num_gpu_blocks_override": num_blocks,
         "tensor_parallel_size": num_ranks,
         "pipeline_parallel_size": num_stages,
     }

@@ -23,6 +23,7 @@ SERVE = [
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
     *("--block-size", str(BLOCK_TOKENS), "--max-num-seqs", "4"),
     *("--kv-cache-memory-bytes", str(SMALL * BLOCK_BYTES)),
+    *("--num-gpu-blocks-override", str(SMALL)),
     *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
 ]
 CORE = ["--kv-offloading-backend", "core"]

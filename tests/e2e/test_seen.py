@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ SHAPE = ModelShape(num_hidden_layers=2, hidden_size=256, intermediate_size=512)
 CROWD, CROWD_CHARS, CROWD_TOKENS = 8, 700, 200
 TURNS = 3
 PATIENCE_S = 60
+HAS_SOURCES = find_spec("vllm.v1.metrics.cache_hit_source") is not None
+"""Upstream counts cached tokens by where they come from."""
 
 
 @dataclass
@@ -251,7 +254,8 @@ def test_hits_by_tier_are_the_cached_tokens_of_the_responses(seen: Seen) -> None
             for (name, labels), value in each.samples.items()
             if name == "vllm:prompt_tokens_cached_by_source_total"
         }
-        assert by_source["device"] == device and by_source["host"] == host
+        if HAS_SOURCES:
+            assert by_source["device"] == device and by_source["host"] == host
 
 
 def test_the_page_says_what_the_pool_counted(seen: Seen) -> None:

@@ -7,7 +7,6 @@ like.
 """
 
 import os
-import re
 import signal
 import threading
 import time
@@ -18,20 +17,22 @@ from pathlib import Path
 
 import pytest
 
+from vllm.engine.arg_utils import EngineArgs
+
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, SMALL, GiB
 from .model import make_tokenizer
-from .server import Server
+from .server import UPSTREAMS_OWN, Server
 from .test_http import CORE, SERVE, server_environment
 from .workloads import text
 
 END_TIMEOUT_S = 120
 """After a signal. Upstream waits some seconds for each kind of process in turn."""
 CLIENT_TIMEOUT_S = 60
-UPSTREAMS_OWN = re.compile(r"vllm_dist_.*-cpushm_\d+|sem\.mp-.*")
-"""What upstream leaves in /dev/shm, with the tier or without, where it kills its own
-processes: buffers of the communicator of CPU ranks, and locks of Python."""
+HAS_DRAIN = hasattr(EngineArgs, "shutdown_timeout")
+"""Older releases give running requests no time to end."""
 HOST_GIB = 0.25
 TIER = [*CORE, "--kv-offloading-size", str(HOST_GIB)]
+DRAIN = ("--shutdown-timeout", str(END_TIMEOUT_S)) if HAS_DRAIN else ()
 RANKS = [
     *("--tensor-parallel-size", "2"),
     *("--kv-cache-memory-bytes", str(SMALL * BLOCK_BYTES // 2)),
@@ -53,9 +54,7 @@ class Way:
 
 
 WAYS = {
-    "SIGTERM": Way(
-        "APIServer", signal.SIGTERM, (0,), ("--shutdown-timeout", str(END_TIMEOUT_S))
-    ),
+    "SIGTERM": Way("APIServer", signal.SIGTERM, (0,), DRAIN),
     "SIGKILL of a worker": Way("Worker_TP1", signal.SIGKILL, (0, 1)),
     "SIGKILL of the API server": Way("APIServer", signal.SIGKILL, (-signal.SIGKILL,)),
 }

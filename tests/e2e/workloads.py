@@ -30,6 +30,10 @@ Workload = Callable[[Engine], dict[str, Any]]
 WORKLOADS: dict[str, Workload] = {}
 
 
+class Lacks(Exception):
+    """The release at hand cannot do what a workload asks; says what it lacks."""
+
+
 def workload(function: Workload) -> Workload:
     WORKLOADS[function.__name__] = function
     return function
@@ -310,8 +314,8 @@ def spoil_external(wrapper: Any) -> None:
     for module, name in ((torch, "load"), (safetensors.torch, "load_file")):
         original = getattr(module, name)
 
-        def load(path: Any, real: Any = original) -> Any:
-            found = real(path)
+        def load(path: Any, real: Any = original, **more: Any) -> Any:
+            found = real(path, **more)
             if isinstance(found, list):
                 return [data.roll(len(data) // 3 // 8 * 8) for data in found]
             return {key: data.roll(1, 0) for key, data in found.items()}
@@ -424,10 +428,10 @@ def refused_loads(engine: Engine) -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {"failed_loads": 0, "log": []}
     apply_report = engine.pool.apply_report
 
-    def count(report: Any) -> bool:
-        failed = apply_report(report)
-        found["failed_loads"] += failed
-        return failed
+    def count(report: Any) -> int | None:
+        void_plan = apply_report(report)
+        found["failed_loads"] += void_plan is not None
+        return void_plan
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

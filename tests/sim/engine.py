@@ -19,15 +19,13 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_tier import pool
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from . import upstream
 from .content import STOP_TOKEN, Sequence, Violation
 from .invariants import Invariants
 from .layouts import MAX_MODEL_LEN, Layout
@@ -144,7 +142,7 @@ class Engine:
     ) -> None:
         req_id = str(self._num_requests)
         self._num_requests += 1
-        request = Request(
+        request = upstream.make_request(
             request_id=req_id,
             prompt_token_ids=prompt,
             sampling_params=_sampling_params(max_tokens),
@@ -174,6 +172,8 @@ class Engine:
 
         """
         executed = False
+        if fail == "compute" and not self._can_reset_running:
+            fail = None
         if self._scheduler.has_requests():
             self._num_steps += 1
             before = self._num_preemptions()
@@ -204,6 +204,7 @@ class Engine:
 
     def reset(self, running: bool) -> bool:
         """Reset the prefix cache, as after a change of weights."""
+        running = running and self._can_reset_running
         done = self._scheduler.reset_prefix_cache(reset_running_requests=running)
         if done:
             self.events["reset running" if self._live else "reset"] += 1
@@ -219,6 +220,10 @@ class Engine:
                 self._learn_hashes(conversation)
         self._check()
         return done
+
+    @property
+    def _can_reset_running(self) -> bool:
+        return upstream.RESETS_STEPS_IN_FLIGHT or self.setup.depth == 1
 
     def drain(self) -> None:
         """Run until every request has ended; nothing may be left behind."""
@@ -370,7 +375,7 @@ def _base() -> tuple[VllmConfig, StructuredOutputManager]:
             ),
             cache_config=CacheConfig(enable_prefix_caching=True),
         )
-    register_all_kvcache_specs(config)
+    upstream.register_specs(config)
     return config, StructuredOutputManager(config)
 
 
@@ -399,15 +404,14 @@ def make_scheduler(setup: Setup) -> Scheduler:
         eviction_policy=setup.eviction_policy,
         max_load_stall_ms=1e3 * setup.max_stall,
     )
-    kv_cache_config = KVCacheConfig(
+    retention = None
+    if setup.retention is not None and layout.can_retain_less:
+        retention = setup.retention * layout.block_size
+    kv_cache_config = upstream.kv_cache_config(
+        retention,
         num_blocks=setup.num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=layout.kv_cache_groups(),
-        prefix_cache_retention_interval=(
-            setup.retention * layout.block_size
-            if setup.retention is not None and layout.can_retain_less
-            else None
-        ),
         kv_tier=KVTierLayout(
             tier,
             setup.num_slots,
@@ -417,12 +421,14 @@ def make_scheduler(setup: Setup) -> Scheduler:
             layerwise=setup.join_time > 0,
         ),
     )
-    scheduler = (AsyncScheduler if setup.is_async else Scheduler)(
+    scheduler = upstream.make_scheduler(
+        setup.is_async,
+        layout.block_size,
+        layout.hash_block_size,
+        retention,
         vllm_config=config,
         kv_cache_config=kv_cache_config,
         structured_output_manager=structured_output_manager,
-        block_size=layout.block_size,
-        hash_block_size=layout.hash_block_size,
     )
     scheduler.use_v2_model_runner = setup.is_v2
     return scheduler

@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_tier.pool import TieredBlockPool
 
+from . import upstream
 from .content import Violation
 from .layouts import Layout
 from .worker import Worker
@@ -155,7 +156,8 @@ class Invariants:
     def _content_of(
         self, kind: str, block: KVCacheBlock, key: BlockHashWithGroupId
     ) -> list[int]:
-        prefix = self._prefixes.get(get_block_hash(key))
+        block_hash = BlockHash(upstream.last_hash(get_block_hash(key)))
+        prefix = self._prefixes.get(block_hash)
         if prefix is None:
             raise Violation(kind, f"{block} survived a reset")
         values, end = prefix

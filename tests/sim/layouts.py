@@ -3,11 +3,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
-from vllm.config.cache import MambaCacheMode
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -16,9 +14,10 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+
+from . import upstream
 
 MAX_MODEL_LEN = 40
 
@@ -43,12 +42,16 @@ class Group:
 
     def max_blocks(self, max_in_flight_tokens: int) -> int:
         """Device blocks that one request can hold at once."""
-        if isinstance(self.spec, (SlidingWindowSpec, ChunkedLocalAttentionSpec)):
-            return self.spec.max_admission_blocks_per_request(
-                max_in_flight_tokens, MAX_MODEL_LEN
-            )
-        if isinstance(self.spec, MambaSpec) and not self.keeps_all_states:
-            return 3 + self.spec.num_prefill_checkpoint_blocks
+        spec = self.spec
+        if upstream.HAS_ADMISSION_CAP and isinstance(spec, SlidingWindowSpec):
+            num_tokens = spec.sliding_window - 1 + max_in_flight_tokens
+            # A window may begin inside a block.
+            return cdiv(min(num_tokens, MAX_MODEL_LEN), spec.block_size) + 1
+        if upstream.HAS_ADMISSION_CAP and isinstance(spec, ChunkedLocalAttentionSpec):
+            num_tokens = spec.attention_chunk_size + max_in_flight_tokens
+            return cdiv(min(num_tokens, MAX_MODEL_LEN), spec.block_size)
+        if isinstance(spec, MambaSpec) and not self.keeps_all_states:
+            return 3 + upstream.num_checkpoint_blocks(spec)
         return cdiv(MAX_MODEL_LEN, self.block_size)
 
 
@@ -57,9 +60,23 @@ class Layout:
     name: str
     groups: tuple[Group, ...]
     hash_block_size: int
+    has_checkpoints: bool = False
+    """A forward pass leaves a state inside its chunk, for a block of its own."""
 
     def __repr__(self) -> str:
         return repr(self.name)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the release at hand has models like that."""
+        has_partial_hits = all(
+            self.hash_block_size < group.block_size for group in self.groups
+        )
+        return (
+            (upstream.HAS_STATES or not self.has_states)
+            and (upstream.HAS_PREFILL_CHECKPOINTS or not self.has_checkpoints)
+            and (upstream.HAS_PARTIAL_HITS or not has_partial_hits)
+        )
 
     @property
     def block_size(self) -> int:
@@ -126,7 +143,9 @@ def mla(block_size: int = 4) -> Group:
 
 
 def mla_window(size: int, block_size: int = 4) -> Group:
-    spec = SlidingWindowMLASpec(block_size=block_size, sliding_window=size, **_heads(1))
+    spec = upstream.SlidingWindowMLASpec(
+        block_size=block_size, sliding_window=size, **_heads(1)
+    )
     return Group(spec, lambda position: max(0, position - size + 1))
 
 
@@ -140,18 +159,17 @@ def chunked(size: int, block_size: int = 4) -> Group:
 def mamba(
     block_size: int = 4, has_checkpoints: bool = False, mode: str = "align"
 ) -> Group:
-    spec = MambaSpec(
-        block_size=block_size,
-        shapes=((1,),),
-        dtypes=(torch.float32,),
-        mamba_cache_mode=mode,
-        num_prefill_checkpoint_blocks=int(has_checkpoints),
-        prefill_checkpoint_alignment=1 if has_checkpoints else None,
-    )
-    return Group(spec, None)
+    return Group(upstream.mamba_spec(block_size, has_checkpoints, mode), None)
 
 
-LAYOUTS: tuple[Layout, ...] = (
+def _mla_windows() -> tuple[Layout, ...]:
+    """Like DeepSeek-V4, whose windows have smaller blocks; not in all releases."""
+    if not upstream.HAS_MLA_WINDOWS:
+        return ()
+    return (Layout("MLA+MLA window", (mla(8), mla_window(9, 4)), 4),)
+
+
+ALL: tuple[Layout, ...] = (
     Layout("full", (full(),), 4),
     Layout("window", (window(6),), 4),
     Layout("full+window", (full(), window(6)), 4),
@@ -162,19 +180,19 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("full+chunked", (full(), chunked(8)), 4),
     Layout("chunked", (chunked(16),), 4),
     Layout("MLA", (mla(),), 4),
-    # Like DeepSeek-V4, whose windows have smaller blocks.
-    Layout("MLA+MLA window", (mla(8), mla_window(9, 4)), 4),
+    *_mla_windows(),
     Layout("mamba", (mamba(),), 4),
     Layout("full+mamba", (full(), mamba()), 4),
     Layout("full+2 mamba", (full(), mamba(), mamba()), 4),
     Layout("full+window+mamba", (full(), window(6), mamba()), 4),
-    # A forward pass leaves a state inside its chunk, for a block of its own.
-    Layout("full+mamba, checkpoints", (full(), mamba(has_checkpoints=True)), 4),
+    Layout("full+mamba, checkpoints", (full(), mamba(has_checkpoints=True)), 4, True),
     # Hits end inside blocks: copy-on-write, several keys for a block.
     # Not with checkpoints: there upstream, tier or not, caches a copied block under
     # the key of its end though the chunk that began inside it never wrote that.
     Layout("full+mamba, partial hits", (full(8), mamba(8)), 2),
 )
-if "all" in get_args(MambaCacheMode):
+if upstream.HAS_ALL_STATES:
     # Releases that keep the state of every block, if they are asked to.
-    LAYOUTS += (Layout("full+mamba, all states", (full(), mamba(mode="all")), 4),)
+    ALL += (Layout("full+mamba, all states", (full(), mamba(mode="all")), 4),)
+
+LAYOUTS = tuple(layout for layout in ALL if layout.is_known)

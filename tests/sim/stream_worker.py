@@ -30,6 +30,7 @@ from vllm.v1.kv_tier.regions import Region
 from vllm.v1.kv_tier.streams import Copies, CopyOrder, CudaStreams
 from vllm.v1.kv_tier.worker import HostTier
 
+from . import upstream
 from .content import EMPTY, GARBAGE, Violation
 from .engine import Engine, Setup
 from .fake_cuda import PATIENCE_S, Event, FakeCuda, pause
@@ -263,10 +264,10 @@ class StreamWorker(Worker):
             self.need(plan, "compute", stores=plan.compute_after_stores)
             self.need(plan, "compute", ahead=plan.compute_after_loads)
             for memory in self.layers:
-                for block in output.new_block_ids_to_zero or ():
+                for block in upstream.blocks_to_zero(output):
                     memory[block] = [EMPTY] * self._width
-                for cow in output.kv_cache_block_copies or ():
-                    memory[cow.dst_block_id] = memory[cow.src_block_id].copy()
+                for source, target in upstream.block_copies(output):
+                    memory[target] = memory[source].copy()
         if layer in self.loading.get(plan.seq, ()) and not self.is_off:
             raise Violation("fence", f"layer {layer} comes before its load: {plan}")
         # Layers see the same requests; the last one leaves them as the step does.

@@ -4,10 +4,10 @@
 import pytest
 
 from .engine import Setup
-from .layouts import LAYOUTS
+from .layouts import ALL
 from .scripts import Add, Script, Steps
 
-_BY_NAME = {layout.name: layout for layout in LAYOUTS}
+_BY_NAME = {layout.name: layout for layout in ALL}
 
 # A load fails in a step whose request the next step has already preempted: its
 # output must be dropped.
@@ -66,4 +66,6 @@ COPY_OF_UNCOMPUTED_BLOCK = Script(
     ids=["failed load of a preempted request", "copy of an uncomputed block"],
 )
 def test_found_before(script: Script) -> None:
+    if not script.setup.layout.is_known:
+        pytest.skip("this release has no such models")
     script.play()

@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.host_table import HostTable
 from vllm.v1.kv_tier.pool import TieredBlockPool
 
+from . import upstream
 from .content import Violation
 from .scripts import random_script
 
@@ -103,7 +104,7 @@ AHEAD = {"load_time": 1.0, "max_stall": 0.0}
 CONTENTS = ("device", "host", "read", "tokens")
 BUGS = [
     Bug(no_hold_before_promotion, CONTENTS),
-    Bug(reuse_slots_in_a_plan, (*CONTENTS, "plan")),
+    Bug(reuse_slots_in_a_plan, (*CONTENTS, "plan", "slots")),
     Bug(demote_invalid_content, CONTENTS),
     Bug(
         keep_invalid_slots,
@@ -138,6 +139,10 @@ def test_found(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
+    if "num_stages" in bug.setup and not upstream.PREEMPTS_IN_PIPELINES:
+        pytest.skip("pipelines of this release are wrong without bugs of ours")
+    if bug.plant is keep_invalid_slots and not upstream.RESETS_STEPS_IN_FLIGHT:
+        pytest.skip("nothing becomes invalid there once it is on the host")
     bug.plant(monkeypatch)
     for seed in range(MAX_SCRIPTS):
         script = random_script(Random(seed))

@@ -21,9 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm.model_executor.layers.mamba.checkpoint import (
-    compute_mamba_prefill_checkpoints,
-)
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -34,6 +31,7 @@ from vllm.v1.kv_tier.streams import InOrder
 from vllm.v1.kv_tier.worker import HostTier
 from vllm.v1.outputs import ModelRunnerOutput
 
+from . import upstream
 from .content import EMPTY, GARBAGE, VOCAB, Sequence, Violation
 from .layouts import Group, Layout
 
@@ -196,9 +194,7 @@ class Worker:
         self, output: SchedulerOutput, epoch: int, rush: bool, fail: str | None
     ) -> Step:
         for new in output.scheduled_new_reqs:
-            if new.prefill_token_ids is not None:
-                # The scheduler's own list; a message would hold a copy.
-                new.prefill_token_ids = new.prefill_token_ids.copy()
+            upstream.detach(new)
         plan = output.kv_tier_plan
         assert plan is not None
         self._check_plan(plan)
@@ -219,10 +215,10 @@ class Worker:
         self._run_stores(step.plan.compute_after_stores, step.plan)
         self._run_ahead(step.plan.compute_after_loads)
         self._steps.popleft()
-        for block in step.output.new_block_ids_to_zero or ():
+        for block in upstream.blocks_to_zero(step.output):
             self.device[block] = [EMPTY] * self._width
-        for cow in step.output.kv_cache_block_copies or ():
-            self.device[cow.dst_block_id] = self.device[cow.src_block_id].copy()
+        for source, target in upstream.block_copies(step.output):
+            self.device[target] = self.device[source].copy()
         step.result.sampled_token_ids = self._forward(step)
         step.is_done = True
         self._computed = step.plan.seq
@@ -410,7 +406,7 @@ class Worker:
         for req_id in output.finished_req_ids:
             self._requests.pop(req_id, None)
         for new in output.scheduled_new_reqs:
-            tokens = new.prefill_token_ids or new.prompt_token_ids
+            tokens = upstream.prefill_tokens(new)
             self._begin(step, new.req_id, tokens, new.block_ids)
             computed[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
@@ -418,8 +414,8 @@ class Worker:
             block_ids = cached.new_block_ids[i]
             computed[req_id] = cached.num_computed_tokens[i]
             request = self._requests[req_id]
-            if req_id in cached.resumed_req_ids:
-                tokens = cached.all_token_ids[req_id]
+            tokens = upstream.resumed_tokens(cached, req_id)
+            if tokens is not None:
                 self._begin(step, req_id, tokens, block_ids)
             elif block_ids is not None:
                 for table, new_ids in zip(request.tables, block_ids, strict=True):
@@ -523,9 +519,9 @@ class Worker:
         """Keep a state from inside the chunk, where the backend does."""
         spec = group.spec
         assert isinstance(spec, MambaSpec)
-        if not spec.num_prefill_checkpoint_blocks:
+        if not upstream.num_checkpoint_blocks(spec):
             return
-        [offset], [index] = compute_mamba_prefill_checkpoints(
+        [offset], [index] = upstream.compute_mamba_prefill_checkpoints(
             [end],
             [end - start],
             hash_block_size=self._layout.hash_block_size,

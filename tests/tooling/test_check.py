@@ -83,8 +83,8 @@ def syntax(project: Project) -> None:
 
 
 def too_long(project: Project) -> None:
-    lines = "".join(f"+LINE_{n} = {n}\n" for n in range(151))
-    edit(project, 2, "@@ -0,0 +1 @@\n", "@@ -0,0 +1,152 @@\n" + lines)
+    lines = "".join(f"+LINE_{n} = {n}\n" for n in range(201))
+    edit(project, 2, "@@ -0,0 +1 @@\n", "@@ -0,0 +1,202 @@\n" + lines)
 
 
 def overlay_upstream(project: Project) -> None:
@@ -114,7 +114,7 @@ def overlay_version(project: Project) -> None:
         (offset, r"refresh` changes \['0001-first.patch'\]"),
         (timestamp, r"refresh` changes \['0001-first.patch'\]"),
         (syntax, "prefix up to 0001-first.patch: vllm/count.py does not compile"),
-        (too_long, "adds and removes 159 lines"),
+        (too_long, "adds and removes 209 lines"),
         (overlay_upstream, "has overlay files: .*vllm/count.py"),
         (overlay_of_series, "has overlay files: .*vllm/v1/seam.py"),
         (overlay_version, "value.py looks at a version"),

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim import upstream
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_tier.adapters import (
     AdapterLoads,
@@ -49,13 +51,14 @@ def lora(
     return LoRARequest(name, number, str(path), **more)
 
 
-def request(adapter: LoRARequest | None) -> Request:
-    return Request(
+def request(adapter: LoRARequest | None, salt: str | None = None) -> Request:
+    return upstream.make_request(
         request_id="r",
         prompt_token_ids=PROMPT,
         sampling_params=SamplingParams(max_tokens=20),
         pooling_params=None,
         lora_request=adapter,
+        cache_salt=salt,
         block_hasher=get_request_block_hasher(BLOCK, sha256),
     )
 
@@ -65,6 +68,19 @@ def keys(adapter: LoRARequest | None) -> list[bytes]:
     found = list(map(bytes, request(adapter).block_hashes))
     assert len(set(found)) == 2
     return found
+
+
+def test_a_salt_is_not_taken_for_an_adapter(path: Path) -> None:
+    """Upstream's keys of older releases do so (upstream issue 44701)."""
+    salted = request(None, salt="a").block_hashes
+    assert set(salted).isdisjoint(request(lora(path)).block_hashes)
+    set_adapter_loads(None)
+    if hasattr(kv_cache_utils, "salt_key"):
+        # The control: keys as upstream's.
+        salted, named = (
+            request(*args).block_hashes for args in [(None, "a"), (lora(path),)]
+        )
+        assert salted[0] == named[0]
 
 
 def test_first_load_has_the_keys_of_upstream(path: Path) -> None:

@@ -610,12 +610,19 @@ def test_two_blocks_of_one_key_share_a_slot() -> None:
     assert len(stores(tier.end())) == 1 and len(tier.host) == 1
 
 
+# In some releases a block has one key only.
+several_keys = pytest.mark.skipif(
+    not hasattr(BlockPool, "cache_partial_block"), reason="blocks have one key"
+)
+
+
 def partial(tier: Tier, name: str, block: KVCacheBlock) -> None:
     """Also make the first half of a block a hit, under `name`."""
     request = SimpleNamespace(block_hashes=hashes(name), mm_features=None)
     tier.pool.cache_partial_block(request, block, BLOCK // 2, 0, BLOCK)
 
 
+@several_keys
 def test_all_keys_of_a_block_share_its_slot() -> None:
     tier = Tier(2, hash_block_size=BLOCK // 2)
     tier.begin()
@@ -645,6 +652,7 @@ def test_all_keys_of_a_block_share_its_slot() -> None:
     assert tier.where("a") == "nowhere" and len(tier.host) == 0
 
 
+@several_keys
 def test_a_block_that_got_another_key_is_stored_again() -> None:
     tier = Tier(1, hash_block_size=BLOCK // 2)
     tier.begin()
@@ -725,7 +733,7 @@ def test_a_failed_store_drops_its_slot() -> None:
     tier = Tier(2)
     plan = tier.demoted("ab")
     index = tier.slot("a").index
-    assert not tier.pool.apply_report(StepReport(None, {index: plan.seq}))
+    assert tier.pool.apply_report(StepReport(None, {index: plan.seq})) is None
     assert [tier.where(n) for n in "ab"] == ["nowhere", "host"]
 
 
@@ -751,8 +759,9 @@ def test_a_failed_load_voids_what_came_since() -> None:
     plan = tier.end()
     tier.begin()
     tier.compute("n")
-    tier.end()
-    assert tier.pool.apply_report(StepReport(failed_load_seq=plan.seq))
+    last = tier.end()
+    report = StepReport(failed_load_seq=plan.seq)
+    assert tier.pool.apply_report(report) == last.seq > plan.seq
     # a never arrived; n may have been computed from it; its slot is suspect.
     assert [tier.where(n) for n in "abkn"] == ["nowhere", "host", "device", "nowhere"]
 
@@ -768,7 +777,7 @@ def test_a_failed_load_voids_what_was_stored_since() -> None:
     tier.pool.get_new_blocks(2)
     later = tier.end()
     assert tier.where("n") == "host" and stores(later)
-    assert tier.pool.apply_report(StepReport(failed_load_seq=plan.seq))
+    assert tier.pool.apply_report(StepReport(failed_load_seq=plan.seq)) == later.seq
     assert tier.where("n") == tier.where("a") == "nowhere"
     assert len(tier.host) == 0
 
@@ -888,8 +897,8 @@ def test_a_plan_may_hold_nothing_but_a_fence() -> None:
 
 
 def test_fences_are_asked_for_once() -> None:
-    tier = Tier(4)
-    tier.computed("abcd")
+    tier = Tier(1)
+    tier.computed("a")
     tier.idle()
     tier.begin()
     taken = tier.pool.get_new_blocks(1)

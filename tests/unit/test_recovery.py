@@ -14,30 +14,47 @@ from vllm.v1.request import RequestStatus
 def scheduler() -> Any:
     freed: list[str] = []
     preempted: list[str] = []
+
+    def preempt(request: Any) -> None:
+        preempted.append(request.request_id)
+        blocks[request.request_id] = ([],)
+        request.status = RequestStatus.PREEMPTED
+
+    blocks: dict[str, tuple[list[int], ...]] = {}
     return SimpleNamespace(
         running=[],
         requests={},
-        kv_holding_waiting=[],
+        kv_cache_manager=SimpleNamespace(get_block_ids=blocks.__getitem__),
+        blocks=blocks,
         failed_recving_kv_req_ids=set(),
         prev_step_scheduled_req_ids={"x"},
         freed=freed,
         preempted=preempted,
-        _preempt_request=lambda r, time: preempted.append(r.request_id),
+        _preempt_request=lambda r, time: preempt(r),
         _free_request_blocks=lambda r: freed.append(r.request_id),
     )
 
 
-def add(scheduler: Any, name: str, status: RequestStatus, stale: int = 0) -> Any:
-    request = SimpleNamespace(
+def add(
+    scheduler: Any,
+    name: str,
+    status: RequestStatus,
+    stale: int | None = 0,
+    blocks: tuple[list[int], ...] = ([1, 2], []),
+) -> Any:
+    request: Any = SimpleNamespace(
         request_id=name,
         status=status,
         num_computed_tokens=64,
-        num_stale_output_tokens=stale,
         drop_stale_output=False,
+        is_finished=lambda: RequestStatus.is_finished(request.status),
     )
+    if stale is not None:
+        request.num_stale_output_tokens = stale
     scheduler.requests[name] = request
-    is_running = status == RequestStatus.RUNNING
-    (scheduler.running if is_running else scheduler.kv_holding_waiting).append(request)
+    scheduler.blocks[name] = blocks
+    if status == RequestStatus.RUNNING:
+        scheduler.running.append(request)
     return request
 
 
@@ -51,6 +68,28 @@ def test_running_requests_are_preempted_and_drop_what_is_in_flight(
     assert scheduler.preempted == ["b", "a"] and not scheduler.running
     assert a.drop_stale_output and not b.drop_stale_output
     assert not scheduler.prev_step_scheduled_req_ids
+    # Preempted requests hold nothing.
+    assert not scheduler.freed
+
+
+def test_a_release_that_counts_no_stale_tokens(scheduler: Any) -> None:
+    request = add(scheduler, "a", RequestStatus.RUNNING, stale=None)
+    start_over(scheduler)
+    assert scheduler.preempted == ["a"] and not request.drop_stale_output
+
+
+@pytest.mark.parametrize(
+    "status, blocks",
+    [(RequestStatus.WAITING, ([], [])), (RequestStatus.FINISHED_STOPPED, ([1],))],
+)
+def test_others_are_left_alone(
+    scheduler: Any, status: RequestStatus, blocks: tuple[list[int], ...]
+) -> None:
+    """Those without blocks, and those whose blocks a connector still sends."""
+    request = add(scheduler, "a", status, blocks=blocks)
+    start_over(scheduler)
+    assert request.num_computed_tokens == 64
+    assert not scheduler.freed and not scheduler.failed_recving_kv_req_ids
 
 
 def test_blocks_that_a_connector_writes_to_are_freed_when_it_ends(

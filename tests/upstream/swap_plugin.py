@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from vllm.distributed.kv_events import MEDIUM_CPU, KVCacheEvent
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
-from vllm.v1.kv_tier.events import PublishingBlockPool
+from vllm.v1.kv_tier.events import MEDIUM_CPU, PublishingBlockPool
 from vllm.v1.kv_tier.host_table import HostSlot
 from vllm.v1.kv_tier.pool import TieredBlockPool
 

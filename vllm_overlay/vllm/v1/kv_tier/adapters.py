@@ -99,6 +99,12 @@ def note_adapter_unload(number: int) -> None:
         _loads.unload(number)
 
 
+def salt_key(salt: str) -> str | tuple[str, str]:
+    """What a block's key has of a cache salt, where upstream's has the bare salt, and
+    would take it for the adapter of that name (upstream issue 44701)."""
+    return salt if _loads is None else ("cache_salt", salt)
+
+
 def adapter_load_keys(request: "Request") -> list[tuple[str, str, str]]:
     """What a block's key must have beside name and path of the request's adapter."""
     if _loads is None or not (number := _loads.of(request)):

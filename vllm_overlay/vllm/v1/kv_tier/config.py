@@ -156,7 +156,8 @@ class KVTierConfig:
                 "offload KV blocks to host memory. Remove one of them; connectors "
                 "for prefill/decode disaggregation can stay."
             )
-        if vllm_config.attention_config.hisparse_config is not None:
+        attention = getattr(vllm_config, "attention_config", None)
+        if getattr(attention, "hisparse_config", None) is not None:
             raise ValueError(
                 f"{backend} and HiSparse both keep KV blocks in host memory. "
                 "Remove the HiSparse configuration, or remove the backend."

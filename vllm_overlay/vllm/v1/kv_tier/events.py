@@ -12,24 +12,21 @@ from typing import Any
 
 import msgspec
 
-from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
-    BlockRemoved,
-    BlockStored,
-)
+from vllm.distributed.kv_events import MEDIUM_GPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
+    BlockHashListWithBlockSize,
     BlockHashWithGroupId,
     KVCacheBlock,
-    get_block_hash,
-    get_group_id,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
-    resolve_block_hashes,
 )
 from vllm.v1.kv_tier.config import KVTierLayout
 from vllm.v1.kv_tier.host_table import HostSlot
 from vllm.v1.kv_tier.pool import Hole, TieredBlockPool
 from vllm.v1.request import Request
+
+MEDIUM_CPU = "CPU"
+"""As upstream names host memory, in the releases that have a name for it."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(BlockStored).decode
@@ -48,6 +45,7 @@ class PublishingBlockPool(TieredBlockPool):
 
     def __init__(self, layout: KVTierLayout, **kwargs: Any) -> None:
         super().__init__(layout, **kwargs)
+        self.medium: str = getattr(self, "medium", MEDIUM_GPU)
         # The event that stores each key, and it alone.
         self._descriptions: dict[BlockHashWithGroupId, bytes] = {}
         self.host.on_forget = self._slot_forgotten
@@ -66,6 +64,8 @@ class PublishingBlockPool(TieredBlockPool):
     ) -> None:
         """As upstream; keeps the parts of its event."""
         num_events = len(self.kv_event_queue)
+        # Not all releases know masks.
+        mask = {} if block_mask is None else {"block_mask": block_mask}
         super().cache_full_blocks(
             request,
             blocks,
@@ -73,7 +73,7 @@ class PublishingBlockPool(TieredBlockPool):
             num_full_blocks,
             block_size,
             kv_cache_group_id,
-            block_mask,
+            **mask,
         )
         if len(self.kv_event_queue) == num_events:
             return
@@ -85,9 +85,7 @@ class PublishingBlockPool(TieredBlockPool):
             if not blocks[num_cached_blocks + i].is_null
             and (block_mask is None or block_mask[i])
         ]
-        hashes = resolve_block_hashes(
-            request.block_hashes, self.hash_block_size, block_size
-        )
+        hashes = self._hashes(request, block_size)
         for n, place in enumerate(places):
             i = num_cached_blocks + place
             key = make_block_hash_with_group_id(hashes[i], kv_cache_group_id)
@@ -129,9 +127,7 @@ class PublishingBlockPool(TieredBlockPool):
         super().emit_cached_block_events(
             request, num_cached_blocks, block_size, kv_cache_group_id
         )
-        hashes = resolve_block_hashes(
-            request.block_hashes, self.hash_block_size, block_size
-        )
+        hashes = self._hashes(request, block_size)
         keys = [
             make_block_hash_with_group_id(hashes[i], kv_cache_group_id)
             for i in range(num_cached_blocks)
@@ -143,9 +139,18 @@ class PublishingBlockPool(TieredBlockPool):
         for medium, run in groupby(zip(media, keys), key=lambda each: each[0]):
             if medium is not None:
                 self._emit_stored((key for _, key in run), medium)
-        for event in self.kv_event_queue[num_events:]:
-            assert isinstance(event, BlockStored)
-            event.session_id = request.session_id
+        if "session_id" in BlockStored.__struct_fields__:
+            for event in self.kv_event_queue[num_events:]:
+                assert isinstance(event, BlockStored)
+                event.session_id = request.session_id
+
+    def _hashes(self, request: Request, block_size: int) -> Any:
+        """Of the blocks of a group with `block_size`, as a sequence."""
+        if block_size == self.hash_block_size:
+            return request.block_hashes
+        return BlockHashListWithBlockSize(
+            request.block_hashes, self.hash_block_size, block_size
+        )
 
     def _medium_of(self, key: BlockHashWithGroupId) -> str | None:
         """Of the tier that lookups would find `key` on."""
@@ -174,14 +179,11 @@ class PublishingBlockPool(TieredBlockPool):
         return True
 
     def _slot_forgotten(self, slot: HostSlot) -> None:
-        for key in slot.keys:
-            self.kv_event_queue.append(
-                BlockRemoved(
-                    block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
-                    medium=MEDIUM_CPU,
-                    group_idx=get_group_id(key),
-                )
-            )
+        num_events = len(self.kv_event_queue)
+        super()._emit_block_removed_events(list(slot.keys))
+        for event in self.kv_event_queue[num_events:]:
+            assert isinstance(event, BlockRemoved)
+            event.medium = MEDIUM_CPU
         self._forget_descriptions(slot.keys)
 
     def _clear_host(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from prometheus_client import Counter, Gauge, Histogram
 
 from vllm.v1.kv_tier.stats import KVTierStats
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import CachingMetrics, PrefixCacheStats, SchedulerStats
 
 PREFIX = "vllm:kv_tier_"
@@ -185,7 +184,7 @@ class KVTierProm:
         gauge_cls: Makes gauges.
         histogram_cls: Makes histograms.
         hits_by_source: Upstream's counter of hit tokens, whose last label is the
-            `CacheHitSource`.
+            `CacheHitSource`. None where a release has none.
         labelnames: Of every metric.
         per_engine_labelvalues: Their values, by engine.
 
@@ -196,14 +195,15 @@ class KVTierProm:
         counter_cls: type[Counter],
         gauge_cls: type[Gauge],
         histogram_cls: type[Histogram],
-        hits_by_source: Counter,
+        hits_by_source: Counter | None,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         self._labelvalues = per_engine_labelvalues
         self._host_hits = {
-            engine: hits_by_source.labels(*values, CacheHitSource.HOST.value)
+            engine: hits_by_source.labels(*values, "host")
             for engine, values in per_engine_labelvalues.items()
+            if hits_by_source is not None
         }
         self._metrics: dict[str, Any] = {}
         self._children: dict[tuple[str, int, str], Any] = {}
@@ -233,8 +233,9 @@ class KVTierProm:
         stats = scheduler_stats.kv_tier_stats
         if stats is None:
             return
-        hits = scheduler_stats.prefix_cache_stats.hits - device_hits(scheduler_stats)
-        self._host_hits[engine].inc(hits)
+        if engine in self._host_hits:
+            hits = scheduler_stats.prefix_cache_stats.hits
+            self._host_hits[engine].inc(hits - device_hits(scheduler_stats))
         counts = _counts(stats)
         for metric in METRICS:
             value = counts.get(metric.name)

@@ -888,12 +888,13 @@ class TieredBlockPool(BlockPool):
         self._clear_host()
         return True
 
-    def apply_report(self, report: StepReport) -> bool:
+    def apply_report(self, report: StepReport) -> int | None:
         """Take back what failed copies left without content.
 
         Returns:
-            Whether a load failed. Then everything computed since is void, and the
-            caller must make every running request start over.
+            None if no load failed. Else everything computed since is void, which is
+            the output of plans up to the one returned: the caller must drop it, and
+            make every running request start over.
 
         """
         self.loads.take(report, self._tokens_per_block)
@@ -906,7 +907,7 @@ class TieredBlockPool(BlockPool):
                 self._drop_slot(slot)
         failed = report.failed_load_seq
         if failed is None:
-            return False
+            return None
         for block in self.blocks:
             if block.block_hash is not None and (
                 self._computed_by[block.block_id] >= failed
@@ -915,7 +916,7 @@ class TieredBlockPool(BlockPool):
         for slot in self.host.filled():
             if slot.store_seq >= failed or slot.load_seq >= failed:
                 self._drop_slot(slot)
-        return True
+        return self._plan.seq - 1
 
     def _switch_off(self, lost_blocks: Iterable[int]) -> None:
         """A rank copies no more: do without host slots from now on.

@@ -19,9 +19,12 @@ def start_over(scheduler: "Scheduler") -> None:
     """
     while scheduler.running:
         scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+    get_block_ids = scheduler.kv_cache_manager.get_block_ids
     for request in scheduler.requests.values():
-        request.drop_stale_output = request.num_stale_output_tokens > 0
-    for request in scheduler.kv_holding_waiting:
+        # Where upstream does not count them, the scheduler drops all that is void.
+        request.drop_stale_output = getattr(request, "num_stale_output_tokens", 0) > 0
+        if request.is_finished() or not any(get_block_ids(request.request_id)):
+            continue
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             # The connector still writes to its blocks: they are freed when it ends.
             scheduler.failed_recving_kv_req_ids.add(request.request_id)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make tags-page`: docs/tags.md, what each series adds and what was tested."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .check import PREREQUISITE, num_counted_lines, num_lines, parse_header
+from .config import Layout, Patch, ToolError, load_pins, read_series, tomllib
+
+PAGE = "docs/tags.md"
+RESULTS = "ci/tested.toml"
+HEAD = """\
+# Releases
+
+Made by `make tags-page` from the headers of the patches and from `ci/tested.toml`.
+The overlay is the same on all of them, and looks at no version. Prerequisites are what
+later releases of upstream bring themselves; they and the patch of the settings do not
+count as lines touched.
+"""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What was run on a release, and what one must know of it."""
+
+    date: str
+    unit: str = "not run"
+    sim: str = "not run"
+    e2e: str = "not run"
+    gpu: str = "not run"
+    notes: tuple[str, ...] = field(default=())
+
+
+def load_results(layout: Layout) -> dict[str, Results]:
+    """`ci/tested.toml`, by tag.
+
+    Raises:
+        ToolError: a key is unknown, or a tag is not kept here.
+    """
+    path = layout.root / RESULTS
+    data = tomllib.loads(path.read_text())
+    if unknown := sorted(data.keys() - set(layout.tags())):
+        raise ToolError(f"{RESULTS} names {unknown}, which are not kept here")
+    try:
+        return {
+            tag: Results(**{**found, "notes": tuple(found.get("notes", ()))})
+            for tag, found in data.items()
+        }
+    except TypeError as error:
+        raise ToolError(f"{RESULTS}: {error}") from error
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _title(patch: Patch) -> str:
+    return parse_header(patch)["Description"].splitlines()[0]
+
+
+def page(layout: Layout) -> str:
+    """The text of docs/tags.md."""
+    results = load_results(layout)
+    tags = layout.tags()[::-1]
+    series = {tag: read_series(layout, tag) for tag in tags}
+
+    tested = []
+    for tag in tags:
+        cpu = load_pins(layout, tag).cpu
+        engine = "none" if cpu is None else f"torch {cpu.torch}"
+        if cpu is not None and cpu.extensions_only:
+            engine += ", compiled files of another release"
+        found = results.get(tag, Results("–"))
+        lines = str(num_counted_lines(layout, tag))
+        tested.append(
+            [
+                tag,
+                lines,
+                engine,
+                found.unit,
+                found.sim,
+                found.e2e,
+                found.gpu,
+                found.date,
+            ]
+        )
+    head = ["release", "lines touched", "CPU engine"]
+    head += ["unit", "simulator", "end to end, CPU", "GPU", "when"]
+    text = f"{HEAD}\n## What was tested\n\n{_table(head, tested)}"
+
+    titles: dict[str, str] = {}
+    for tag in tags:
+        for patch in series[tag]:
+            titles.setdefault(patch.name, _title(patch))
+    rows = []
+    for name in sorted(titles):
+        cells = []
+        for tag in tags:
+            sizes = {p.name: num_lines(p) for p in series[tag]}
+            missing = "upstream's own" if PREREQUISITE in name else "–"
+            cells.append(f"{sizes[name]} lines" if name in sizes else missing)
+        rows.append([f"`{name.removesuffix('.patch')}`: {titles[name]}", *cells])
+    text += f"\n## What the series add\n\n{_table(['patch', *tags], rows)}"
+
+    notes = [(tag, results[tag].notes) for tag in tags if tag in results]
+    text += "\n## What differs\n"
+    for tag, lines_of in notes:
+        if lines_of:
+            text += f"\n**{tag}**\n\n" + "".join(f"- {line}\n" for line in lines_of)
+    return text
+
+
+def write_page(layout: Layout) -> None:
+    (layout.root / PAGE).write_text(page(layout))

