@@ -31,7 +31,7 @@ new-tag: ## carry a series to another release, see docs/rebase.md [FROM= TAG= CO
 	$(if $(FROM),,$(error new-tag needs FROM=, the tag to start from, and TAG=))
 	$(TOOL) new-tag $(TAG) --from $(FROM) $(if $(CONTINUE),--continue)
 
-tags-page: ## docs/tags.md, from the headers of all series and ci/tested.toml
+tags-page: ## docs/tags.md and the table in README.md, from all series and ci/tested.toml
 	$(TOOL) tags-page
 
 new-releases: ## try the newest series on releases of upstream that have none

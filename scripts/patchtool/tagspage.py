@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make tags-page`: docs/tags.md, what each series adds and what was tested."""
+"""`make tags-page`: docs/tags.md and the table in README.md, what each series adds and
+what was tested."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from dataclasses import dataclass, field
 from .check import PREREQUISITE, num_counted_lines, num_lines, parse_header
 from .config import Layout, Patch, ToolError, load_pins, read_series, tomllib
 
-PAGE = "docs/tags.md"
+PAGE, README = "docs/tags.md", "README.md"
+BEGIN, END = "<!-- releases: made by `make tags-page` -->\n", "<!-- releases end -->\n"
 RESULTS = "ci/tested.toml"
 HEAD = """\
 # Releases
@@ -25,6 +27,8 @@ class Results:
     """What was run on a release, and what one must know of it."""
 
     date: str
+    summary: str = "nothing"
+    """In a few words, for README.md."""
     unit: str = "not run"
     sim: str = "not run"
     e2e: str = "not run"
@@ -112,5 +116,34 @@ def page(layout: Layout) -> str:
     return text
 
 
+def readme(layout: Layout) -> str:
+    """The text of README.md, with the table of this state."""
+    results = load_results(layout)
+    rows = []
+    for tag in layout.tags()[::-1]:
+        adds = [_topic(p) for p in read_series(layout, tag) if PREREQUISITE in p.name]
+        rows.append(
+            [
+                tag,
+                str(num_counted_lines(layout, tag)),
+                ", ".join(["the tier", *adds]),
+                results.get(tag, Results("–")).summary,
+            ]
+        )
+    table = _table(["release", "lines of upstream", "the series adds", "tested"], rows)
+    text = (layout.root / README).read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ToolError(f"{README} lacks the lines {BEGIN.strip()} and {END.strip()}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def _topic(patch: Patch) -> str:
+    """What a prerequisite is about, from its name."""
+    return patch.name.removesuffix(".patch").split(PREREQUISITE)[1].replace("-", " ")
+
+
 def write_page(layout: Layout) -> None:
     (layout.root / PAGE).write_text(page(layout))
+    (layout.root / README).write_text(readme(layout))

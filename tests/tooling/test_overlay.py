@@ -7,7 +7,7 @@ import pytest
 
 from patchtool.check import VERSION_CHECK
 from patchtool.config import Layout, overlay_files
-from patchtool.tagspage import PAGE, load_results, page
+from patchtool.tagspage import PAGE, README, load_results, page, readme
 
 
 @pytest.mark.parametrize("name", overlay_files(Layout.default()))
@@ -33,4 +33,5 @@ def test_a_version_check_is_noticed(code: str) -> None:
 def test_the_page_of_releases_is_up_to_date() -> None:
     layout = Layout.default()
     assert (layout.root / PAGE).read_text() == page(layout), "run `make tags-page`"
+    assert (layout.root / README).read_text() == readme(layout), "run `make tags-page`"
     assert load_results(layout).keys() == set(layout.tags())
