@@ -115,7 +115,8 @@ class SlowConnector(KVConnectorBase_V1):
     # ------------------------------------------------------------------- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        num_blocks = self._vllm_config.cache_config.num_gpu_blocks
+        assert self._kv_cache_config is not None
+        num_blocks = self._kv_cache_config.num_blocks
         self._regions = build_regions(list(kv_caches.values()), num_blocks)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
