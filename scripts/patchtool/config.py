@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,9 @@ class Pin:
 class CpuPins:
     """The CPU build that a tag is tested with; see `patches/*/upstream.toml`.
 
-    extensions_only: the wheel gives its compiled files only, the Python tree is the
-    sdist's. optional: requirements that move to the extra `media`. also: requirements
+    wheels: by architecture, and where a wheel is for one Python only, by both
+    (`x86_64-cp311`). extensions_only: the wheel gives its compiled files only, the
+    Python tree is the sdist's. optional: requirements that move to the extra `media`. also: requirements
     of an environment beside those of the wheel.
     """
 
@@ -128,22 +130,28 @@ class Pins:
             )
         return self.cpu
 
-    def base_wheel(self, device: str, arch: str) -> Pin:
+    def base_wheel(self, device: str, arch: str, python: str | None = None) -> Pin:
+        """The pinned wheel; python is `cp311` and the like, by default the own one."""
         if device not in ("cuda", "cpu"):
             raise ToolError(f"DEVICE={device} is not known; use DEVICE=cuda or cpu")
         wheels = self.require_cpu().wheels if device == "cpu" else self.cuda
-        if arch not in wheels:
-            raise ToolError(
-                f"no {device} wheel is pinned for ARCH={arch} in "
-                f"patches/{self.tag}/upstream.toml; pinned: {sorted(wheels)}"
-            )
-        return wheels[arch]
+        for key in (f"{arch}-{python or host_python()}", arch):
+            if key in wheels:
+                return wheels[key]
+        raise ToolError(
+            f"no {device} wheel is pinned for ARCH={arch} and this Python in "
+            f"patches/{self.tag}/upstream.toml; pinned: {sorted(wheels)}"
+        )
 
 
 def host_arch() -> str:
     return {"arm64": "aarch64", "AMD64": "x86_64"}.get(
         platform.machine(), platform.machine()
     )
+
+
+def host_python() -> str:
+    return "cp{}{}".format(*sys.version_info)
 
 
 def _pins_by_arch(section: dict[str, Any]) -> dict[str, Pin]:

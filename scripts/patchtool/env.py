@@ -13,7 +13,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .config import CpuPins, Layout, ToolError, host_arch, load_pins, say
+from .config import (
+    CpuPins,
+    Layout,
+    ToolError,
+    host_arch,
+    host_python,
+    load_pins,
+    say,
+    version_key,
+)
 from .cudastubs import REPLACED, write_stubs
 from .index import (
     certificate,
@@ -50,13 +59,22 @@ def find_uv(layout: Layout) -> str:
     return str(uv)
 
 
-def _python(requires: str) -> str:
-    """The Python that runs this if it will do, else a wish that uv looks for."""
+def _python(cpu: CpuPins, arch: str) -> tuple[str, str]:
+    """The Python that runs this if it will do, else a wish that uv looks for; and how
+    the names of wheels for it begin."""
     # Not at the top: a venv of uv's has no pip, and most commands need none.
     from pip._vendor.packaging.specifiers import SpecifierSet
 
-    here = platform.python_version()
-    return sys.executable if SpecifierSet(requires).contains(here) else requires
+    tag = host_python()
+    if SpecifierSet(cpu.requires_python).contains(platform.python_version()) and (
+        arch in cpu.wheels or f"{arch}-{tag}" in cpu.wheels
+    ):
+        return sys.executable, tag
+    pinned = [key for key in cpu.wheels if key.startswith(f"{arch}-cp")]
+    if arch in cpu.wheels or not pinned:
+        return cpu.requires_python, tag
+    tag = max(pinned, key=version_key).removeprefix(f"{arch}-")
+    return f"{tag[2]}.{tag[3:]}", tag
 
 
 def _index_options() -> list[str]:
@@ -173,14 +191,14 @@ def make_env(layout: Layout, tag: str) -> Path:
     venv = layout.env(tag)
     digest = _digest(layout, tag)
     if _load(venv).get("digest") != digest:
-        wheel = build_wheel(layout, tag, "cpu", host_arch())
+        python, python_tag = _python(cpu, host_arch())
+        wheel = build_wheel(layout, tag, "cpu", host_arch(), python_tag)
         files = package_files(layout, tag, "cpu")
         with locked(venv.parent):
             uv, env = find_uv(layout), _uv_environment()
             say(f"installing {wheel.name} and what it needs (about 2 GiB)")
             shutil.rmtree(venv, ignore_errors=True)
             mend = f"vLLM for a CPU needs Python {cpu.requires_python}"
-            python = _python(cpu.requires_python)
             create = ["venv", "--quiet", "--python", python, str(venv)]
             _run([uv, *create], env, mend)
             target = ["--quiet", "--python", str(venv / "bin" / "python")]

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from .release import NO_BINDING
+
 # Before vLLM is imported. The scheduler in this process, small engines without
 # threads of their own, and no claim to cores that others may use.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", NO_BINDING)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # GiB of KV cache, for the CPU engines that take it from here; jobs use a part of it.
@@ -115,7 +117,10 @@ class Engine:
         }
 
     def reset(self) -> bool:
-        return self.llm.reset_prefix_cache()
+        """Whether the cache was reset."""
+        was_reset = self.llm.reset_prefix_cache()
+        # The first releases do not tell.
+        return self.num_cached()[0] == 0 if was_reset is None else was_reset
 
     def num_cached(self) -> tuple[int, int]:
         """Blocks with content in the device cache and in the host's."""

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What releases do not share, for the end-to-end tests.
+
+Nothing asks for a version: each line looks at what the release at hand has.
+"""
+
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+
+
+def _no_binding() -> str:
+    """`VLLM_CPU_OMP_THREADS_BIND` for threads that run where they like."""
+    # Read by who has not imported vLLM yet, and must not.
+    package = find_spec("vllm")
+    assert package is not None and package.origin is not None
+    worker = Path(package.origin).parent / "v1" / "worker" / "cpu_worker.py"
+    # The first releases have a word for each of (here) up to four ranks.
+    return "nobind" if '"nobind"' in worker.read_text() else "|".join(4 * ["all"])
+
+
+NO_BINDING = _no_binding()
+
+
+def lacking() -> dict[str, str]:
+    """Workloads that the release cannot be asked, and what it lacks."""
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    found: dict[str, str] = {}
+    if not hasattr(EngineCore, "pause_scheduler"):
+        for name in ("paused", "asleep"):
+            found[name] = "this release cannot pause its scheduler"
+    if "reset_running_requests" not in signature(
+        EngineCore.reset_prefix_cache
+    ).parameters:
+        found["reset_running"] = "this release resets no cache under running requests"
+    reload_weights = getattr(GPUModelRunner, "reload_weights", None)
+    if (
+        reload_weights is None
+        or "weights_path" not in signature(reload_weights).parameters
+    ):
+        found["new_weights"] = "this release reloads no weights from another path"
+    if "load_inplace" not in LoRARequest.__struct_fields__:
+        found["lora_reloads"] = "this release cannot reload an adapter in place"
+    return found
