@@ -23,6 +23,9 @@ from .workloads import WORKLOADS
 def run(job: dict[str, Any]) -> dict[str, Any]:
     if job["llm"].get("async_scheduling"):
         allow_async_scheduling()
+        if job["llm"].get("tensor_parallel_size", 1) == 1:
+            # Some releases take another process for the rank.
+            job["llm"].setdefault("distributed_executor_backend", "uni")
     if job["llm"].get("mamba_cache_mode"):
         end_prefill_steps_at_blocks()
     engine = Engine(**job["llm"])

@@ -211,6 +211,9 @@ class Engine:
 
     def steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
+            if not self._engine.has_unfinished_requests():
+                # Some releases cannot make a step without any.
+                return
             for output in self._engine.step():
                 if output.finished:
                     assert isinstance(output, RequestOutput)
