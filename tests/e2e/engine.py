@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from .release import NO_BINDING
+from .release import NO_BINDING, NUM_THREADS
 
 # Before vLLM is imported. The scheduler in this process, small engines without
 # threads of their own, and no claim to cores that others may use.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", NO_BINDING)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", NUM_THREADS)
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # GiB of KV cache, for the CPU engines that take it from here; jobs use a part of it.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -20,6 +20,9 @@ def _no_binding() -> str:
 
 
 NO_BINDING = _no_binding()
+# The attention of this extension fails on one thread when four or more requests with
+# the same prefix decode, tier or not.
+NUM_THREADS = "1" if find_spec("intel_extension_for_pytorch") is None else "2"
 
 
 def lacking() -> dict[str, str]:

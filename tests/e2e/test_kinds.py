@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-from vllm.config.cache import MambaCacheMode
+import vllm.config.cache
 
 from .compare import assert_same_answers
 from .conftest import run_engine
@@ -142,8 +142,11 @@ def test_layers_share_their_kv(found: Results, kind: str) -> None:
 
 def test_every_mode_of_mamba_caches_has_a_kind() -> None:
     """A release with `all` needs a kind that runs it."""
+    modes = getattr(vllm.config.cache, "MambaCacheMode", None)
+    if modes is None:
+        pytest.skip("this release caches no states")
     tested = {kind.llm.get("mamba_cache_mode", "none") for kind in KINDS.values()}
-    assert set(get_args(MambaCacheMode)) == tested
+    assert set(get_args(modes)) == tested
 
 
 def large_and_tiered(kind: Kind, folder: Path) -> Iterator[dict[str, Any]]:

@@ -142,8 +142,8 @@ def interpreted_kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of the kernel, in Triton's interpreter."""
     if torch.cuda.is_available():
         pytest.skip("the kernel itself runs here")
-    import triton
-    import triton.language
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    pytest.importorskip("triton.language")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)

@@ -146,7 +146,7 @@ class PublishingBlockPool(TieredBlockPool):
     def _hashes(self, request: Request, block_size: int) -> Any:
         """Of the blocks of a group with `block_size`, as a sequence."""
         # Not all releases have blocks of several sizes.
-        if block_size == getattr(self, "hash_block_size", block_size):
+        if block_size == self.hash_block_size:
             return request.block_hashes
         from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 
