@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import torch
 
-from vllm.distributed.kv_events import BlockRemoved
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import single_type_kv_cache_manager
 from vllm.v1.core.block_pool import BlockPool
@@ -73,6 +73,9 @@ HAS_MLA_WINDOWS = SlidingWindowMLASpec is not None
 
 EVENTS_TELL_GROUPS = "group_idx" in BlockRemoved.__struct_fields__
 """Older releases have one group only where KV cache events are on."""
+
+EVENTS_NAME_ADAPTERS = "lora_name" in BlockStored.__struct_fields__
+"""Older releases give their number only."""
 
 RESETS_RUNNING_REQUESTS = (
     "reset_running_requests" in signature(Scheduler.reset_prefix_cache).parameters
