@@ -18,7 +18,6 @@ from .config import (
     Layout,
     ToolError,
     host_arch,
-    host_python,
     load_pins,
     say,
     version_key,
@@ -59,14 +58,19 @@ def find_uv(layout: Layout) -> str:
     return str(uv)
 
 
-def _python(cpu: CpuPins, arch: str) -> tuple[str, str]:
-    """The Python that runs this if it will do, else a wish that uv looks for; and how
-    the names of wheels for it begin."""
-    # Not at the top: a venv of uv's has no pip, and most commands need none.
-    from pip._vendor.packaging.specifiers import SpecifierSet
+def python_for(cpu: CpuPins, arch: str, here: str) -> tuple[str, str]:
+    """The Python that runs this if it will do, else a wish that uv looks for; and the
+    tag of wheels for it. here: its version."""
+    # Not at the top: most commands need none.
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:
+        from pip._vendor.packaging.specifiers import (  # type: ignore[assignment]
+            SpecifierSet,
+        )
 
-    tag = host_python()
-    if SpecifierSet(cpu.requires_python).contains(platform.python_version()) and (
+    tag = "cp{}{}".format(*here.split("."))
+    if SpecifierSet(cpu.requires_python).contains(here) and (
         arch in cpu.wheels or f"{arch}-{tag}" in cpu.wheels
     ):
         return sys.executable, tag
@@ -191,7 +195,7 @@ def make_env(layout: Layout, tag: str) -> Path:
     venv = layout.env(tag)
     digest = _digest(layout, tag)
     if _load(venv).get("digest") != digest:
-        python, python_tag = _python(cpu, host_arch())
+        python, python_tag = python_for(cpu, host_arch(), platform.python_version())
         wheel = build_wheel(layout, tag, "cpu", host_arch(), python_tag)
         files = package_files(layout, tag, "cpu")
         with locked(venv.parent):
