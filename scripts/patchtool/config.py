@@ -92,8 +92,8 @@ class CpuPins:
 
     wheels: by architecture, and where a wheel is for one Python only, by both
     (`x86_64-cp311`). extensions_only: the wheel gives its compiled files only, the
-    Python tree is the sdist's. optional: requirements that move to the extra `media`. also: requirements
-    of an environment beside those of the wheel.
+    Python tree is the sdist's. optional: requirements that move to the extra `media`.
+    also: requirements of an environment beside those of the wheel.
     """
 
     local_version: str

@@ -16,7 +16,7 @@ from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine
 from .mamba_cpu import end_prefill_steps_at_blocks
 from .pipeline_cpu import make_buffers_between_stages
-from .release import lacking
+from .release import lacking, lacking_engine
 from .workloads import WORKLOADS
 
 
@@ -28,16 +28,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             job["llm"].setdefault("distributed_executor_backend", "uni")
     if job["llm"].get("mamba_cache_mode"):
         end_prefill_steps_at_blocks()
+    if why := lacking_engine(job["llm"]):
+        lacks = {name: {"lacks": why} for name in job["workloads"]}
+        return {"facts": {}, "layout": None, "workloads": lacks}
+    unasked = lacking(job["llm"])
     engine = Engine(**job["llm"])
     if job["llm"].get("async_scheduling"):
         engine.on_ranks(do_without_streams)
     if job["llm"].get("pipeline_parallel_size", 1) > 1:
         engine.on_ranks(make_buffers_between_stages)
     results: dict[str, Any] = {}
-    lacks = lacking()
     for name in job["workloads"]:
-        if name in lacks:
-            results[name] = {"lacks": lacks[name]}
+        if name in unasked:
+            results[name] = {"lacks": unasked[name]}
             continue
         assert engine.reset(), f"The cache is in use before {name}."
         before = engine.counters()

@@ -5,8 +5,9 @@ Nothing asks for a version: each line looks at what the release at hand has.
 """
 
 from importlib.util import find_spec
-from inspect import signature
+from inspect import getsource, signature
 from pathlib import Path
+from typing import Any
 
 
 def _no_binding() -> str:
@@ -25,19 +26,40 @@ NO_BINDING = _no_binding()
 NUM_THREADS = "1" if find_spec("intel_extension_for_pytorch") is None else "2"
 
 
-def lacking() -> dict[str, str]:
-    """Workloads that the release cannot be asked, and what it lacks."""
+def lacking_engine(llm: dict[str, Any]) -> str | None:
+    """Why the release has no engine with these `LLM` arguments on a CPU."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.worker import cpu_model_runner
+
+    if "speculative_config" in llm and "spec decode is not supported" in getsource(
+        cpu_model_runner
+    ):
+        return "this release does not speculate on CPUs"
+    if (
+        "kv_transfer_config" in llm
+        and "ExampleConnector" not in KVConnectorFactory._registry
+    ):
+        return "KV connectors of this release are made another way"
+    return None
+
+
+def lacking(llm: dict[str, Any]) -> dict[str, str]:
+    """Workloads that the release cannot be asked on such an engine, and why."""
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     found: dict[str, str] = {}
+    if llm.get("scheduling_policy") == "priority" and "__lt__" not in vars(Request):
+        found["sampling"] = "requests of the same time have no order in this release"
     if not hasattr(EngineCore, "pause_scheduler"):
         for name in ("paused", "asleep"):
             found[name] = "this release cannot pause its scheduler"
-    if "reset_running_requests" not in signature(
-        EngineCore.reset_prefix_cache
-    ).parameters:
+    if (
+        "reset_running_requests"
+        not in signature(EngineCore.reset_prefix_cache).parameters
+    ):
         found["reset_running"] = "this release resets no cache under running requests"
     reload_weights = getattr(GPUModelRunner, "reload_weights", None)
     if (

@@ -27,7 +27,7 @@ from vllm.v1.kv_tier.metrics import METRICS, PREFIX
 
 from .conftest import ROOT, environment
 from .prometheus import MISSING, Prometheus
-from .release import NO_BINDING, NUM_THREADS
+from .release import NO_BINDING
 from .server import Server
 
 SHAPE = ModelShape(num_hidden_layers=2, hidden_size=256, intermediate_size=512)

@@ -38,7 +38,7 @@ from .worker import Step
 
 NUM_SCRIPTS = 10
 NUM_PLAYS = 6
-MAX_SCRIPTS = 200
+MAX_SCRIPTS = 1200
 
 LUCKS = [
     Luck(layerwise, launches_long)
