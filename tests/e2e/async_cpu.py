@@ -7,7 +7,6 @@ may do nothing.
 """
 
 from contextlib import nullcontext
-from inspect import getsource
 from typing import Any
 
 import torch
@@ -41,27 +40,6 @@ def allow_async_scheduling() -> None:
         check_and_update_config
     )
     do_without_streams()
-    _count_every_step()
-
-
-def _count_every_step() -> None:
-    """Let steps without outputs have counts in this process too: some releases ask
-    for them, since engines in a process of their own send nothing then."""
-    from vllm.v1.engine.core_client import InprocClient
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.metrics.stats import SchedulerStats
-
-    if "assert outputs.scheduler_stats is not None" not in getsource(LLMEngine.step):
-        return
-    upstream = InprocClient.get_output
-
-    def get_output(self: Any) -> Any:
-        outputs = upstream(self)
-        if outputs.scheduler_stats is None:
-            outputs.scheduler_stats = SchedulerStats()
-        return outputs
-
-    InprocClient.get_output = get_output  # type: ignore[method-assign]
 
 
 def do_without_streams(wrapper: Any = None) -> None:

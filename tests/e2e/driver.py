@@ -16,7 +16,7 @@ from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine
 from .mamba_cpu import end_prefill_steps_at_blocks
 from .pipeline_cpu import make_buffers_between_stages
-from .release import lacking, lacking_engine
+from .release import count_every_step, lacking, lacking_engine
 from .workloads import WORKLOADS
 
 
@@ -32,6 +32,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         lacks = {name: {"lacks": why} for name in job["workloads"]}
         return {"facts": {}, "layout": None, "workloads": lacks}
     unasked = lacking(job["llm"])
+    count_every_step()
     engine = Engine(**job["llm"])
     if job["llm"].get("async_scheduling"):
         engine.on_ranks(do_without_streams)

@@ -70,3 +70,23 @@ def lacking(llm: dict[str, Any]) -> dict[str, str]:
     if "load_inplace" not in LoRARequest.__struct_fields__:
         found["lora_reloads"] = "this release cannot reload an adapter in place"
     return found
+
+
+def count_every_step() -> None:
+    """Let steps without outputs have counts in this process too: some releases ask
+    for them, since engines in a process of their own send nothing then."""
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    if "assert outputs.scheduler_stats is not None" not in getsource(LLMEngine.step):
+        return
+    upstream = InprocClient.get_output
+
+    def get_output(self: Any) -> Any:
+        outputs = upstream(self)
+        if outputs.scheduler_stats is None:
+            outputs.scheduler_stats = SchedulerStats()
+        return outputs
+
+    InprocClient.get_output = get_output  # type: ignore[method-assign]

@@ -72,9 +72,9 @@ def test_prefixes_come_from_the_host(results: Results, workload: str) -> None:
 
 @modes(*SERVED)
 def test_a_wrong_block_is_noticed(results: Results, workload: str) -> None:
+    expected = results("large")["workloads"][workload]["answers"]
     spoilt = results("features")["workloads"]["spoilt_features"][workload]
     assert spoilt["spoilt"] == [1]
-    expected = results("large")["workloads"][workload]["answers"]
     with pytest.raises(AssertionError, match="other tokens|other samples|off by"):
         assert_same_answers(spoilt["answers"], expected)
 

@@ -424,10 +424,10 @@ def refused_loads(engine: Engine) -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {"failed_loads": 0, "log": []}
     apply_report = engine.pool.apply_report
 
-    def count(report: Any) -> bool:
-        failed = apply_report(report)
-        found["failed_loads"] += failed
-        return failed
+    def count(report: Any) -> int:
+        void_plan = apply_report(report)
+        found["failed_loads"] += void_plan > 0
+        return void_plan
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
