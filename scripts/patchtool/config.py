@@ -93,7 +93,8 @@ class CpuPins:
     wheels: by architecture, and where a wheel is for one Python only, by both
     (`x86_64-cp311`). extensions_only: the wheel gives its compiled files only, the
     Python tree is the sdist's. optional: requirements that move to the extra `media`.
-    also: requirements of an environment beside those of the wheel.
+    also: requirements of an environment beside those of the wheel. weak: versions of
+    symbols that the compiled files ask for and older machines lack.
     """
 
     local_version: str
@@ -103,6 +104,9 @@ class CpuPins:
     extensions_only: bool = False
     optional: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    # Not in `repr`, from which environments know whether they are up to date: those of
+    # releases without it stay.
+    weak: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def load_pins(layout: Layout, tag: str) -> Pins:
         cpu = None
         if section := data.pop("cpu", None):
             plain = {k: v for k, v in section.items() if not isinstance(v, dict)}
-            for key in ("optional", "also"):
+            for key in ("optional", "also", "weak"):
                 plain[key] = tuple(plain.get(key, ()))
             cpu = CpuPins(**plain, wheels=_pins_by_arch(section))
         return Pins(

@@ -30,6 +30,7 @@ from .index import (
     has_file,
     index_urls,
 )
+from .symbols import weaken
 from .tree import locked, sha256
 from .wheel import build_wheel, package_files
 
@@ -116,7 +117,9 @@ def site_packages(venv: Path) -> Path:
 
 def _digest(layout: Layout, tag: str) -> str:
     """Of all that a venv is made of, but the series and the overlay."""
-    digest = hashlib.sha256(repr(load_pins(layout, tag)).encode())
+    pins = load_pins(layout, tag)
+    digest = hashlib.sha256(repr(pins).encode())
+    digest.update("".join(pins.require_cpu().weak).encode())
     digest.update((layout.root / REQUIREMENTS).read_bytes())
     return digest.hexdigest()
 
@@ -218,6 +221,8 @@ def make_env(layout: Layout, tag: str) -> Path:
             _run([uv, "pip", "install", *target, *_index_options(), *what], env, mend)
             if stubs:
                 write_stubs(site_packages(venv) / "torch" / "lib")
+            for library in site_packages(venv).glob("vllm/*.so"):
+                weaken(library, cpu.weak)
             (venv / STAMP).write_text(json.dumps({"digest": digest, "files": {}}))
             _sync(layout, tag, files)
             _first_start(venv)
