@@ -111,12 +111,13 @@ def make_scheduler(
         kv_cache_config.kv_tier = kv_tier
     # The first releases take it from the settings.
     knows_size = "block_size" in signature(Scheduler).parameters
+    size: dict[str, Any] = {"block_size": BLOCK_SIZE} if knows_size else {}
     return Scheduler(
         vllm_config=vllm_config,
         kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(vllm_config),
         log_stats=True,
-        **({"block_size": BLOCK_SIZE} if knows_size else {}),
+        **size,
     )
 
 
@@ -151,7 +152,7 @@ def sampled(
     """What a model runner returns that gave every scheduled request a token."""
     ids = list(output.num_scheduled_tokens)
     # Some releases have a default for all but the first two.
-    needed = {
+    needed: dict[str, Any] = {
         name: {} if name.endswith("_dict") else None
         for name, parameter in signature(ModelRunnerOutput).parameters.items()
         if parameter.default is Parameter.empty

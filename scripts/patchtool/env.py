@@ -66,7 +66,7 @@ def python_for(cpu: CpuPins, arch: str, here: str) -> tuple[str, str]:
     try:
         from packaging.specifiers import SpecifierSet
     except ImportError:
-        from pip._vendor.packaging.specifiers import (  # type: ignore[assignment]
+        from pip._vendor.packaging.specifiers import (  # type: ignore[no-redef]
             SpecifierSet,
         )
 
