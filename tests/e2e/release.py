@@ -26,6 +26,17 @@ NO_BINDING = _no_binding()
 NUM_THREADS = "1" if find_spec("intel_extension_for_pytorch") is None else "2"
 
 
+def _chooses_replicas() -> bool:
+    """Whether a header of a request says which data parallel engine shall answer."""
+    package = find_spec("vllm")
+    assert package is not None and package.origin is not None
+    files = (Path(package.origin).parent / "entrypoints").rglob("*.py")
+    return any("x-data-parallel-rank" in f.read_text().lower() for f in files)
+
+
+CHOOSES_REPLICAS = _chooses_replicas()
+
+
 def lacking_engine(llm: dict[str, Any]) -> str | None:
     """Why the release has no engine with these `LLM` arguments on a CPU."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
