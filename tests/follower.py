@@ -93,7 +93,8 @@ class Follower:
                 hashes[i - 1] if i else event.parent_block_hash,
                 size,
                 event.lora_id,
-                event.lora_name,
+                # The first releases give the number only.
+                getattr(event, "lora_name", None),
                 *(_of_block(event, name, i) for name in DESCRIPTION),
             )
             key = (_group(event), block_hash)

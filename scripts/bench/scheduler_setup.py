@@ -9,7 +9,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from vllm.config import (
 )
 from vllm.config.scheduler import SchedulerPolicy
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -37,6 +36,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+try:
+    from vllm.utils.hashing import sha256
+except ImportError:
+    from vllm.utils import sha256  # type: ignore[attr-defined, no-redef]
 
 BLOCK_SIZE = 16
 # One layer; a page of 4 KiB, which no offloading code rounds up.
@@ -91,6 +95,7 @@ def make_scheduler(
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             is_encoder_decoder=False,
+            enable_chunked_prefill=True,
             async_scheduling=False,
             policy=policy,
         ),
@@ -104,12 +109,15 @@ def make_scheduler(
     )
     if kv_tier is not None:
         kv_cache_config.kv_tier = kv_tier
+    # The first releases take it from the settings.
+    knows_size = "block_size" in signature(Scheduler).parameters
+    size: dict[str, Any] = {"block_size": BLOCK_SIZE} if knows_size else {}
     return Scheduler(
         vllm_config=vllm_config,
         kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(vllm_config),
-        block_size=BLOCK_SIZE,
         log_stats=True,
+        **size,
     )
 
 
@@ -143,12 +151,19 @@ def sampled(
 ) -> ModelRunnerOutput:
     """What a model runner returns that gave every scheduled request a token."""
     ids = list(output.num_scheduled_tokens)
-    return ModelRunnerOutput(
+    # Some releases have a default for all but the first two.
+    needed: dict[str, Any] = {
+        name: {} if name.endswith("_dict") else None
+        for name, parameter in signature(ModelRunnerOutput).parameters.items()
+        if parameter.default is Parameter.empty
+    }
+    values: dict[str, Any] = needed | dict(
         req_ids=ids,
         req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
         sampled_token_ids=[[7]] * len(ids),
         kv_connector_output=kv_connector_output,
     )
+    return ModelRunnerOutput(**values)
 
 
 def timed_step(

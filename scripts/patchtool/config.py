@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,11 @@ class Pin:
 class CpuPins:
     """The CPU build that a tag is tested with; see `patches/*/upstream.toml`.
 
-    extensions_only: the wheel gives its compiled files only, the Python tree is the
-    sdist's. optional: requirements that move to the extra `media`. also: requirements
-    of an environment beside those of the wheel.
+    wheels: by architecture, and where a wheel is for one Python only, by both
+    (`x86_64-cp311`). extensions_only: the wheel gives its compiled files only, the
+    Python tree is the sdist's. optional: requirements that move to the extra `media`.
+    also: requirements of an environment beside those of the wheel. weak: versions of
+    symbols that the compiled files ask for and older machines lack.
     """
 
     local_version: str
@@ -105,6 +108,9 @@ class CpuPins:
     extensions_only: bool = False
     optional: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    # Not in `repr`, from which environments know whether they are up to date: those of
+    # releases without it stay.
+    weak: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -132,22 +138,28 @@ class Pins:
             )
         return self.cpu
 
-    def base_wheel(self, device: str, arch: str) -> Pin:
+    def base_wheel(self, device: str, arch: str, python: str | None = None) -> Pin:
+        """The pinned wheel; python is `cp311` and the like, by default the own one."""
         if device not in ("cuda", "cpu"):
             raise ToolError(f"DEVICE={device} is not known; use DEVICE=cuda or cpu")
         wheels = self.require_cpu().wheels if device == "cpu" else self.cuda
-        if arch not in wheels:
-            raise ToolError(
-                f"no {device} wheel is pinned for ARCH={arch} in "
-                f"patches/{self.tag}/upstream.toml; pinned: {sorted(wheels)}"
-            )
-        return wheels[arch]
+        for key in (f"{arch}-{python or host_python()}", arch):
+            if key in wheels:
+                return wheels[key]
+        raise ToolError(
+            f"no {device} wheel is pinned for ARCH={arch} and this Python in "
+            f"patches/{self.tag}/upstream.toml; pinned: {sorted(wheels)}"
+        )
 
 
 def host_arch() -> str:
     return {"arm64": "aarch64", "AMD64": "x86_64"}.get(
         platform.machine(), platform.machine()
     )
+
+
+def host_python() -> str:
+    return "cp{}{}".format(*sys.version_info)
 
 
 def _pins_by_arch(section: dict[str, Any]) -> dict[str, Pin]:
@@ -171,7 +183,7 @@ def load_pins(layout: Layout, tag: str) -> Pins:
         cpu = None
         if section := data.pop("cpu", None):
             plain = {k: v for k, v in section.items() if not isinstance(v, dict)}
-            for key in ("optional", "also"):
+            for key in ("optional", "also", "weak"):
                 plain[key] = tuple(plain.get(key, ()))
             cpu = CpuPins(**plain, wheels=_pins_by_arch(section))
         return Pins(

@@ -13,7 +13,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .config import CpuPins, Layout, ToolError, host_arch, load_pins, say
+from .config import (
+    CpuPins,
+    Layout,
+    ToolError,
+    host_arch,
+    load_pins,
+    say,
+    version_key,
+)
 from .cudastubs import REPLACED, write_stubs
 from .index import (
     certificate,
@@ -22,6 +30,7 @@ from .index import (
     has_file,
     index_urls,
 )
+from .symbols import weaken
 from .tree import locked, sha256
 from .wheel import build_wheel, package_files
 
@@ -50,13 +59,27 @@ def find_uv(layout: Layout) -> str:
     return str(uv)
 
 
-def _python(requires: str) -> str:
-    """The Python that runs this if it will do, else a wish that uv looks for."""
-    # Not at the top: a venv of uv's has no pip, and most commands need none.
-    from pip._vendor.packaging.specifiers import SpecifierSet
+def python_for(cpu: CpuPins, arch: str, here: str) -> tuple[str, str]:
+    """The Python that runs this if it will do, else a wish that uv looks for; and the
+    tag of wheels for it. here: its version."""
+    # Not at the top: most commands need none.
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:
+        from pip._vendor.packaging.specifiers import (  # type: ignore[no-redef]
+            SpecifierSet,
+        )
 
-    here = platform.python_version()
-    return sys.executable if SpecifierSet(requires).contains(here) else requires
+    tag = "cp{}{}".format(*here.split("."))
+    if SpecifierSet(cpu.requires_python).contains(here) and (
+        arch in cpu.wheels or f"{arch}-{tag}" in cpu.wheels
+    ):
+        return sys.executable, tag
+    pinned = [key for key in cpu.wheels if key.startswith(f"{arch}-cp")]
+    if arch in cpu.wheels or not pinned:
+        return cpu.requires_python, tag
+    tag = max(pinned, key=version_key).removeprefix(f"{arch}-")
+    return f"{tag[2]}.{tag[3:]}", tag
 
 
 def _index_options() -> list[str]:
@@ -94,7 +117,9 @@ def site_packages(venv: Path) -> Path:
 
 def _digest(layout: Layout, tag: str) -> str:
     """Of all that a venv is made of, but the series and the overlay."""
-    digest = hashlib.sha256(repr(load_pins(layout, tag)).encode())
+    pins = load_pins(layout, tag)
+    digest = hashlib.sha256(repr(pins).encode())
+    digest.update("".join(pins.require_cpu().weak).encode())
     digest.update((layout.root / REQUIREMENTS).read_bytes())
     return digest.hexdigest()
 
@@ -173,14 +198,14 @@ def make_env(layout: Layout, tag: str) -> Path:
     venv = layout.env(tag)
     digest = _digest(layout, tag)
     if _load(venv).get("digest") != digest:
-        wheel = build_wheel(layout, tag, "cpu", host_arch())
+        python, python_tag = python_for(cpu, host_arch(), platform.python_version())
+        wheel = build_wheel(layout, tag, "cpu", host_arch(), python_tag)
         files = package_files(layout, tag, "cpu")
         with locked(venv.parent):
             uv, env = find_uv(layout), _uv_environment()
             say(f"installing {wheel.name} and what it needs (about 2 GiB)")
             shutil.rmtree(venv, ignore_errors=True)
             mend = f"vLLM for a CPU needs Python {cpu.requires_python}"
-            python = _python(cpu.requires_python)
             create = ["venv", "--quiet", "--python", python, str(venv)]
             _run([uv, *create], env, mend)
             target = ["--quiet", "--python", str(venv / "bin" / "python")]
@@ -196,6 +221,8 @@ def make_env(layout: Layout, tag: str) -> Path:
             _run([uv, "pip", "install", *target, *_index_options(), *what], env, mend)
             if stubs:
                 write_stubs(site_packages(venv) / "torch" / "lib")
+            for library in site_packages(venv).glob("vllm/*.so"):
+                weaken(library, cpu.weak)
             (venv / STAMP).write_text(json.dumps({"digest": digest, "files": {}}))
             _sync(layout, tag, files)
             _first_start(venv)

@@ -45,13 +45,21 @@ EXTENSIONS_ONLY = """
 
 
 def _wheels(files: list[IndexFile], project: str, version: str) -> dict[str, Pin]:
-    """The wheel of a version for each architecture that has one."""
-    pattern = rf"{project}-{re.escape(version)}-.*manylinux.*_({'|'.join(ARCHES)})\.whl"
+    """The wheels of a version for each architecture: one, or one for each Python."""
+    pattern = (
+        rf"{project}-{re.escape(version)}-(cp\d+)-(\w+)-manylinux.*_"
+        rf"({'|'.join(ARCHES)})\.whl"
+    )
     found = {}
     for file in files:
         if match := re.fullmatch(pattern, file.name):
-            found[match[1]] = Pin(file.name, file.sha256)
-    return {arch: found[arch] for arch in ARCHES if arch in found}
+            python, abi, arch = match.groups()
+            key = f"{arch}-{python}" if python == abi else arch
+            # The overlay needs Python 3.10.
+            if abi != "cp39":
+                found[key] = Pin(file.name, file.sha256)
+    order = {arch: i for i, arch in enumerate(ARCHES)}
+    return dict(sorted(found.items(), key=lambda f: (order[f[0].split("-")[0]], f[0])))
 
 
 def _torch_of(wheel: Path, default: str) -> str:
@@ -140,6 +148,8 @@ def pins_text(pins: Pins) -> str:
         "# Exist for CUDA only on the package index, and break the import on a CPU.\n"
         f"optional = [{optional}]\n"
     )
+    if cpu.also:
+        text += f"also = [{', '.join(map(repr, cpu.also))}]\n".replace("'", '"')
     return text + "".join(_section(f"cpu.{a}", pin) for a, pin in cpu.wheels.items())
 
 

@@ -80,7 +80,9 @@ def _dist_info(wheel: zipfile.ZipFile) -> str:
     return found.pop().removesuffix(".dist-info")
 
 
-def build_wheel(layout: Layout, tag: str, device: str, arch: str) -> Path:
+def build_wheel(
+    layout: Layout, tag: str, device: str, arch: str, python: str | None = None
+) -> Path:
     """Write build/wheels/vllm-<version>-<tags>.whl and return its path.
 
     The same inputs give the same bytes, on any machine.
@@ -90,7 +92,7 @@ def build_wheel(layout: Layout, tag: str, device: str, arch: str) -> Path:
             touches is not the sdist's in the base wheel.
     """
     pins = load_pins(layout, tag)
-    pin = pins.base_wheel(device, arch)
+    pin = pins.base_wheel(device, arch, python)
     files = package_files(layout, tag, device)
     base = fetch(layout, pin)
     new = f"vllm-{pins.wheel_version(device)}"

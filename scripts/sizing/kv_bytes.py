@@ -58,7 +58,7 @@ def kv_bytes_per_token(config: Path, tp: int, kv_cache_dtype: str) -> tuple[int,
     ranks: Any = SimpleNamespace(tensor_parallel_size=tp)
     rank_bytes = (
         vectors
-        * model.get_total_num_hidden_layers()
+        * _num_layers(model)
         * model.get_num_kv_heads(ranks)
         * model.get_head_size()
         * ITEM_BYTES[dtype]
@@ -69,3 +69,10 @@ def kv_bytes_per_token(config: Path, tp: int, kv_cache_dtype: str) -> tuple[int,
     ):
         note = "layers with windows are counted as if they kept every token"
     return rank_bytes * tp, note
+
+
+def _num_layers(model: Any) -> int:
+    if hasattr(model, "get_total_num_hidden_layers"):
+        return model.get_total_num_hidden_layers()
+    # The first releases have it there only.
+    return model.hf_text_config.num_hidden_layers

@@ -53,5 +53,5 @@ def do_without_streams(wrapper: Any = None) -> None:
     if hasattr(cpu_model_runner, "_torch_cuda_wrapper"):
         cpu_model_runner._torch_cuda_wrapper = nullcontext
     torch.Event = torch.cuda.Event = torch.cuda.Stream = _Nothing  # type: ignore
-    torch.cuda.current_stream = _Nothing
+    torch.cuda.current_stream = torch.cuda.default_stream = _Nothing  # type: ignore
     torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment]

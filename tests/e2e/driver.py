@@ -17,16 +17,25 @@ from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine
 from .mamba_cpu import end_prefill_steps_at_blocks, pack_no_weights
 from .pipeline_cpu import make_buffers_between_stages
+from .release import count_every_step, lacking, lacking_engine
 from .workloads import WORKLOADS, Lacks
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     if job["llm"].get("async_scheduling"):
         allow_async_scheduling()
+        if job["llm"].get("tensor_parallel_size", 1) == 1:
+            # Some releases take another process for the rank.
+            job["llm"].setdefault("distributed_executor_backend", "uni")
     if job["llm"].get("mamba_cache_mode"):
         end_prefill_steps_at_blocks()
         if job["llm"].get("dtype") == "float32":
             pack_no_weights()
+    if why := lacking_engine(job["llm"]):
+        lacks = {name: {"lacks": why} for name in job["workloads"]}
+        return {"facts": {}, "layout": None, "workloads": lacks}
+    unasked = lacking(job["llm"])
+    count_every_step()
     engine = Engine(**job["llm"])
     if job["llm"].get("async_scheduling"):
         engine.on_ranks(do_without_streams)
@@ -34,6 +43,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         engine.on_ranks(make_buffers_between_stages)
     results: dict[str, Any] = {}
     for name in job["workloads"]:
+        if name in unasked:
+            results[name] = {"lacks": unasked[name]}
+            continue
         assert engine.reset(), f"The cache is in use before {name}."
         before = engine.counters()
         try:

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from .release import NO_BINDING, NUM_THREADS
+
 # Before vLLM is imported. The scheduler in this process, small engines without
 # threads of their own, and no claim to cores that others may use.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", NO_BINDING)
+os.environ.setdefault("OMP_NUM_THREADS", NUM_THREADS)
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm import LLM, SamplingParams
@@ -113,7 +116,10 @@ class Engine:
         }
 
     def reset(self) -> bool:
-        return self.llm.reset_prefix_cache()
+        """Whether the cache was reset."""
+        was_reset = self.llm.reset_prefix_cache()
+        # The first releases do not tell.
+        return self.num_cached()[0] == 0 if was_reset is None else was_reset
 
     def num_cached(self) -> tuple[int, int]:
         """Blocks with content in the device cache and in the host's."""
@@ -204,6 +210,9 @@ class Engine:
 
     def steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
+            if not self._engine.has_unfinished_requests():
+                # Some releases cannot make a step without any.
+                return
             for output in self._engine.step():
                 if output.finished:
                     assert isinstance(output, RequestOutput)

@@ -15,6 +15,7 @@ import pytest
 from .conftest import environment
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, SMALL, GiB
 from .model import make_tokenizer
+from .release import NO_BINDING, NUM_THREADS
 from .server import Server, command
 from .workloads import text
 
@@ -37,7 +38,7 @@ def served(llama: Path) -> Path:
 
 
 def server_environment() -> dict[str, str]:
-    quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    quiet = {"VLLM_CPU_OMP_THREADS_BIND": NO_BINDING, "OMP_NUM_THREADS": NUM_THREADS}
     return environment() | quiet | {"VLLM_NO_USAGE_STATS": "1"}
 
 

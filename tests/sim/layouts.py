@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -17,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from ..names import cdiv
 from . import upstream
 
 MAX_MODEL_LEN = 40
@@ -76,7 +76,15 @@ class Layout:
             (upstream.HAS_STATES or not self.has_states)
             and (upstream.HAS_PREFILL_CHECKPOINTS or not self.has_checkpoints)
             and (upstream.HAS_PARTIAL_HITS or not has_partial_hits)
+            and (upstream.HAS_SEVERAL_BLOCK_SIZES or not self.has_mixed_attention)
         )
+
+    @property
+    def has_mixed_attention(self) -> bool:
+        """Blocks differ in size, or in what one token takes of full attention."""
+        full = [g.spec for g in self.groups if isinstance(g.spec, FullAttentionSpec)]
+        sizes = {group.block_size for group in self.groups}
+        return len(sizes) > 1 or any(spec != full[0] for spec in full)
 
     @property
     def block_size(self) -> int:

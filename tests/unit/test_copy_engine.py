@@ -143,7 +143,7 @@ def interpreted_kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     if torch.cuda.is_available():
         pytest.skip("the kernel itself runs here")
     # Not part of every CPU build.
-    triton = pytest.importorskip("triton")
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
     language = pytest.importorskip("triton.language")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)

@@ -11,6 +11,8 @@ from vllm.v1.kv_tier.plan import StepReport, Times, merge_reports
 from vllm.v1.kv_tier.worker import with_report
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from ..sim import upstream
+
 LOAD_3 = StepReport(failed_load_seq=3)
 LOAD_5 = StepReport(failed_load_seq=5)
 STORE = StepReport(failed_store_slots={7: 4})
@@ -25,7 +27,7 @@ def prefill(num_tokens: int, seconds: float) -> StepReport:
 
 
 def output() -> ModelRunnerOutput:
-    return ModelRunnerOutput(req_ids=["r"], req_id_to_index={"r": 0})
+    return upstream.model_runner_output(["r"])
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,9 @@ def test_a_request_that_its_connector_is_done_with_looks_again(
 
 
 def test_a_session_between_two_inputs_keeps_its_blocks(scheduler: Any) -> None:
-    request = add(scheduler, "a", RequestStatus.WAITING_FOR_STREAMING_REQ)
+    status = getattr(RequestStatus, "WAITING_FOR_STREAMING_REQ", None)
+    if status is None:
+        pytest.skip("prompts come in one part in this release")
+    request = add(scheduler, "a", status)
     start_over(scheduler)
     assert request.num_computed_tokens == 64 and not scheduler.freed

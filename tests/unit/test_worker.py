@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,10 @@ from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     ModelRunnerOutput,
 )
-from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+from vllm.v1.worker.worker_base import WorkerBase
+
+from ..names import WorkerWrapperBase
+from ..sim import upstream
 
 NUM_BLOCKS, NUM_SLOTS = 6, 4
 
@@ -33,7 +37,7 @@ def step(
     seq: int, tokens: Sequence[int] = (), copies_on_write: Any = None, **plan: Any
 ) -> SchedulerOutput:
     """What the scheduler sends: `tokens` of each request, and a plan."""
-    output = SchedulerOutput.make_empty()
+    output = upstream.empty_step()
     output.num_scheduled_tokens = {f"r{i}": n for i, n in enumerate(tokens)}
     output.total_num_scheduled_tokens = sum(tokens)
     output.kv_cache_block_copies = copies_on_write
@@ -68,7 +72,7 @@ def rank() -> Rank:
 
 
 def output() -> ModelRunnerOutput:
-    return ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    return upstream.model_runner_output([])
 
 
 def verifying(rank: Rank) -> Rank:
@@ -142,7 +146,7 @@ def test_loads_ahead_are_loads(rank: Rank) -> None:
 def test_a_step_without_a_plan_is_none_of_the_tiers_business(rank: Rank) -> None:
     """Such as the dummy steps of a profiler."""
     rank.run(4)
-    rank.tier.begin_step(SchedulerOutput.make_empty())
+    rank.tier.begin_step(upstream.empty_step())
     assert rank.report() is None
 
 
@@ -529,7 +533,9 @@ def test_copies_end_before_the_engine_sleeps() -> None:
     waits = hasattr(WorkerBase, "synchronize_device")
     name = "synchronize_device" if waits else "sleep"
     calls: list[str] = []
-    wrapper = WorkerWrapperBase()
+    config = {"vllm_config": SimpleNamespace(model_config=None)}
+    known = signature(WorkerWrapperBase).parameters
+    wrapper = WorkerWrapperBase(**{k: v for k, v in config.items() if k in known})
     wrapper.worker = SimpleNamespace(  # type: ignore[assignment]
         **{name: lambda *level: calls.append("device")}
     )

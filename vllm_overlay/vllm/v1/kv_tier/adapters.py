@@ -36,10 +36,10 @@ class AdapterLoads:
         """Workers are about to load `lora`, if it is new or replaces itself."""
         key = (lora.lora_name, lora.lora_int_id)
         is_first = lora.lora_name not in self._names
-        if is_first and not lora.load_inplace:
+        if is_first and not _replaces(lora):
             # As without a tier.
             self._current[key] = 0
-        elif lora.load_inplace or key not in self._current:
+        elif _replaces(lora) or key not in self._current:
             self._current[key] = next(self._numbers)
         self._names.add(lora.lora_name)
         self._files[key] = _files(lora.lora_path)
@@ -58,7 +58,7 @@ class AdapterLoads:
             key = (lora.lora_name, lora.lora_int_id)
             # Workers reload an adapter for each step of such a request. Servers go
             # on sending it after a reload.
-            replaced = lora.load_inplace and (
+            replaced = _replaces(lora) and (
                 key not in self._files
                 or self._files[key] is None
                 or self._files[key] != _files(lora.lora_path)
@@ -67,6 +67,11 @@ class AdapterLoads:
                 self.load(lora)
             number = self._of_request[request] = self._current[key]
         return number
+
+
+def _replaces(lora: "LoRARequest") -> bool:
+    """Whether workers load the adapter even if they have it, where they can."""
+    return getattr(lora, "load_inplace", False)
 
 
 def _files(path: str) -> Hashable:

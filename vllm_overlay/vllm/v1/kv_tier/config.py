@@ -235,8 +235,14 @@ def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None
     config = KVTierConfig.from_vllm_config(vllm_config)
     if config is None or num_engines < 2:
         return
-    if vllm_config.parallel_config.nnodes == 1:
+    if is_one_machine(vllm_config):
         config.check_available_memory(num_engines)
+
+
+def is_one_machine(vllm_config: "VllmConfig") -> bool:
+    """Whether all ranks of an engine are on this machine."""
+    # Not all releases can do without Ray for several.
+    return getattr(vllm_config.parallel_config, "nnodes", 1) == 1
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import msgspec
 
 from vllm.distributed.kv_events import MEDIUM_GPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
-    BlockHashListWithBlockSize,
     BlockHashWithGroupId,
     KVCacheBlock,
     make_block_hash_with_group_id,
@@ -146,8 +145,11 @@ class PublishingBlockPool(TieredBlockPool):
 
     def _hashes(self, request: Request, block_size: int) -> Any:
         """Of the blocks of a group with `block_size`, as a sequence."""
+        # Not all releases have blocks of several sizes.
         if block_size == self.hash_block_size:
             return request.block_hashes
+        from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+
         return BlockHashListWithBlockSize(
             request.block_hashes, self.hash_block_size, block_size
         )

@@ -9,6 +9,9 @@ from vllm.v1.request import RequestStatus
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
+# Of a request whose prompt comes in parts, in releases that have such requests.
+_BETWEEN_INPUTS = getattr(RequestStatus, "WAITING_FOR_STREAMING_REQ", None)
+
 
 def start_over(scheduler: "Scheduler") -> None:
     """Let every request that holds blocks compute them again.
@@ -28,10 +31,11 @@ def start_over(scheduler: "Scheduler") -> None:
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             # The connector still writes to its blocks: they are freed when it ends.
             scheduler.failed_recving_kv_req_ids.add(request.request_id)
-        elif request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+        elif request.status == _BETWEEN_INPUTS:
             # It has read its blocks, so its report came before it waited.
             continue
         else:
             scheduler._free_request_blocks(request)
         request.num_computed_tokens = 0
-    scheduler.prev_step_scheduled_req_ids.clear()
+    # Not all releases ask who was in the step before.
+    getattr(scheduler, "prev_step_scheduled_req_ids", set()).clear()

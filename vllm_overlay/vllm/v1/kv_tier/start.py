@@ -7,7 +7,12 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
-from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.config import (
+    GiB,
+    KVTierConfig,
+    KVTierLayout,
+    is_one_machine,
+)
 from vllm.v1.kv_tier.copy_engine import slot_bytes
 from vllm.v1.kv_tier.layer_waits import make_layer_waits, set_layer_waits
 from vllm.v1.kv_tier.regions import build_regions
@@ -57,7 +62,7 @@ def start_kv_tier(
             "it is useful from the size of the device cache on "
             f"({block_bytes * num_blocks / GiB:.3g} GiB)."
         )
-    if vllm_config.parallel_config.nnodes == 1:
+    if is_one_machine(vllm_config):
         config.check_available_memory()
     ranks = executor.collective_rpc(
         _start_rank,

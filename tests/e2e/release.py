@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What releases do not share, for the end-to-end tests.
+
+Nothing asks for a version: each line looks at what the release at hand has.
+"""
+
+from importlib.util import find_spec
+from inspect import getsource, signature
+from pathlib import Path
+from typing import Any
+
+
+def _no_binding() -> str:
+    """`VLLM_CPU_OMP_THREADS_BIND` for threads that run where they like."""
+    # Read by who has not imported vLLM yet, and must not.
+    package = find_spec("vllm")
+    assert package is not None and package.origin is not None
+    worker = Path(package.origin).parent / "v1" / "worker" / "cpu_worker.py"
+    # The first releases have a word for each of (here) up to four ranks.
+    return "nobind" if '"nobind"' in worker.read_text() else "|".join(4 * ["all"])
+
+
+NO_BINDING = _no_binding()
+# The attention of this extension fails on one thread when four or more requests with
+# the same prefix decode, tier or not.
+NUM_THREADS = "1" if find_spec("intel_extension_for_pytorch") is None else "2"
+
+
+def _chooses_replicas() -> bool:
+    """Whether a header of a request says which data parallel engine shall answer."""
+    package = find_spec("vllm")
+    assert package is not None and package.origin is not None
+    files = (Path(package.origin).parent / "entrypoints").rglob("*.py")
+    return any("x-data-parallel-rank" in f.read_text().lower() for f in files)
+
+
+CHOOSES_REPLICAS = _chooses_replicas()
+
+
+def lacking_engine(llm: dict[str, Any]) -> str | None:
+    """Why the release has no engine with these `LLM` arguments on a CPU."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.worker import cpu_model_runner
+
+    if "speculative_config" in llm and "spec decode is not supported" in getsource(
+        cpu_model_runner
+    ):
+        return "this release does not speculate on CPUs"
+    if (
+        "kv_transfer_config" in llm
+        and "ExampleConnector" not in KVConnectorFactory._registry
+    ):
+        return "KV connectors of this release are made another way"
+    return None
+
+
+def lacking(llm: dict[str, Any]) -> dict[str, str]:
+    """Workloads that the release cannot be asked on such an engine, and why."""
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    found: dict[str, str] = {}
+    if llm.get("scheduling_policy") == "priority" and "__lt__" not in vars(Request):
+        found["sampling"] = "requests of the same time have no order in this release"
+    if not hasattr(EngineCore, "pause_scheduler"):
+        for name in ("paused", "asleep"):
+            found[name] = "this release cannot pause its scheduler"
+    if (
+        "reset_running_requests"
+        not in signature(EngineCore.reset_prefix_cache).parameters
+    ):
+        found["reset_running"] = "this release resets no cache under running requests"
+    reload_weights = getattr(GPUModelRunner, "reload_weights", None)
+    if (
+        reload_weights is None
+        or "weights_path" not in signature(reload_weights).parameters
+    ):
+        found["new_weights"] = "this release reloads no weights from another path"
+    if "load_inplace" not in LoRARequest.__struct_fields__:
+        found["lora_reloads"] = "this release cannot reload an adapter in place"
+    return found
+
+
+def count_every_step() -> None:
+    """Let steps without outputs have counts in this process too: some releases ask
+    for them, since engines in a process of their own send nothing then."""
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    if "assert outputs.scheduler_stats is not None" not in getsource(LLMEngine.step):
+        return
+    upstream = InprocClient.get_output
+
+    def get_output(self: Any) -> Any:
+        outputs = upstream(self)
+        if outputs.scheduler_stats is None:
+            outputs.scheduler_stats = SchedulerStats()
+        return outputs
+
+    InprocClient.get_output = get_output  # type: ignore[method-assign]
