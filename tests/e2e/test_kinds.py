@@ -174,14 +174,6 @@ def test_every_mode_of_mamba_caches_has_a_kind() -> None:
     assert not missing
 
 
-@pytest.mark.skipif(HAS_STATES, reason="this release shares states as it should")
-def test_states_are_refused_where_they_are_shared_too_early(tmp_path: Path) -> None:
-    kind = KINDS["falcon_h1"]
-    model = kind.write(tmp_path / "model")
-    with pytest.raises(RuntimeError, match="cannot serve models with Mamba layers"):
-        run_engine("write_back", kind.jobs()["write_back"], model, tmp_path)
-
-
 def large_and_tiered(kind: Kind, folder: Path) -> Iterator[dict[str, Any]]:
     """Workloads of the engines `large` and `write_back`, which run side by side."""
     model = kind.write(folder / "model")
