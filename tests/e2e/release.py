@@ -15,9 +15,12 @@ def _no_binding() -> str:
     # Read by who has not imported vLLM yet, and must not.
     package = find_spec("vllm")
     assert package is not None and package.origin is not None
-    worker = Path(package.origin).parent / "v1" / "worker" / "cpu_worker.py"
+    root = Path(package.origin).parent
+    files = root / "v1/worker/cpu_worker.py", root / "utils/ompmultiprocessing.py"
+    if any('"nobind"' in file.read_text() for file in files if file.exists()):
+        return "nobind"
     # The first releases have a word for each of (here) up to four ranks.
-    return "nobind" if '"nobind"' in worker.read_text() else "|".join(4 * ["all"])
+    return "|".join(4 * ["all"])
 
 
 NO_BINDING = _no_binding()
