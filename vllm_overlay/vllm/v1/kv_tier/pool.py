@@ -126,6 +126,10 @@ class TieredBlockPool(BlockPool):
             layout.load_s, config.max_load_stall_s, layout.layerwise
         )
         self._tokens_per_block = layout.tokens_per_block
+        # Not all releases have metrics of single blocks.
+        self._tells_evictions = self.enable_kv_cache_events or (
+            getattr(self, "metrics_collector", None) is not None
+        )
 
         # The plan in the making. Stores and loads are keyed by what they overwrite
         # (slot, device block), so that a later copy to the same place replaces the
@@ -649,11 +653,7 @@ class TieredBlockPool(BlockPool):
             one key each.
 
         """
-        if (
-            self.cached_block_hashes_by_block
-            or self.metrics_collector
-            or self.enable_kv_cache_events
-        ):
+        if self._tells_evictions or self.cached_block_hashes_by_block:
             return False
         has_slot, pop_key = self.host.get, self.cached_block_hash_to_block.pop
         has_loads = bool(self._loads or self._loads_ahead)
