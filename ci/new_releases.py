@@ -15,11 +15,10 @@ import contextlib
 import io
 import re
 import shutil
-import sys
 from pathlib import Path
 
 from patchtool.check import check_tag
-from patchtool.config import Layout, ToolError, version_key
+from patchtool.config import Layout, ToolError, exit_with, version_key
 from patchtool.index import project_files
 from patchtool.newtag import new_tag
 
@@ -82,8 +81,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ToolError as failure:
-        print(f"error: {failure}")
-        sys.exit(1)
+    exit_with(main)

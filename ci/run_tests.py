@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from patchtool.config import Layout, ToolError, load_pins
+from patchtool.config import Layout, ToolError, exit_with, load_pins
 from patchtool.fetch import fetch
 
 START = time.monotonic()
@@ -317,8 +317,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ToolError as failure:
-        print(f"error: {failure}")
-        sys.exit(1)
+    exit_with(main)

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 
 from .check import check_patches
-from .config import Layout, ToolError, host_arch, say
+from .config import Layout, ToolError, exit_with, host_arch, say
 from .env import make_env, sync
 from .fetch import sha256_file
 from .newtag import new_tag
@@ -82,10 +81,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ToolError as error:
-        say(f"error: {error}")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    exit_with(main)

@@ -7,9 +7,10 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 try:
     import tomllib
@@ -23,6 +24,17 @@ class ToolError(Exception):
 
 def say(text: str) -> None:
     print(text, flush=True)
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """End the process with what `main` returns, or with 1 and a message."""
+    try:
+        sys.exit(main())
+    except ToolError as error:
+        say(f"error: {error}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 @dataclass(frozen=True)

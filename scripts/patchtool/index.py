@@ -160,19 +160,19 @@ def project_files(project: str) -> list[IndexFile]:
 
 def has_file(project: str, pattern: str) -> bool:
     """Whether the indexes or pip's local folders have a file of that name."""
-    for link in find_links():
-        folder = Path(link.removeprefix("file://"))
-        if folder.is_dir() and any(
-            re.fullmatch(pattern, f.name) for f in folder.iterdir()
-        ):
-            return True
+    local = (file.name for folder in _local_folders() for file in folder.iterdir())
+    if any(re.fullmatch(pattern, name) for name in local):
+        return True
     return any(re.fullmatch(pattern, file.name) for file in project_files(project))
 
 
 def local_file(name: str) -> Path | None:
     """A file of that name in one of pip's local find-links folders."""
-    for link in find_links():
-        folder = Path(link.removeprefix("file://"))
-        if (folder / name).is_file():
-            return folder / name
-    return None
+    files = (folder / name for folder in _local_folders())
+    return next((file for file in files if file.is_file()), None)
+
+
+def _local_folders() -> list[Path]:
+    """Pip's find-links that are folders here."""
+    folders = (Path(link.removeprefix("file://")) for link in find_links())
+    return [folder for folder in folders if folder.is_dir()]

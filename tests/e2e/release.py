@@ -67,9 +67,14 @@ def lacking(llm: dict[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     if llm.get("scheduling_policy") == "priority" and "__lt__" not in vars(Request):
         found["sampling"] = "requests of the same time have no order in this release"
-    if not hasattr(EngineCore, "pause_scheduler"):
-        for name in ("paused", "asleep"):
-            found[name] = "this release cannot pause its scheduler"
+    pause = getattr(EngineCore, "pause_scheduler", None)
+    if pause is None:
+        found["paused"] = "this release cannot pause its scheduler"
+    elif "mode" not in signature(pause).parameters:
+        found["paused"] = "this release pauses in one way only, which keeps the cache"
+    if "paused" in found:
+        # Level 0 of sleep is a pause.
+        found["asleep"] = found["paused"]
     if (
         "reset_running_requests"
         not in signature(EngineCore.reset_prefix_cache).parameters

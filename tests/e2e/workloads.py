@@ -30,10 +30,6 @@ Workload = Callable[[Engine], dict[str, Any]]
 WORKLOADS: dict[str, Workload] = {}
 
 
-class Lacks(Exception):
-    """The release at hand cannot do what a workload asks; says what it lacks."""
-
-
 def workload(function: Workload) -> Workload:
     WORKLOADS[function.__name__] = function
     return function

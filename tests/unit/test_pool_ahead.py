@@ -447,8 +447,7 @@ def test_loads_wait_for_the_forward_pass_that_uses_their_blocks() -> None:
 
 
 def test_stores_wait_for_the_forward_pass_that_fills_their_blocks() -> None:
-    # So many that the cleaner leaves those in use alone.
-    tier = make_tier(10)
+    tier = make_tier(4)
     tier.begin()
     first = tier.compute("a")
     tier.end()

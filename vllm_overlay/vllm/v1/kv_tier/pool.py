@@ -434,7 +434,7 @@ class TieredBlockPool(BlockPool):
             keys = slot.keys
             block.set_block_hash(keys[0], slot.block_hash_num_tokens)
             insert(keys[0], block)
-            for key in keys[1:] if len(keys) > 1 else ():
+            for key in keys[1:]:
                 super()._insert_block_hash(key, block, None)
         self.host.mark_loaded((slot for _, _, slot in holes), plan.seq)
         plan.load_after_stores = max(
