@@ -29,15 +29,21 @@ NO_BINDING = _no_binding()
 NUM_THREADS = "1" if find_spec("intel_extension_for_pytorch") is None else "2"
 
 
-def _chooses_replicas() -> bool:
-    """Whether a header of a request says which data parallel engine shall answer."""
+def _says(words: str, place: str) -> bool:
+    """Whether the files of a folder of vLLM have these words, in small letters."""
     package = find_spec("vllm")
     assert package is not None and package.origin is not None
-    files = (Path(package.origin).parent / "entrypoints").rglob("*.py")
-    return any("x-data-parallel-rank" in f.read_text().lower() for f in files)
+    files = (Path(package.origin).parent / place).rglob("*.py")
+    return any(words in file.read_text().lower() for file in files)
 
 
-CHOOSES_REPLICAS = _chooses_replicas()
+CHOOSES_REPLICAS = _says("x-data-parallel-rank", "entrypoints")
+"""Whether a header of a request says which data parallel engine shall answer."""
+KILLED = "force killing remaining processes"
+"""What a server logs that kills its own processes at its end."""
+LOGS_KILLS = _says(KILLED, "v1")
+"""The first releases give an engine five seconds to end, and then kill it in
+silence."""
 
 
 def lacking_engine(llm: dict[str, Any]) -> str | None:

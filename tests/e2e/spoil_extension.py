@@ -20,6 +20,9 @@ class SpoilSlots:
 
         if self.vllm_config.parallel_config.data_parallel_index != replica:
             return
+        # Engines that run their worker themselves freeze what they have made, and the
+        # collector lists nothing that is frozen.
+        gc.unfreeze()
         # Not isinstance: some objects answer __class__ with an exception.
         (tier,) = (o for o in gc.get_objects() if type(o) is HostTier)
         slots = tier.buffer.slots
