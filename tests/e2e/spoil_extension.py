@@ -18,7 +18,9 @@ class SpoilSlots:
         """
         from vllm.v1.kv_tier.worker import HostTier
 
-        if self.vllm_config.parallel_config.data_parallel_index != replica:
+        config = self.vllm_config.parallel_config
+        # Releases without such an index run one engine here.
+        if getattr(config, "data_parallel_index", 0) != replica:
             return
         # Engines that run their worker themselves freeze what they have made, and the
         # collector lists nothing that is frozen.
