@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from inspect import getsource
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ import pytest
 
 import vllm.config.cache
 from tests.sim.upstream import HAS_STATES
+from vllm.engine import arg_utils
 
 from .compare import assert_same_answers
 from .conftest import run_engine
@@ -29,6 +31,9 @@ Results = Callable[[str, str], dict[str, Any]]
 
 def lacking(kind: str) -> str:
     """Why the release at hand cannot run a kind; empty if it can."""
+    refuses_windows = "sliding window (CPU backend)" in getsource(arg_utils)
+    if refuses_windows and "SlidingWindowSpec" in KINDS[kind].groups:
+        return "attention on CPUs has no windows in this release"
     if "mamba_cache_mode" not in KINDS[kind].llm:
         return ""
     if not HAS_STATES:
@@ -39,15 +44,16 @@ def lacking(kind: str) -> str:
     return ""
 
 
+def unless_lacking(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(bool(lacking(name)), reason=lacking(name))
+
+
 kinds = pytest.mark.parametrize(
     "kind",
     [
         pytest.param(
             name,
-            marks=[
-                pytest.mark.compat("model kinds", ROWS[name]),
-                pytest.mark.skipif(bool(lacking(name)), reason=lacking(name)),
-            ],
+            marks=[pytest.mark.compat("model kinds", ROWS[name]), unless_lacking(name)],
         )
         for name in CHOSEN
     ],
@@ -140,7 +146,10 @@ def test_one_corrupted_slot_of_any_group_is_noticed(
 
 def only(*names: str) -> Any:
     """These kinds, as far as they were chosen."""
-    return pytest.mark.parametrize("kind", [n for n in CHOSEN if n in names])
+    chosen = [name for name in CHOSEN if name in names]
+    return pytest.mark.parametrize(
+        "kind", [pytest.param(name, marks=unless_lacking(name)) for name in chosen]
+    )
 
 
 @only("gemma3", "gpt_oss", "llama4")
@@ -191,7 +200,10 @@ def large_and_tiered(kind: Kind, folder: Path) -> Iterator[dict[str, Any]]:
 def test_embeddings(tmp_path: Path) -> None:
     large, tier = large_and_tiered(EMBEDDING, tmp_path)
     expected, found = large["embeddings"], tier["embeddings"]
-    assert found["cached_tokens"] == expected["cached_tokens"] == 8 * [0] + 8 * [192]
+    assert found["cached_tokens"] == expected["cached_tokens"]
+    # Some releases do not tell how much of an embedded prompt was cached.
+    if None not in found["cached_tokens"]:
+        assert found["cached_tokens"] == 8 * [0] + 8 * [192]
     assert found["counters"]["kv_tier_host_hit_tokens"] >= 0.5 * 8 * 192
     for ours, theirs in zip(found["vectors"], expected["vectors"]):
         assert ours == pytest.approx(theirs, abs=1e-4)
