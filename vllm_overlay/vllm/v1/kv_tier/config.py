@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from vllm import envs
 from vllm.v1.kv_tier.host_memory import available_host_bytes, total_host_bytes
 from vllm.v1.kv_tier.policy import make_policy
 
@@ -161,6 +162,13 @@ class KVTierConfig:
             raise ValueError(
                 f"{backend} and HiSparse both keep KV blocks in host memory. "
                 "Remove the HiSparse configuration, or remove the backend."
+            )
+        # Older releases have two engines; where one has none but V1, it is on.
+        if not getattr(envs, "VLLM_USE_V1", True):
+            raise ValueError(
+                f"{backend} is part of the V1 engine, but this is V0 (VLLM_USE_V1=0, "
+                "set by you, or by vLLM for a setting, a model or a platform: its log "
+                "says which). Set VLLM_USE_V1=1, or remove the backend."
             )
         executor = vllm_config.parallel_config.distributed_executor_backend
         if executor not in (None, "mp", "uni"):
