@@ -17,14 +17,14 @@ from vllm.config import (
 )
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_tier import pool
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from ..names import sha256
+from ..names import init_none_hash, sha256
 from . import upstream
 from .content import STOP_TOKEN, Sequence, Violation
 from .invariants import Invariants
@@ -171,7 +171,7 @@ class Engine:
             abort: Live request to abort while the step is in flight.
 
         """
-        executed = False
+        executed = is_sent = False
         if fail == "compute" and not self._can_reset_running:
             fail = None
         if self._scheduler.has_requests():
@@ -179,17 +179,23 @@ class Engine:
             before = self._num_preemptions()
             output = self._scheduler.schedule()
             self.events["preempted"] += self._num_preemptions() - before
+            executed = output.total_num_scheduled_tokens > 0
+            # Pipelines of older releases keep back what runs nothing.
+            is_sent = output.kv_tier_plan is not None
+            assert is_sent or (self.setup.depth > 1 and not executed)
+        if is_sent:
             self._invariants.check_no_pins()
             step = self._worker.submit(output, self._epoch, rush, fail)
             self._in_flight.append(step)
             self._count(step)
             step.is_void = self._is_void()
             self._check()
-            executed = output.total_num_scheduled_tokens > 0
         if abort is not None:
             self.abort(abort)
         if len(self._in_flight) == self.setup.depth or (
-            self._in_flight and not executed and not self._scheduler.has_requests()
+            self._in_flight
+            and not executed
+            and not (is_sent and self._scheduler.has_requests())
         ):
             self._process_oldest()
 
@@ -392,10 +398,11 @@ def make_scheduler(setup: Setup) -> Scheduler:
     config.scheduler_config.max_num_scheduled_tokens = setup.token_budget
     config.scheduler_config.max_num_seqs = setup.max_num_seqs
     config.scheduler_config.policy = "priority" if setup.by_priority else "fcfs"
-    config.scheduler_config.async_scheduling = setup.is_async
+    config.scheduler_config.async_scheduling = setup.is_async and upstream.HAS_ASYNC
     config.scheduler_config.scheduler_reserve_full_isl = setup.reserve_full_isl
     config.parallel_config = copy(base.parallel_config)
-    config.parallel_config.pipeline_parallel_size = setup.num_stages
+    num_stages = setup.depth if not upstream.HAS_ASYNC else setup.num_stages
+    config.parallel_config.pipeline_parallel_size = num_stages
     config.kv_events_config = setup.kv_events
     config.cache_config = copy(base.cache_config)
     config.cache_config.num_gpu_blocks = setup.num_blocks

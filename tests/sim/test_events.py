@@ -86,11 +86,7 @@ class FollowedEngine(Engine):
                 if isinstance(event, BlockStored):
                     self._check_truth(event)
         pool, follower = self.pool, self.follower
-        cached = pool.cached_block_hash_to_block._cache
-        device = {
-            key: 1 if isinstance(blocks, KVCacheBlock) else len(blocks)
-            for key, blocks in cached.items()
-        }
+        device = {key: len(blocks) for key, blocks in upstream.cached_blocks(pool)}
         host = {key: 1 for key in pool.host._slots}
         for medium, keys in (("GPU", device), ("CPU", host)):
             held = Counter(
