@@ -17,11 +17,12 @@ from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine
 from .mamba_cpu import end_prefill_steps_at_blocks, pack_no_weights
 from .pipeline_cpu import make_buffers_between_stages
-from .release import count_every_step, lacking, lacking_engine
+from .release import count_every_step, known, lacking, lacking_engine
 from .workloads import WORKLOADS
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
+    job["llm"] = known(job["llm"])
     if job["llm"].get("async_scheduling"):
         allow_async_scheduling()
         if job["llm"].get("tensor_parallel_size", 1) == 1:

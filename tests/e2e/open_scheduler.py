@@ -36,7 +36,10 @@ class OpenScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
         plan = output.kv_tier_plan
-        assert plan is not None
+        if plan is None:
+            # It goes on with the next step, in pipelines of older releases.
+            assert not output.total_num_scheduled_tokens
+            return output
         self._planned["stored"] += len(plan.store_slots) + len(plan.clean_slots)
         self._planned["loaded"] += len(plan.load_slots)
         self._planned["loaded_ahead"] += len(plan.ahead_slots)
@@ -66,9 +69,10 @@ class OpenScheduler(Scheduler):
 
     def _write(self) -> None:
         pool: Any = self.kv_cache_manager.kv_tier
+        cached = pool.cached_block_hash_to_block
         device = {
             key: 1 if isinstance(found, KVCacheBlock) else len(found)
-            for key, found in pool.cached_block_hash_to_block._cache.items()
+            for key, found in getattr(cached, "_cache", cached).items()
         }
         state = {
             "steps": self._num_steps,

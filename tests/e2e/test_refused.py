@@ -11,6 +11,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from .release import ENVIRONMENT, known
 from .kinds import ENCODER, ENCODER_DECODER
 from .model import LLAMA
 
@@ -43,8 +44,14 @@ CASES = [
 
 @pytest.mark.parametrize("config, settings, words", CASES)
 def test_refused(
-    config: dict[str, Any], settings: dict[str, Any], words: str, tmp_path: Path
+    config: dict[str, Any],
+    settings: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     asks_first = "get_encdec_max_encoder_len" in getsource(VllmConfig.__post_init__)
     if config is ENCODER_DECODER and asks_first:
         pytest.skip("this release loads the processor of such a model before")
@@ -52,7 +59,7 @@ def test_refused(
     args = EngineArgs(
         model=str(tmp_path),
         skip_tokenizer_init=True,
-        kv_cache_memory_bytes=1 << 20,
+        **known({"kv_cache_memory_bytes": 1 << 20}),
         kv_offloading_backend="core",
         kv_offloading_size=0.1,
         **settings,

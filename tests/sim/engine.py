@@ -117,6 +117,8 @@ class Engine:
         self._num_requests = 0
         self._epoch = 0
         self._in_flight: deque[Step] = deque()
+        # The plan of the last step goes on with the next one.
+        self._keeps_plan = False
         self._scheduler = make_scheduler(setup)
         self._num_steps = 0
         tier = self._scheduler.kv_cache_manager.kv_tier
@@ -171,7 +173,7 @@ class Engine:
             abort: Live request to abort while the step is in flight.
 
         """
-        executed = is_sent = False
+        executed = False
         if fail == "compute" and not self._can_reset_running:
             fail = None
         if self._scheduler.has_requests():
@@ -181,21 +183,21 @@ class Engine:
             self.events["preempted"] += self._num_preemptions() - before
             executed = output.total_num_scheduled_tokens > 0
             # Pipelines of older releases keep back what runs nothing.
-            is_sent = output.kv_tier_plan is not None
-            assert is_sent or (self.setup.depth > 1 and not executed)
-        if is_sent:
-            self._invariants.check_no_pins()
-            step = self._worker.submit(output, self._epoch, rush, fail)
-            self._in_flight.append(step)
-            self._count(step)
-            step.is_void = self._is_void()
-            self._check()
+            self._keeps_plan = output.kv_tier_plan is None
+            assert not (self._keeps_plan and (executed or self.setup.depth == 1))
+            if not self._keeps_plan:
+                self._invariants.check_no_pins()
+                step = self._worker.submit(output, self._epoch, rush, fail)
+                self._in_flight.append(step)
+                self._count(step)
+                step.is_void = self._is_void()
+                self._check()
         if abort is not None:
             self.abort(abort)
         if len(self._in_flight) == self.setup.depth or (
             self._in_flight
             and not executed
-            and not (is_sent and self._scheduler.has_requests())
+            and (self._keeps_plan or not self._scheduler.has_requests())
         ):
             self._process_oldest()
 
@@ -338,7 +340,9 @@ class Engine:
         gives_up = any(report.lost_blocks is not None for report in known)
         if not self._is_void() and not gives_up:
             unreported = {slot for r in known for slot in r.failed_store_slots}
-            self._invariants.check_contents(self._worker.settled(), unreported)
+            self._invariants.check_contents(
+                self._worker.settled(), unreported, self._keeps_plan
+            )
 
 
 def _failed_compute(step: Step) -> bool:
