@@ -36,10 +36,7 @@ class OpenScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
         plan = output.kv_tier_plan
-        if plan is None:
-            # It goes on with the next step, in pipelines of older releases.
-            assert not output.total_num_scheduled_tokens
-            return output
+        assert plan is not None
         self._planned["stored"] += len(plan.store_slots) + len(plan.clean_slots)
         self._planned["loaded"] += len(plan.load_slots)
         self._planned["loaded_ahead"] += len(plan.ahead_slots)

@@ -117,8 +117,6 @@ class Engine:
         self._num_requests = 0
         self._epoch = 0
         self._in_flight: deque[Step] = deque()
-        # The plan of the last step goes on with the next one.
-        self._keeps_plan = False
         self._scheduler = make_scheduler(setup)
         self._num_steps = 0
         tier = self._scheduler.kv_cache_manager.kv_tier
@@ -181,23 +179,17 @@ class Engine:
             before = self._num_preemptions()
             output = self._scheduler.schedule()
             self.events["preempted"] += self._num_preemptions() - before
+            self._invariants.check_no_pins()
+            step = self._worker.submit(output, self._epoch, rush, fail)
+            self._in_flight.append(step)
+            self._count(step)
+            step.is_void = self._is_void()
+            self._check()
             executed = output.total_num_scheduled_tokens > 0
-            # Pipelines of older releases keep back what runs nothing.
-            self._keeps_plan = output.kv_tier_plan is None
-            assert not (self._keeps_plan and (executed or self.setup.depth == 1))
-            if not self._keeps_plan:
-                self._invariants.check_no_pins()
-                step = self._worker.submit(output, self._epoch, rush, fail)
-                self._in_flight.append(step)
-                self._count(step)
-                step.is_void = self._is_void()
-                self._check()
         if abort is not None:
             self.abort(abort)
         if len(self._in_flight) == self.setup.depth or (
-            self._in_flight
-            and not executed
-            and (self._keeps_plan or not self._scheduler.has_requests())
+            self._in_flight and not executed and not self._scheduler.has_requests()
         ):
             self._process_oldest()
 
@@ -340,9 +332,7 @@ class Engine:
         gives_up = any(report.lost_blocks is not None for report in known)
         if not self._is_void() and not gives_up:
             unreported = {slot for r in known for slot in r.failed_store_slots}
-            self._invariants.check_contents(
-                self._worker.settled(), unreported, self._keeps_plan
-            )
+            self._invariants.check_contents(self._worker.settled(), unreported)
 
 
 def _failed_compute(step: Step) -> bool:

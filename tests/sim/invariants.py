@@ -122,30 +122,21 @@ class Invariants:
 
     # ---------------------------------------------------------------- contents
 
-    def check_contents(
-        self, worker: Worker, unreported: Collection[int], keeps_plan: bool
-    ) -> None:
+    def check_contents(self, worker: Worker, unreported: Collection[int]) -> None:
         """Compare memory with the keys under which it can be found.
 
         Args:
             worker: Memory in which all copies and steps have been executed.
             unreported: Host slots whose store failed, which the pool cannot
                 know yet.
-            keeps_plan: Whether copies of the plan in the making are still to come.
 
         """
-        pool = self._pool
-        to_load: set[int] = set()
-        to_store: set[int] = set()
-        if keeps_plan:
-            to_load = pool._loads.keys() | pool._loads_ahead.keys()
-            to_store = pool._stores.keys() | pool._cleans.keys()
-        for block in pool.blocks:
-            if block.block_hash is not None and block.block_id not in to_load:
+        for block in self._pool.blocks:
+            if block.block_hash is not None:
                 for key in self._keys(block):
                     self._compare("device", block, key, worker.device[block.block_id])
-        for slot in pool.host.filled():
-            if slot.index not in to_store and slot.index not in unreported:
+        for slot in self._pool.host.filled():
+            if slot.index not in unreported:
                 for key in slot.keys:
                     self._compare("host", slot, key, worker.host[slot.index])
 
