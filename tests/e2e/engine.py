@@ -12,8 +12,7 @@ from .release import ENVIRONMENT
 # threads of their own, and no claim to cores that others may use.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-for _name, _value in ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
+os.environ.update(ENVIRONMENT | dict(os.environ))
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest

@@ -77,8 +77,8 @@ def known(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cache_bytes(size: int) -> list[str]:
-    """Flags of `vllm serve` for a device cache of `size` bytes. Servers get its number of
-    blocks, too: not all releases take bytes."""
+    """Flags of `vllm serve` for a device cache of `size` bytes. Servers get its number
+    of blocks, too: not all releases take bytes."""
     return [
         f"--{name.replace('_', '-')}={value}"
         for name, value in known({"kv_cache_memory_bytes": size}).items()

@@ -11,9 +11,9 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from .release import ENVIRONMENT, known
 from .kinds import ENCODER, ENCODER_DECODER
 from .model import LLAMA
+from .release import ENVIRONMENT, known
 
 CASES = [
     pytest.param(

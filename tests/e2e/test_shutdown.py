@@ -21,8 +21,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, SMALL, GiB
 from .model import make_tokenizer
-from .server import UPSTREAMS_OWN, Server
 from .release import cache_bytes
+from .server import UPSTREAMS_OWN, Server
 from .test_http import CORE, SERVE, server_environment
 from .workloads import text
 

@@ -130,8 +130,6 @@ class Layout:
         ]
 
 
-
-
 def full(block_size: int = 4, head_size: int = 1) -> Group:
     spec = FullAttentionSpec(block_size=block_size, **upstream.heads(head_size))
     return Group(spec, lambda position: 0)

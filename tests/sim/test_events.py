@@ -21,8 +21,6 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 from vllm.v1.core.kv_cache_utils import (
-    ExternalBlockHash,
-    KVCacheBlock,
     get_block_hash,
     get_group_id,
     maybe_convert_block_hash,
@@ -48,7 +46,7 @@ class FollowedEngine(Engine):
     """Publishes events, and compares what they say with the pool."""
 
     def __init__(self, setup: Setup) -> None:
-        self.prefixes: dict[ExternalBlockHash, tuple[list[int], str | None]] = {}
+        self.prefixes: dict[Any, tuple[list[int], str | None]] = {}
         endpoint = f"inproc://{id(self)}"
         events = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint
