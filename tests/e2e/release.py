@@ -38,7 +38,7 @@ NUM_THREADS = "1" if find_spec("intel_extension_for_pytorch") is None else "2"
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": NO_BINDING, "VLLM_NO_USAGE_STATS": "1"}
 """Environment of engines that claim no cores which others may use."""
 if '"VLLM_USE_V1"' in (_root() / "envs.py").read_text():
-    # The first releases have another engine too, and take that on CPUs.
+    # The first releases have another engine too, which they may choose by themselves.
     UNBOUND["VLLM_USE_V1"] = "1"
 ENVIRONMENT = {**UNBOUND, "OMP_NUM_THREADS": NUM_THREADS}
 """The same, without threads of their own."""

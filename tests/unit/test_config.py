@@ -12,6 +12,7 @@ import pytest
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+import vllm
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -43,7 +44,7 @@ LLAMA = {
 
 @pytest.fixture(autouse=True)
 def _v1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some releases have another engine too, and take that on CPUs."""
+    """Some releases have another engine too, which they may choose by themselves."""
     monkeypatch.setenv("VLLM_USE_V1", "1")
 
 
@@ -136,6 +137,16 @@ def test_settings_from_the_command_line(model: str) -> None:
 def test_no_tier_without_the_backend(model: str) -> None:
     args = {"kv_offloading_backend": OTHERS[0], "kv_offloading_size": None}
     assert tier(model, **args) is None
+
+
+def test_the_tier_is_part_of_v1(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (Path(vllm.__file__).parent / "core" / "scheduler.py").exists():
+        pytest.skip("this release has no other engine")
+    monkeypatch.setenv("VLLM_USE_V1", "0")
+    assert tier(model, kv_offloading_backend=None, kv_offloading_size=None) is None
+    text = message(model)
+    names_all(text, "--kv-offloading-backend core", "VLLM_USE_V1=0", "V1 engine")
+    names_all(text, "Set VLLM_USE_V1=1, or remove the backend.")
 
 
 def test_the_connector_slot_stays_free(model: str) -> None:

@@ -138,6 +138,14 @@ class KVTierConfig:
 
     def _check_engine(self, vllm_config: "VllmConfig") -> None:
         backend = f"--kv-offloading-backend {BACKEND}"
+        # The first releases have two engines. Those that have none but V1 say it is on,
+        # or nothing.
+        if not getattr(envs, "VLLM_USE_V1", True):
+            raise ValueError(
+                f"{backend} is part of the V1 engine, but this is V0 (VLLM_USE_V1=0, "
+                "set by you, or by vLLM for a setting, a model or a platform: its log "
+                "says which). Set VLLM_USE_V1=1, or remove the backend."
+            )
         model = vllm_config.model_config
         if model is not None and model.is_encoder_decoder:
             raise ValueError(
@@ -162,13 +170,6 @@ class KVTierConfig:
             raise ValueError(
                 f"{backend} and HiSparse both keep KV blocks in host memory. "
                 "Remove the HiSparse configuration, or remove the backend."
-            )
-        # Older releases have two engines; where one has none but V1, it is on.
-        if not getattr(envs, "VLLM_USE_V1", True):
-            raise ValueError(
-                f"{backend} is part of the V1 engine, but this is V0 (VLLM_USE_V1=0, "
-                "set by you, or by vLLM for a setting, a model or a platform: its log "
-                "says which). Set VLLM_USE_V1=1, or remove the backend."
             )
         executor = vllm_config.parallel_config.distributed_executor_backend
         if executor not in (None, "mp", "uni"):
