@@ -53,6 +53,16 @@ def _chooses_replicas() -> bool:
 CHOOSES_REPLICAS = _chooses_replicas()
 
 
+def _completions_tell_hits() -> bool:
+    """Whether `/v1/completions` says how many tokens of a prompt were cached."""
+    # In the first releases chats alone do.
+    file = _root() / "entrypoints" / "openai" / "serving_completion.py"
+    return not file.exists() or "prompt_tokens_details" in file.read_text()
+
+
+COMPLETIONS_TELL_HITS = _completions_tell_hits()
+
+
 def _hash_algorithms() -> tuple[str, ...]:
     try:
         from vllm.config.cache import PrefixCachingHashAlgo

@@ -17,7 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 from .conftest import environment
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, SMALL, GiB
 from .model import make_tokenizer
-from .release import ENVIRONMENT, cache_bytes
+from .release import COMPLETIONS_TELL_HITS, ENVIRONMENT, cache_bytes
 from .server import Server, command
 from .workloads import text
 
@@ -96,7 +96,8 @@ def test_a_server_with_a_host_tier(server: Server) -> None:
     details = [[a["usage"]["prompt_tokens_details"] for a in r] for r in rounds]
     cached = [sum((d or {}).get("cached_tokens") or 0 for d in r) for r in details]
     hit = len(prompts) * 5 * BLOCK_TOKENS
-    assert cached == [0, hit]
+    if COMPLETIONS_TELL_HITS:
+        assert cached == [0, hit]
 
     found = server.metrics("vllm:kv_tier_")
     assert found["vllm:kv_tier_slots_total"] == NUM_SLOTS

@@ -64,8 +64,11 @@ def test_refused(
         kv_offloading_size=0.1,
         **settings,
     )
-    with pytest.raises(ValueError) as error:
+    with pytest.raises((ValueError, NotImplementedError)) as error:
         args.create_engine_config()
+    if "VLLM_USE_V1=1 is not supported" in str(error.value):
+        pytest.skip("V1 of this release refuses such models by itself")
+    assert isinstance(error.value, ValueError)
     assert "--kv-offloading-backend core" in str(error.value)
     assert words in str(error.value)
     assert "Remove the backend" in str(error.value) or "or remove" in str(error.value)
