@@ -28,11 +28,11 @@ except ImportError:
     )
 
     try:
-        from vllm.utils import get_hash_fn_by_name  # type: ignore[attr-defined]
+        from vllm.utils import (  # type: ignore[attr-defined, no-redef]
+            get_hash_fn_by_name,
+        )
     except ImportError:
-
-        def get_hash_fn_by_name(name: str) -> Any:
-            return {"builtin": hash, "sha256": sha256}[name]
+        get_hash_fn_by_name = {"builtin": hash, "sha256": sha256}.__getitem__
 
 
 def init_none_hash(hash_function: Any) -> None:
@@ -46,7 +46,8 @@ def block_hash(data: bytes) -> BlockHash:
     """A hash that is told from others by `data`."""
     if hasattr(BlockHash, "hash_value"):
         # The first releases have the tokens beside a number.
-        return BlockHash(int.from_bytes(data, "big"), ())
+        make: Any = BlockHash
+        return make(int.from_bytes(data, "big"), ())
     return BlockHash(data)
 
 

@@ -32,7 +32,8 @@ from .trace import Call
 def _block_hash(number: int) -> BlockHash:
     if hasattr(BlockHash, "hash_value"):
         # The first releases have the tokens beside a number.
-        return BlockHash(number, ())
+        make: Any = BlockHash
+        return make(number, ())
     return BlockHash(number.to_bytes(12, "big", signed=True))
 
 
