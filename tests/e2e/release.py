@@ -53,6 +53,10 @@ def _chooses_replicas() -> bool:
 CHOOSES_REPLICAS = _chooses_replicas()
 
 
+NAMES_PROCESSES = "set_process_title" in (_root() / "v1/engine/core.py").read_text()
+"""Whether processes can be told from one another by their titles."""
+
+
 def _completions_tell_hits() -> bool:
     """Whether `/v1/completions` says how many tokens of a prompt were cached."""
     # In the first releases chats alone do.

@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, SMALL, GiB
 from .model import make_tokenizer
-from .release import cache_bytes
+from .release import NAMES_PROCESSES, cache_bytes
 from .server import UPSTREAMS_OWN, Server
 from .test_http import CORE, SERVE, server_environment
 from .workloads import text
@@ -144,6 +144,9 @@ def server(llama: Path, tmp_path: Path, tier: str, name: str) -> Iterator[Server
     server.kill()
 
 
+@pytest.mark.skipif(
+    not NAMES_PROCESSES, reason="processes of this release have no names"
+)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.compat("faults", name)) for name in WAYS],
