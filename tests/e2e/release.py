@@ -99,9 +99,15 @@ def cache_bytes(size: int) -> list[str]:
     ]
 
 
+def model_source(name: str) -> str:
+    """Of the module of a model."""
+    return (_root() / "model_executor" / "models" / f"{name}.py").read_text()
+
+
 def lacking_engine(llm: dict[str, Any]) -> str | None:
     """Why the release has no engine with these `LLM` arguments on a CPU."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker import cpu_model_runner
 
     if "speculative_config" in llm and "spec decode is not supported" in getsource(
@@ -113,6 +119,8 @@ def lacking_engine(llm: dict[str, Any]) -> str | None:
         and "ExampleConnector" not in KVConnectorFactory._registry
     ):
         return "KV connectors of this release are made another way"
+    if "runner" in llm and not hasattr(EngineArgs, "runner"):
+        return "decoders of this release become embedding models another way"
     return None
 
 

@@ -18,6 +18,7 @@ from tests.sim.upstream import HAS_STATES, MambaCacheMode
 from .compare import assert_same_answers
 from .conftest import run_engine
 from .kinds import EMBEDDING, IMAGE_TOKENS, IMAGES, KINDS, ROWS, WORKLOADS, Kind
+from .release import model_source
 
 DEFAULT = ["qwen3", "gemma3", "falcon_h1"]
 CHOSEN = list(KINDS) if os.environ.get("KV_TIER_KINDS") == "all" else DEFAULT
@@ -28,6 +29,8 @@ Results = Callable[[str, str], dict[str, Any]]
 
 def lacking(kind: str) -> str:
     """Why the release at hand cannot run a kind; empty if it can."""
+    if kind == "gemma3" and "assert config.tie_word_embeddings" in model_source(kind):
+        return "this release has no Gemma 3 whose outputs have weights of their own"
     if "mamba_cache_mode" not in KINDS[kind].llm:
         return ""
     if not HAS_STATES:
@@ -205,6 +208,8 @@ def test_embeddings(tmp_path: Path) -> None:
 @pytest.mark.compat("model kinds", "images (BLIP-2)")
 def test_images(tmp_path: Path) -> None:
     """The tokens of a prompt do not tell which image they stand for."""
+    if "_IMAGE_TOKEN_ID = " in model_source("blip2"):
+        pytest.skip("images of this release have a token that our model lacks")
     large, tier = large_and_tiered(IMAGES, tmp_path)
     expected, found = large["images"], tier["images"]
     assert_same_answers(found["answers"], expected["answers"])
