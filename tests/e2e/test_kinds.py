@@ -142,7 +142,16 @@ def test_one_corrupted_slot_of_any_group_is_noticed(
 
 def only(*names: str) -> Any:
     """These kinds, as far as they were chosen."""
-    return pytest.mark.parametrize("kind", [n for n in CHOSEN if n in names])
+    return pytest.mark.parametrize(
+        "kind",
+        [
+            pytest.param(
+                n, marks=pytest.mark.skipif(bool(lacking(n)), reason=lacking(n))
+            )
+            for n in CHOSEN
+            if n in names
+        ],
+    )
 
 
 @only("gemma3", "gpt_oss", "llama4")
