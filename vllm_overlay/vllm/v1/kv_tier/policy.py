@@ -164,8 +164,11 @@ class S3FIFO(EvictionPolicy):
             self._first[key] = 0
 
     def hit(self, key: Key) -> None:
-        queue = self._first if key in self._first else self._main
-        if (uses := queue[key]) < self._MAX_USES:
+        queue = self._first
+        if (uses := queue.get(key)) is None:
+            queue = self._main
+            uses = queue[key]
+        if uses < self._MAX_USES:
             queue[key] = uses + 1
 
     def remove(self, key: Key) -> None:
@@ -181,18 +184,20 @@ class S3FIFO(EvictionPolicy):
         return self._evict_main(is_pinned) if key is None else key
 
     def _evict_first(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        proven, victim = [], None
-        for key, uses in self._first.items():
+        first, pinned, victim = self._first, [], None
+        while first:
+            key, uses = first.popitem(last=False)
             if uses:
-                proven.append(key)
-            elif not is_pinned(key):
+                self._main[key] = 0
+            elif is_pinned(key):
+                pinned.append(key)
+            else:
                 victim = key
                 break
-        for key in proven:
-            del self._first[key]
-            self._main[key] = 0
+        for key in reversed(pinned):
+            first[key] = 0
+            first.move_to_end(key, last=False)
         if victim is not None:
-            del self._first[victim]
             self._ghosts[victim] = None
             if len(self._ghosts) > self.num_slots:
                 self._ghosts.popitem(last=False)

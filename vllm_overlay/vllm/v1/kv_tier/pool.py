@@ -141,7 +141,7 @@ class TieredBlockPool(BlockPool):
         self._loads_ahead: dict[int, HostSlot] = {}
 
         self._in_step = False
-        self._demoting = self._are_evicted = False
+        self._demoting = False
         self._serves_host = True
         # Blocks freed by the step in the making, by id.
         self._freed: dict[int, KVCacheBlock] = {}
@@ -432,7 +432,7 @@ class TieredBlockPool(BlockPool):
             computed_by[block.block_id] = plan.seq
             # As `_insert_block_hash` does with a block that has no key yet.
             keys = slot.keys
-            block.set_block_hash(keys[0], slot.block_hash_num_tokens)
+            block.set_block_hash(keys[0], slot.num_tokens)
             insert(keys[0], block)
             for key in keys[1:]:
                 super()._insert_block_hash(key, block, None)
@@ -636,52 +636,32 @@ class TieredBlockPool(BlockPool):
         """As upstream; the content of cached victims goes to host slots."""
         if self._ahead:
             self._pass_over_kept(num_blocks)
-        self._are_evicted = self._evict_next(num_blocks)
+        self._taken += num_blocks
         self._demoting = True
         try:
-            blocks = super().get_new_blocks(num_blocks)
+            return super().get_new_blocks(num_blocks)
         finally:
-            self._demoting = self._are_evicted = False
-        self._taken += num_blocks
-        return blocks
-
-    def _evict_next(self, num_blocks: int) -> bool:
-        """`_maybe_evict_cached_block` of the next victims, in half of the time.
-
-        Returns:
-            Whether it could: nobody who counts evictions listens, and blocks have
-            one key each.
-
-        """
-        if self._tells_evictions or self.cached_block_hashes_by_block:
-            return False
-        has_slot, pop_key = self.host.get, self.cached_block_hash_to_block.pop
-        has_loads = bool(self._loads or self._loads_ahead)
-        for block in self._free_blocks(num_blocks):
-            if has_loads:
-                self._call_off_load(block)
-            key = block.block_hash
-            if key is not None:
-                if has_slot(key) is None:
-                    self._demote(block)
-                pop_key(key, block.block_id)
-                block.reset_hash()
-            # Copies of what a reset forgot may still be under way.
-            self._fence_overwrite(block)
-        return True
+            self._demoting = False
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         # Upstream calls this for victims and for content that turned invalid.
-        if self._are_evicted:
-            return False
-        if self._demoting:
-            if self._loads or self._loads_ahead:
-                self._call_off_load(block)
-            if block.block_hash is not None:
-                self._demote(block)
-        else:
+        if not self._demoting:
             self._invalidate(block)
-        return super()._maybe_evict_cached_block(block)
+            return super()._maybe_evict_cached_block(block)
+        if self._loads or self._loads_ahead:
+            self._call_off_load(block)
+        key = block.block_hash
+        if key is not None:
+            if self.host.get(key) is None or self.cached_block_hashes_by_block:
+                self._demote(block)
+            if self._tells_evictions or self.cached_block_hashes_by_block:
+                return super()._maybe_evict_cached_block(block)
+            # The same for blocks of one key while nobody listens, in half of the time.
+            self.cached_block_hash_to_block.pop(key, block.block_id)
+            block.reset_hash()
+        # Copies of what a reset forgot may still be under way.
+        self._fence_overwrite(block)
+        return key is not None
 
     def _call_off_load(self, block: KVCacheBlock) -> None:
         """A load into `block`, queued for a request that was preempted since, must not
@@ -707,28 +687,23 @@ class TieredBlockPool(BlockPool):
         """Give `block` a slot and store it in this plan, if there is room.
 
         Args:
-            block: Hashed, and computed by an earlier plan.
+            block: Hashed, computed by an earlier plan, and not clean.
             ahead: Of its eviction. Else this plan overwrites it.
 
         """
+        host, plan, block_id = self.host, self._plan, block.block_id
         keys = self._keys(block)
-        for key in keys:
-            # A slot that has only some of the keys may lack the bytes of others.
-            stale = self.host.get(key)
-            if stale is not None:
-                if self.host.is_pinned(stale):
-                    self._stats.refused_pinned += 1
-                    return False
-                self.host.remove(stale)
-        plan = self._plan
-        slot = self.host.insert(keys, block.block_hash_num_tokens, plan.seq)
+        if len(keys) > 1 and not self._drop_stale(keys):
+            self._stats.refused_pinned += 1
+            return False
+        slot = host.insert(keys, block.block_hash_num_tokens, plan.seq)
         if slot is None:
             self._stats.refused_no_slot += 1
             return False
-        self.host.pin((slot,))
-        self._stored_by[block.block_id] = plan.seq
-        computed = self._computed_by[block.block_id]
-        loaded = max(self.host.last_load(slot), self._ahead_by[block.block_id])
+        host.pin((slot,))
+        self._stored_by[block_id] = plan.seq
+        computed = self._computed_by[block_id]
+        loaded = max(host.last_load(slot), self._ahead_by[block_id])
         if ahead:
             self._cleans[slot.index] = block
             plan.clean_after_compute = max(plan.clean_after_compute, computed)
@@ -737,6 +712,17 @@ class TieredBlockPool(BlockPool):
             self._stores[slot.index] = block
             plan.store_after_compute = max(plan.store_after_compute, computed)
             plan.store_after_loads = max(plan.store_after_loads, loaded)
+        return True
+
+    def _drop_stale(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
+        """Make way for a slot with all of `keys`: one that has only some of them may
+        lack the bytes of others. False: the plan uses it."""
+        for key in keys:
+            stale = self.host.get(key)
+            if stale is not None:
+                if self.host.is_pinned(stale):
+                    return False
+                self.host.remove(stale)
         return True
 
     def _remove_cached_block_hashes(
@@ -754,7 +740,8 @@ class TieredBlockPool(BlockPool):
             # The forward pass waits for a load as such, if it needs it. When the load
             # is called off, the next to take the block finds the mark.
             if not self._loading:
-                plan.compute_after_stores = max(plan.compute_after_stores, stored_by)
+                if stored_by > plan.compute_after_stores:
+                    plan.compute_after_stores = stored_by
                 self._stored_by[block.block_id] = 0
         if ahead_by := self._ahead_by[block.block_id]:
             # The fence is one of forward passes; loads run beside them.
@@ -837,8 +824,13 @@ class TieredBlockPool(BlockPool):
             last = self.free_block_queue.fake_free_list_head
         num_looks = min(window - self._num_clean, max_looks)
         seq, computed_by = self._plan.seq, self._computed_by
+        has_slot, have_one_key = self.host.get, not self.cached_block_hashes_by_block
         for block in self._free_blocks(num_looks, last):
-            if block.block_hash is not None and not self._is_clean(block):
+            key = block.block_hash
+            is_clean = key is None or (
+                has_slot(key) is not None if have_one_key else self._is_clean(block)
+            )
+            if not is_clean:
                 # Those that this step computes are the last ones.
                 if computed_by[block.block_id] == seq or max_stores == 0:
                     break
@@ -914,7 +906,7 @@ class TieredBlockPool(BlockPool):
             ):
                 self._maybe_evict_cached_block(block)
         for slot in self.host.filled():
-            if slot.store_seq >= failed or slot.load_seq >= failed:
+            if max(slot.store_seq, self.host.last_load(slot)) >= failed:
                 self._drop_slot(slot)
         return self._plan.seq - 1
 
