@@ -24,6 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
+from vllm.v1.kv_tier.admission import Admission
 from vllm.v1.kv_tier.config import KVTierLayout
 from vllm.v1.kv_tier.host_table import HostSlot, HostTable
 from vllm.v1.kv_tier.load_policy import LoadPolicy
@@ -121,6 +122,11 @@ class TieredBlockPool(BlockPool):
         policy = make_policy(config.eviction_policy, layout.num_slots)
         self.host = HostTable(layout.num_slots, policy)
         self.write_through = config.store_policy == "write_through"
+        self._admission: Admission | None = None
+        if config.store_from_use > 1:
+            # What both tiers hold, and as much of what they have dropped.
+            num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
+            self._admission = Admission(config.store_from_use, num_keys)
         self.slot_bytes = layout.slot_bytes
         self.loads = LoadPolicy(
             layout.load_s, config.max_load_stall_s, layout.layerwise
@@ -296,6 +302,7 @@ class TieredBlockPool(BlockPool):
         if not self._ahead and not any(
             type(block) is HostSlot for group in computed_blocks for block in group
         ):
+            self._count_uses(computed_blocks)
             self._stats.record_hit(request, num_local_tokens, 0)
             return computed_blocks
         groups, hits, holes = self._find_holes(
@@ -331,6 +338,7 @@ class TieredBlockPool(BlockPool):
         if holes:
             self._load(holes, hits, ahead=False)
         self._claim(hits, last_ahead)
+        self._count_uses(groups)
         self._stats.record_hit(request, num_local_tokens, num_host_tokens)
         return tuple(groups)
 
@@ -674,7 +682,11 @@ class TieredBlockPool(BlockPool):
 
     def _demote(self, block: KVCacheBlock) -> None:
         is_computed = self._computed_by[block.block_id] < self._plan.seq
-        if is_computed and not self._is_clean(block) and not self._queue_store(block):
+        if not is_computed or self._is_clean(block):
+            return
+        if not self._is_admitted(block):
+            self._stats.passed_over_blocks += 1
+        elif not self._queue_store(block):
             self._stats.dropped_blocks += 1
 
     def _invalidate(self, block: KVCacheBlock) -> None:
@@ -785,14 +797,33 @@ class TieredBlockPool(BlockPool):
         # Outside of a step upstream hashes only what earlier steps computed.
         seq = self._plan.seq
         self._computed_by[block.block_id] = seq if self._in_step else seq - 1
+        if self._admission is not None:
+            self._admission.use(block_hash_with_group_id)
         if self.write_through:
             self._fresh.append(block)
+
+    def _is_admitted(self, block: KVCacheBlock) -> bool:
+        """Whether a hashed block has been used often enough to be stored."""
+        return self._admission is None or self._admission.admits(block.block_hash)
+
+    def _count_uses(self, groups: Iterable[Iterable[KVCacheBlock]]) -> None:
+        """A request that hit `groups` is admitted."""
+        if self._admission is None:
+            return
+        for group in groups:
+            for block in group:
+                if block.block_hash is not None:
+                    self._admission.use(block.block_hash)
+                    if self.write_through:
+                        self._fresh.append(block)
 
     def _store_fresh(self) -> None:
         """write_through: store what earlier steps filled; keep the rest."""
         fresh, self._fresh = self._fresh, []
         for block in fresh:
             if block.block_hash is None or self._is_clean(block):
+                continue
+            if not self._is_admitted(block):
                 continue
             if self._computed_by[block.block_id] < self._plan.seq:
                 self._queue_store(block, ahead=True)
@@ -825,12 +856,13 @@ class TieredBlockPool(BlockPool):
         num_looks = min(window - self._num_clean, max_looks)
         seq, computed_by = self._plan.seq, self._computed_by
         has_slot, have_one_key = self.host.get, not self.cached_block_hashes_by_block
+        admits_all = self._admission is None
         for block in self._free_blocks(num_looks, last):
             key = block.block_hash
             is_clean = key is None or (
                 has_slot(key) is not None if have_one_key else self._is_clean(block)
             )
-            if not is_clean:
+            if not is_clean and (admits_all or self._is_admitted(block)):
                 # Those that this step computes are the last ones.
                 if computed_by[block.block_id] == seq or max_stores == 0:
                     break
