@@ -119,7 +119,7 @@ class HostTable:
         num_tokens: int | None,
         seq: int,
     ) -> HostSlot | None:
-        """Fill a slot, evicting another one when none is free.
+        """Fill a slot, evicting another one when none is free. It is pinned.
 
         Args:
             keys: Keys of the block; none of them may be in the table.
@@ -142,6 +142,7 @@ class HostTable:
             assert key not in self._slots
             self._slots[key] = slot
         self._policy.insert(keys[0])
+        self._pinned.add(keys[0])
         return slot
 
     def remove(self, slot: HostSlot) -> None:

@@ -703,23 +703,25 @@ class TieredBlockPool(BlockPool):
             ahead: Of its eviction. Else this plan overwrites it.
 
         """
-        host, plan, block_id = self.host, self._plan, block.block_id
+        plan, block_id = self._plan, block.block_id
         keys = self._keys(block)
         if len(keys) > 1 and not self._drop_stale(keys):
             self._stats.refused_pinned += 1
             return False
-        slot = host.insert(keys, block.block_hash_num_tokens, plan.seq)
+        slot = self.host.insert(keys, block.block_hash_num_tokens, plan.seq)
         if slot is None:
             self._stats.refused_no_slot += 1
             return False
-        host.pin((slot,))
         self._stored_by[block_id] = plan.seq
         computed = self._computed_by[block_id]
-        loaded = max(host.last_load(slot), self._ahead_by[block_id])
+        loaded = max(self.host.last_load(slot), self._ahead_by[block_id])
         if ahead:
             self._cleans[slot.index] = block
-            plan.clean_after_compute = max(plan.clean_after_compute, computed)
-            plan.clean_after_loads = max(plan.clean_after_loads, loaded)
+            # Without `max`: each new block of a decoding request comes by here.
+            if computed > plan.clean_after_compute:
+                plan.clean_after_compute = computed
+            if loaded > plan.clean_after_loads:
+                plan.clean_after_loads = loaded
         else:
             self._stores[slot.index] = block
             plan.store_after_compute = max(plan.store_after_compute, computed)
@@ -898,10 +900,10 @@ class TieredBlockPool(BlockPool):
         return all(self.host.get(key) is not None for key in others)
 
     def _keys(self, block: KVCacheBlock) -> tuple[BlockHashWithGroupId, ...]:
-        if block.block_hash is None:
+        if (key := block.block_hash) is None:
             return ()
         others = self.cached_block_hashes_by_block.get(block.block_id)
-        return (block.block_hash, *others) if others else (block.block_hash,)
+        return (key, *others) if others else (key,)
 
     # ------------------------------------------------------------ what is void
 
