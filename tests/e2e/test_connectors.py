@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends import cpu_attn
 
 from .compare import assert_same_answers
 from .conftest import Results
@@ -14,7 +14,8 @@ ROWS = {
     "two_connectors": "MultiConnector",
 }
 
-_shape = getattr(CPUAttentionBackend, "get_kv_cache_shape", None)
+_backend = getattr(cpu_attn, "CPUAttentionBackend", None)
+_shape = getattr(_backend, "get_kv_cache_shape", None)
 KEYS_FIRST = _shape is not None and _shape(8, 32, 2, 16)[0] == 2
 UNFIT = ["example_connector", "two_connectors"] if KEYS_FIRST else []
 """Upstream's ExampleConnector takes the heads of such caches for their tokens."""

@@ -3,13 +3,15 @@
 
 import pytest
 
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_tier.host_table import HostSlot, HostTable
 from vllm.v1.kv_tier.policy import LRU
 
+from ..names import block_hash
+
 
 def key(name: str, group_id: int = 0):
-    return make_block_hash_with_group_id(BlockHash(name.encode()), group_id)
+    return make_block_hash_with_group_id(block_hash(name.encode()), group_id)
 
 
 def table(num_slots: int) -> HostTable:

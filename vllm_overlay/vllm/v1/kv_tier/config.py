@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from vllm import envs
 from vllm.v1.kv_tier.host_memory import available_host_bytes, total_host_bytes
 from vllm.v1.kv_tier.policy import make_policy
 
@@ -148,6 +149,14 @@ class KVTierConfig:
 
     def _check_engine(self, vllm_config: "VllmConfig") -> None:
         backend = f"--kv-offloading-backend {BACKEND}"
+        # The first releases have two engines. Those that have none but V1 say it is on,
+        # or nothing.
+        if not getattr(envs, "VLLM_USE_V1", True):
+            raise ValueError(
+                f"{backend} is part of the V1 engine, but this is V0 (VLLM_USE_V1=0, "
+                "set by you, or by vLLM for a setting, a model or a platform: its log "
+                "says which). Set VLLM_USE_V1=1, or remove the backend."
+            )
         model = vllm_config.model_config
         if model is not None and model.is_encoder_decoder:
             raise ValueError(
