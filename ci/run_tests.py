@@ -27,10 +27,8 @@ from patchtool.config import Layout, ToolError, exit_with, load_pins
 from patchtool.fetch import fetch
 
 START = time.monotonic()
-LIMIT_S = 30 * 60
-"""No command of a stage takes that long unless it hangs."""
-LONG_S = 60 * 60
-"""The same for stages that run when they are asked for."""
+LIMIT_S = 60 * 60
+"""No command of a stage takes that long unless it hangs, on a busy machine either."""
 
 
 def say(text: str) -> None:
@@ -77,7 +75,7 @@ class Run:
     def python(self) -> str:
         return str(self.layout.env(self.tag) / "bin" / "python")
 
-    def command(self, command: Sequence[str | Path], limit_s: float = LIMIT_S) -> int:
+    def command(self, command: Sequence[str | Path]) -> int:
         """Exit status of a command; its own process group is gone afterwards."""
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -87,9 +85,9 @@ class Run:
             start_new_session=True,
         )
         try:
-            return process.wait(limit_s)
+            return process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            say(f"stopped after {limit_s} s: {command[0]} …")
+            say(f"stopped after {LIMIT_S} s: {command[0]} …")
             return -1
         finally:
             try:
@@ -243,7 +241,7 @@ def upstream_diff(run: Run) -> Counts:
     out = run.layout.build / "upstream-tests"
     command = [sys.executable, "-m", "tests.upstream.diff", "--tag", run.tag]
     command += ["--python", run.python, "--sdist", str(sdist), "--out", str(out)]
-    return Counts(failed=1) if run.command(command, LONG_S) else Counts(passed=1)
+    return Counts(failed=1) if run.command(command) else Counts(passed=1)
 
 
 def has_engine(layout: Layout, tag: str) -> bool:

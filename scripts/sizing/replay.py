@@ -56,6 +56,7 @@ class Tier:
     host_bytes: int
     eviction_policy: str = "lru"
     store_policy: StorePolicy = "write_back"
+    store_from_use: int = 1
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Replay:
             config = KVTierConfig(
                 tier.host_bytes,
                 store_policy=tier.store_policy,
+                store_from_use=tier.store_from_use,
                 eviction_policy=tier.eviction_policy,
                 max_load_stall_ms=None,
             )

@@ -15,9 +15,16 @@ from . import features as features  # Workloads.
 from . import sharp_weights as sharp_weights  # A load format.
 from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine
+from .kinds import IMAGE_TOKEN
 from .mamba_cpu import end_prefill_steps_at_blocks, pack_no_weights
 from .pipeline_cpu import make_buffers_between_stages, run_pipelines_in_process
-from .release import count_every_step, known, lacking, lacking_engine
+from .release import (
+    count_every_step,
+    know_image_token,
+    known,
+    lacking,
+    lacking_engine,
+)
 from .workloads import WORKLOADS
 
 
@@ -39,6 +46,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job["llm"].get("pipeline_parallel_size", 1) > 1:
         run_pipelines_in_process()
     count_every_step()
+    if "images" in job["workloads"]:
+        know_image_token(IMAGE_TOKEN)
     engine = Engine(**job["llm"])
     if job["llm"].get("async_scheduling"):
         engine.on_ranks(do_without_streams)

@@ -157,10 +157,10 @@ class Engine:
         self._names = [n for n in self._names if n not in names]
         return self.finish()
 
-    def embed(self, prompt: list[int]) -> tuple[list[float], int]:
-        """The embedding, and how many tokens were cached."""
+    def embed(self, prompt: list[int]) -> tuple[list[float], int | None]:
+        """The embedding, and how many tokens were cached, if the release tells."""
         (found,) = self.llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)
-        return found.outputs.embedding, found.num_cached_tokens
+        return found.outputs.embedding, getattr(found, "num_cached_tokens", None)
 
     def start(
         self,

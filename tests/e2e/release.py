@@ -44,13 +44,19 @@ ENVIRONMENT = {**UNBOUND, "OMP_NUM_THREADS": NUM_THREADS}
 """The same, without threads of their own."""
 
 
-def _chooses_replicas() -> bool:
-    """Whether a header of a request says which data parallel engine shall answer."""
-    files = (_root() / "entrypoints").rglob("*.py")
-    return any("x-data-parallel-rank" in f.read_text().lower() for f in files)
+def _says(words: str, place: str) -> bool:
+    """Whether the files of a folder of vLLM have these words, in small letters."""
+    files = (_root() / place).rglob("*.py")
+    return any(words in file.read_text().lower() for file in files)
 
 
-CHOOSES_REPLICAS = _chooses_replicas()
+CHOOSES_REPLICAS = _says("x-data-parallel-rank", "entrypoints")
+"""Whether a header of a request says which data parallel engine shall answer."""
+KILLED = "force killing remaining processes"
+"""What a server logs that kills its own processes at its end."""
+LOGS_KILLS = _says(KILLED, "v1")
+"""The first releases give an engine five seconds to end, and then kill it in
+silence."""
 
 
 NAMES_PROCESSES = "set_process_title" in (_root() / "v1/engine/core.py").read_text()
@@ -178,3 +184,12 @@ def count_every_step() -> None:
         return outputs
 
     InprocClient.get_output = get_output  # type: ignore[method-assign]
+
+
+def know_image_token(token: int) -> None:
+    """Let BLIP-2 put images where `token` is: some releases look for one token only,
+    whatever the config says, and see no image where they do not find it."""
+    from vllm.model_executor.models import blip2
+
+    if hasattr(blip2, "_IMAGE_TOKEN_ID"):
+        blip2._IMAGE_TOKEN_ID = token

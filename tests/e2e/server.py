@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .release import KILLED, LOGS_KILLS
+
 SHM = Path("/dev/shm")
 START_TIMEOUT_S = 240
 UPSTREAMS_OWN = re.compile(r".*-cpushm_\d+|sem\.mp-.*")
 """What upstream leaves in /dev/shm, with the tier or without, where it kills its own
-processes: buffers of the communicator of CPU ranks, and locks of Python."""
-KILLED = "force killing remaining processes"
-"""Some releases do that at once to an engine that they have just told to end."""
+processes: buffers of the communicator of CPU ranks, and locks of Python. Some
+releases do that at once to an engine that they have just told to end."""
 
 
 def command(model: Path, *flags: str) -> list[str]:
@@ -183,7 +184,7 @@ class Server:
         while found and time.monotonic() < deadline:
             time.sleep(0.2)
             found &= self._unused_shared_memory()
-        if KILLED in self.log():
+        if KILLED in self.log() or not LOGS_KILLS:
             return {name for name in found if not UPSTREAMS_OWN.fullmatch(name)}
         return found
 

@@ -18,8 +18,13 @@ class SpoilSlots:
         """
         from vllm.v1.kv_tier.worker import HostTier
 
-        if self.vllm_config.parallel_config.data_parallel_index != replica:
+        config = self.vllm_config.parallel_config
+        # Releases without such an index run one engine here.
+        if getattr(config, "data_parallel_index", 0) != replica:
             return
+        # Engines that run their worker themselves freeze what they have made, and the
+        # collector lists nothing that is frozen.
+        gc.unfreeze()
         # Not isinstance: some objects answer __class__ with an exception.
         (tier,) = (o for o in gc.get_objects() if type(o) is HostTier)
         slots = tier.buffer.slots

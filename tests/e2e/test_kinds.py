@@ -8,12 +8,14 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from inspect import getsource
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from tests.sim.upstream import HAS_STATES, MambaCacheMode
+from vllm.engine import arg_utils
 
 from .compare import assert_same_answers
 from .conftest import run_engine
@@ -31,6 +33,9 @@ def lacking(kind: str) -> str:
     """Why the release at hand cannot run a kind; empty if it can."""
     if kind == "gemma3" and "assert config.tie_word_embeddings" in model_source(kind):
         return "this release has no Gemma 3 whose outputs have weights of their own"
+    refuses_windows = "sliding window (CPU backend)" in getsource(arg_utils)
+    if refuses_windows and "SlidingWindowSpec" in KINDS[kind].groups:
+        return "attention on CPUs has no windows in this release"
     if "mamba_cache_mode" not in KINDS[kind].llm:
         return ""
     if not HAS_STATES:
@@ -41,15 +46,16 @@ def lacking(kind: str) -> str:
     return ""
 
 
+def unless_lacking(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(bool(lacking(name)), reason=lacking(name))
+
+
 kinds = pytest.mark.parametrize(
     "kind",
     [
         pytest.param(
             name,
-            marks=[
-                pytest.mark.compat("model kinds", ROWS[name]),
-                pytest.mark.skipif(bool(lacking(name)), reason=lacking(name)),
-            ],
+            marks=[pytest.mark.compat("model kinds", ROWS[name]), unless_lacking(name)],
         )
         for name in CHOSEN
     ],
@@ -142,15 +148,9 @@ def test_one_corrupted_slot_of_any_group_is_noticed(
 
 def only(*names: str) -> Any:
     """These kinds, as far as they were chosen."""
+    chosen = [name for name in CHOSEN if name in names]
     return pytest.mark.parametrize(
-        "kind",
-        [
-            pytest.param(
-                n, marks=pytest.mark.skipif(bool(lacking(n)), reason=lacking(n))
-            )
-            for n in CHOSEN
-            if n in names
-        ],
+        "kind", [pytest.param(name, marks=unless_lacking(name)) for name in chosen]
     )
 
 
@@ -201,7 +201,10 @@ def large_and_tiered(kind: Kind, folder: Path) -> Iterator[dict[str, Any]]:
 def test_embeddings(tmp_path: Path) -> None:
     large, tier = large_and_tiered(EMBEDDING, tmp_path)
     expected, found = large["embeddings"], tier["embeddings"]
-    assert found["cached_tokens"] == expected["cached_tokens"] == 8 * [0] + 8 * [192]
+    assert found["cached_tokens"] == expected["cached_tokens"]
+    # Some releases do not tell how much of an embedded prompt was cached.
+    if None not in found["cached_tokens"]:
+        assert found["cached_tokens"] == 8 * [0] + 8 * [192]
     assert found["counters"]["kv_tier_host_hit_tokens"] >= 0.5 * 8 * 192
     for ours, theirs in zip(found["vectors"], expected["vectors"]):
         assert ours == pytest.approx(theirs, abs=1e-4)
@@ -217,8 +220,6 @@ def test_embeddings(tmp_path: Path) -> None:
 @pytest.mark.compat("model kinds", "images (BLIP-2)")
 def test_images(tmp_path: Path) -> None:
     """The tokens of a prompt do not tell which image they stand for."""
-    if "_IMAGE_TOKEN_ID = " in model_source("blip2"):
-        pytest.skip("images of this release have a token that our model lacks")
     large, tier = large_and_tiered(IMAGES, tmp_path)
     expected, found = large["images"], tier["images"]
     assert_same_answers(found["answers"], expected["answers"])

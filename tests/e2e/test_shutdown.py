@@ -115,6 +115,9 @@ class Clients:
 
 def complete(server: Server, i: int) -> str:
     answer = server.complete(PROMPTS[i], max_tokens=NUM_TOKENS, ignore_eos=True)
+    if "error" in answer:
+        # Some releases say so with status 200.
+        raise ValueError(answer["error"])
     (choice,) = answer["choices"]
     if choice["finish_reason"] != "length":
         # What upstream gives to requests that it aborts.

@@ -59,6 +59,7 @@ class Setup:
     """Device blocks beyond those that the longest request takes."""
     num_slots: int
     store_policy: str = "write_back"
+    store_from_use: int = 1
     eviction_policy: str = "lru"
     load_time: float = 0.0
     """How long a block takes to load, in steps."""
@@ -405,6 +406,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
     tier = KVTierConfig(
         size_bytes=setup.num_slots * SLOT_BYTES,
         store_policy=setup.store_policy,  # type: ignore[arg-type]
+        store_from_use=setup.store_from_use,
         eviction_policy=setup.eviction_policy,
         max_load_stall_ms=1e3 * setup.max_stall,
     )

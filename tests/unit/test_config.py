@@ -91,6 +91,7 @@ def test_defaults(model: str) -> None:
     assert tier(model) == KVTierConfig(
         size_bytes=GiB // 2,
         store_policy="write_back",
+        store_from_use=1,
         eviction_policy="s3fifo",
         max_load_stall_ms=2.0,
         copy_engine="auto",
@@ -103,6 +104,7 @@ def test_defaults(model: str) -> None:
 def test_every_key_is_taken(model: str) -> None:
     options = {
         "store_policy": "write_through",
+        "store_from_use": 2,
         "eviction_policy": "arc",
         "max_load_stall_ms": 0.25,
         "copy_engine": "dma",
@@ -234,6 +236,10 @@ def test_data_parallel_engines_that_do_not_fit_together(
         ),
         ({"store_policy": None}, ["unknown store_policy None"]),
         ({"store_policy": ["write_back"]}, ["unknown store_policy ['write_back']"]),
+        ({"store_from_use": 0}, ["store_from_use must be a whole number", "got 0"]),
+        ({"store_from_use": 1.5}, ["store_from_use", "got 1.5"]),
+        ({"store_from_use": True}, ["store_from_use", "got True"]),
+        ({"store_from_use": None}, ["store_from_use", "got None"]),
         (
             {"eviction_policy": "fifo"},
             ["unknown eviction_policy 'fifo'", "one of s3fifo, lru, arc"],

@@ -105,9 +105,10 @@ def test_answer_depends_on_an_early_token(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     # Else the demo could not tell wrong KV from right KV.
-    if not tokenizer.is_fast:
-        pytest.skip("older tokenizers make another prompt, whose answer is the same")
-    prompt = tokenizer(conversation(chapters()[0], 1, 1500, 0)[0]).input_ids
+    (saying,) = conversation(chapters()[0], 1, 1500, 0)
+    # On some tokens no answer depends. Releases of transformers differ in
+    # whether they put one in front, and so in which is which.
+    prompt = tokenizer(saying, add_special_tokens=False).input_ids
     changed = prompt.copy()
     changed[20] = prompt[20] + 1
     assert answer(model, prompt) != answer(model, changed)

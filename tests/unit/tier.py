@@ -171,6 +171,10 @@ class Tier:
         return plans
 
 
+def ids(blocks: Iterable[KVCacheBlock]) -> set[int]:
+    return {block.block_id for block in blocks}
+
+
 def stores(plan: StepPlan) -> dict[int, int]:
     """Device block by slot."""
     slots = plan.store_slots + plan.clean_slots
