@@ -9,8 +9,12 @@ import json
 import re
 from pathlib import Path
 
-from vllm.config.utils import get_attr_docs
 from vllm.v1.kv_tier.config import KVTierConfig
+
+try:
+    from vllm.config.utils import get_attr_docs
+except ModuleNotFoundError:
+    from vllm.config import get_attr_docs  # type: ignore[no-redef, attr-defined]
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- from KVTierConfig, by `make docs` -->"

@@ -34,7 +34,10 @@ SIZES = (0, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def tiers(
-    sizes_gib: Sequence[float], policies: Sequence[str], stores: Sequence[StorePolicy]
+    sizes_gib: Sequence[float],
+    policies: Sequence[str],
+    stores: Sequence[StorePolicy],
+    from_use: int = 1,
 ) -> list[Tier]:
     """What to try, the longest first. Without a tier there is one case."""
     cases = []
@@ -42,7 +45,8 @@ def tiers(
         if size == 0:
             cases.append(Tier(0))
             continue
-        cases += [Tier(int(size * GiB), p, s) for p in policies for s in stores]
+        num_bytes = int(size * GiB)
+        cases += [Tier(num_bytes, p, s, from_use) for p in policies for s in stores]
     return cases
 
 
@@ -106,6 +110,7 @@ def arguments() -> argparse.Namespace:
     add("--eviction-policy", nargs="+", default=list(POLICIES), metavar="POLICY")
     stores = list(get_args(StorePolicy))
     add("--store-policy", nargs="+", choices=stores, default=stores)
+    add("--store-from-use", type=int, default=1, metavar="N")
     add("--block-size", type=int, default=ID_TOKENS, help=f"divides {ID_TOKENS}")
     add("--prefill-tokens-per-s", type=float, default=33_000, metavar="TOKENS")
     add("--itl-ms", type=float, default=6.0, help="milliseconds an output token")
@@ -117,7 +122,8 @@ def arguments() -> argparse.Namespace:
         parser.error("give either --model or --kv-bytes-per-token")
     if not 1 <= args.block_size <= ID_TOKENS or ID_TOKENS % args.block_size:
         parser.error(f"--block-size {args.block_size} does not divide {ID_TOKENS}")
-    for name in ("device_gib", "prefill_tokens_per_s", "tp", "max_num_seqs", "jobs"):
+    above_0 = "device_gib prefill_tokens_per_s tp max_num_seqs jobs store_from_use"
+    for name in above_0.split():
         if not getattr(args, name) > 0:
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} must be above 0, got {getattr(args, name)}")
@@ -149,7 +155,9 @@ def main() -> None:
         args.max_num_seqs,
     )
     unbounded = unbounded_hit_rate(args.calls, args.block_size)
-    cases = tiers(args.host_gib, args.eviction_policy, args.store_policy)
+    cases = tiers(
+        args.host_gib, args.eviction_policy, args.store_policy, args.store_from_use
+    )
     print(
         f"{len(args.calls):,} requests, {args.kv_bytes_per_token:,} bytes of KV a "
         f"token, blocks of {args.block_size} tokens; {args.device_gib:g} GiB on the "

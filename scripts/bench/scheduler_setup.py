@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,9 +22,8 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.config.scheduler import SchedulerPolicy
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -33,9 +32,13 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheTensor,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+if TYPE_CHECKING:
+    from vllm.config.scheduler import SchedulerPolicy
+    from vllm.v1.outputs import KVConnectorOutput
 
 try:
     from vllm.utils.hashing import sha256
@@ -44,13 +47,23 @@ except ImportError:
 
 BLOCK_SIZE = 16
 # One layer; a page of 4 KiB, which no offloading code rounds up.
+_mla: dict[str, Any] = (
+    {"use_mla": False} if "use_mla" in signature(FullAttentionSpec).parameters else {}
+)
 SPEC = FullAttentionSpec(
-    block_size=BLOCK_SIZE, num_kv_heads=1, head_size=32, dtype=torch.float32
+    block_size=BLOCK_SIZE, num_kv_heads=1, head_size=32, dtype=torch.float32, **_mla
 )
 BLOCK_BYTES = SPEC.page_size_bytes
 
-init_none_hash(sha256)
-_hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+# Not all releases choose the first hash later than here, and in the first ones the
+# scheduler hashes requests.
+if hasattr(kv_cache_utils, "init_none_hash"):
+    kv_cache_utils.init_none_hash(sha256)
+_hashes: dict[str, Any] = {}
+if "block_hasher" in signature(Request).parameters:
+    _hashes["block_hasher"] = kv_cache_utils.get_request_block_hasher(
+        BLOCK_SIZE, sha256
+    )
 
 
 def make_scheduler(
@@ -60,7 +73,7 @@ def make_scheduler(
     max_model_len: int,
     kv_tier: Any = None,
     kv_transfer_config: KVTransferConfig | None = None,
-    policy: SchedulerPolicy = "fcfs",
+    policy: "SchedulerPolicy" = "fcfs",
 ) -> Scheduler:
     """A synchronous scheduler over one full-attention group.
 
@@ -87,6 +100,8 @@ def make_scheduler(
         }
         (Path(folder) / "config.json").write_text(json.dumps(model_config))
         model = ModelConfig(model=folder, skip_tokenizer_init=True)
+    is_new = "async_scheduling" in signature(SchedulerConfig).parameters
+    sync: dict[str, Any] = {"async_scheduling": False} if is_new else {}
     vllm_config = VllmConfig(
         model_config=model,
         cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
@@ -96,8 +111,8 @@ def make_scheduler(
             max_model_len=max_model_len,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
-            async_scheduling=False,
             policy=policy,
+            **sync,
         ),
         kv_transfer_config=kv_transfer_config,
     )
@@ -134,20 +149,23 @@ def _tensor(size: int) -> KVCacheTensor:
 def make_request(request_id: str, prompt: list[int], max_tokens: int) -> Request:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     params.update_from_generation_config({}, 2)
-    needs_eos = "eos_token_id" in signature(Request).parameters
-    older: Any = {"eos_token_id": None} if needs_eos else {}
+    older: Any = {
+        name: None
+        for name in signature(Request).parameters
+        if name == "eos_token_id" or name.startswith("multi_modal_")
+    }
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling_params=params,
         pooling_params=None,
-        block_hasher=_hasher,
+        **_hashes,
         **older,
     )
 
 
 def sampled(
-    output: SchedulerOutput, kv_connector_output: KVConnectorOutput | None = None
+    output: SchedulerOutput, kv_connector_output: "KVConnectorOutput | None" = None
 ) -> ModelRunnerOutput:
     """What a model runner returns that gave every scheduled request a token."""
     ids = list(output.num_scheduled_tokens)
@@ -161,14 +179,15 @@ def sampled(
         req_ids=ids,
         req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
         sampled_token_ids=[[7]] * len(ids),
-        kv_connector_output=kv_connector_output,
     )
+    if kv_connector_output is not None:
+        values["kv_connector_output"] = kv_connector_output
     return ModelRunnerOutput(**values)
 
 
 def timed_step(
     scheduler: Scheduler,
-    work: Callable[[SchedulerOutput], KVConnectorOutput | None] = lambda _: None,
+    work: "Callable[[SchedulerOutput], KVConnectorOutput | None]" = lambda _: None,
 ) -> float:
     """Run one step.
 

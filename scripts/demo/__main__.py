@@ -64,8 +64,10 @@ class Sizes:
 
     def flags(self, shape: ModelShape, tier: bool) -> list[str]:
         """The flags of `vllm serve`."""
+        from vllm.engine.arg_utils import EngineArgs
+
         block_bytes = self.block_size * shape.kv_bytes_per_token
-        flags = {
+        flags: dict[str, Any] = {
             "--served-model-name": "demo",
             # A prefix that is loaded changes the shapes of the sums after it, and so
             # their rounding: in bfloat16 enough to turn a close choice.
@@ -74,10 +76,11 @@ class Sizes:
             "--max-num-batched-tokens": self.max_model_len,
             "--max-num-seqs": 8,
             "--block-size": self.block_size,
-            "--kv-cache-memory-bytes": self.device_blocks * block_bytes,
             # The CPU engines of some releases do not look at the bytes.
             "--num-gpu-blocks-override": self.device_blocks,
         }
+        if hasattr(EngineArgs, "kv_cache_memory_bytes"):
+            flags["--kv-cache-memory-bytes"] = self.device_blocks * block_bytes
         if tier:
             flags |= {
                 "--kv-offloading-size": self.host_gib,

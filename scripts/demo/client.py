@@ -78,7 +78,12 @@ class ChatClient:
             "top_logprobs": 2,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "extra_body": {"ignore_eos": True, "return_token_ids": True},
+            "extra_body": {
+                "ignore_eos": True,
+                "return_token_ids": True,
+                # The first releases name them in place of the tokens of logprobs.
+                "return_tokens_as_token_ids": True,
+            },
         }
         text = ""
         token_ids: list[int] = []
@@ -90,12 +95,15 @@ class ChatClient:
         for chunk in self._openai.chat.completions.create(**request):
             usage = chunk.usage or usage
             for choice in chunk.choices:
-                tokens = (choice.model_extra or {}).get("token_ids") or []
+                scored = (choice.logprobs and choice.logprobs.content) or []
+                tokens = (choice.model_extra or {}).get("token_ids") or [
+                    int(each.token.removeprefix("token_id:")) for each in scored
+                ]
                 if tokens and not token_ids:
                     ttft_ms = 1000 * (time.perf_counter() - start)
                 token_ids += tokens
                 text += choice.delta.content or ""
-                for token in (choice.logprobs and choice.logprobs.content) or []:
+                for token in scored:
                     best, second = (top.logprob for top in token.top_logprobs[:2])
                     logprobs.append(token.logprob)
                     margins.append(best - second)

@@ -29,6 +29,14 @@ from vllm.v1.kv_tier.pool import make_block_pool
 from .trace import Call
 
 
+def _block_hash(number: int) -> BlockHash:
+    if hasattr(BlockHash, "hash_value"):
+        # The first releases have the tokens beside a number.
+        make: Any = BlockHash
+        return make(number, ())
+    return BlockHash(number.to_bytes(12, "big", signed=True))
+
+
 @dataclass(frozen=True)
 class Engine:
     """One engine, all of its ranks together."""
@@ -48,6 +56,7 @@ class Tier:
     host_bytes: int
     eviction_policy: str = "lru"
     store_policy: StorePolicy = "write_back"
+    store_from_use: int = 1
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,7 @@ class Replay:
             config = KVTierConfig(
                 tier.host_bytes,
                 store_policy=tier.store_policy,
+                store_from_use=tier.store_from_use,
                 eviction_policy=tier.eviction_policy,
                 max_load_stall_ms=None,
             )
@@ -146,7 +156,7 @@ class Replay:
         number = next(self._numbers)
         num_full = (call.input_tokens + call.output_tokens) // size
         answer = [-1 - number * 2**20 - i for i in range(max(0, num_full - len(ids)))]
-        hashes = [BlockHash(i.to_bytes(12, "big", signed=True)) for i in ids + answer]
+        hashes = [_block_hash(i) for i in ids + answer]
         request = SimpleNamespace(
             request_id=str(number), num_preemptions=0, block_hashes=hashes
         )

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.model import make_llama, make_lora, make_tokenizer
+from tests.e2e.release import cache_bytes
 from tests.e2e.server import Server
 
 from .clients import Load
@@ -82,7 +83,7 @@ def flags(folder: Path, num_blocks: int, num_slots: int) -> list[str]:
         *("--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "512", "--block-size", str(BLOCK_TOKENS)),
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
-        *("--kv-cache-memory-bytes", str(num_blocks * BLOCK_BYTES)),
+        *cache_bytes(num_blocks * BLOCK_BYTES),
         *("--num-gpu-blocks-override", str(num_blocks)),
         *("--chat-template", str(folder / "chat.jinja")),
         *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"),

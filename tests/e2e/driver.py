@@ -17,12 +17,19 @@ from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine
 from .kinds import IMAGE_TOKEN
 from .mamba_cpu import end_prefill_steps_at_blocks, pack_no_weights
-from .pipeline_cpu import make_buffers_between_stages
-from .release import count_every_step, know_image_token, lacking, lacking_engine
+from .pipeline_cpu import make_buffers_between_stages, run_pipelines_in_process
+from .release import (
+    count_every_step,
+    know_image_token,
+    known,
+    lacking,
+    lacking_engine,
+)
 from .workloads import WORKLOADS
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
+    job["llm"] = known(job["llm"])
     if job["llm"].get("async_scheduling"):
         allow_async_scheduling()
         if job["llm"].get("tensor_parallel_size", 1) == 1:
@@ -36,6 +43,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         lacks = {name: {"lacks": why} for name in job["workloads"]}
         return {"facts": {}, "layout": None, "workloads": lacks}
     unasked = lacking(job["llm"])
+    if job["llm"].get("pipeline_parallel_size", 1) > 1:
+        run_pipelines_in_process()
     count_every_step()
     if "images" in job["workloads"]:
         know_image_token(IMAGE_TOKEN)

@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from .release import NO_BINDING, NUM_THREADS
+from .release import ENVIRONMENT
 
 # Before vLLM is imported. The scheduler in this process, small engines without
 # threads of their own, and no claim to cores that others may use.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", NO_BINDING)
-os.environ.setdefault("OMP_NUM_THREADS", NUM_THREADS)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.update(ENVIRONMENT | dict(os.environ))
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -70,7 +68,10 @@ class Engine:
         """How the engine really runs."""
         config = self.core.vllm_config
         return {
-            "async_scheduling": config.scheduler_config.async_scheduling,
+            # Not all releases have it.
+            "async_scheduling": getattr(
+                config.scheduler_config, "async_scheduling", False
+            ),
             "world_size": config.parallel_config.world_size,
             "num_device_blocks": self.pool.num_gpu_blocks,
             "num_host_slots": self.pool.host.num_slots if self.has_tier else 0,

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+from vllm.sampling_params import BeamSearchParams
 from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
 
 from .engine import Answer, Engine
@@ -29,6 +29,17 @@ from .workloads import (
     text,
     workload,
 )
+
+try:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    STRUCTURED = "structured_outputs"
+except ImportError:
+    from vllm.sampling_params import (  # type: ignore[attr-defined, no-redef]
+        GuidedDecodingParams as StructuredOutputsParams,
+    )
+
+    STRUCTURED = "guided_decoding"
 
 SERVED = ["by_priority", "structured", "beams", "paused"]
 """Those whose answers come from the host in part."""
@@ -60,7 +71,7 @@ def structured(engine: Engine) -> dict[str, Any]:
     """Answers that a grammar restricts to the tokens 3 to 9."""
     prompts = [text(1100 + i, 4 * BLOCK + 9) for i in range(3)]
     params = {
-        "structured_outputs": StructuredOutputsParams(regex="(t[3-9]){40}"),
+        STRUCTURED: StructuredOutputsParams(regex="(t[3-9]){40}"),
         "max_tokens": 10,
     }
     answers = engine.generate(prompts, **params)

@@ -66,9 +66,10 @@ class OpenScheduler(Scheduler):
 
     def _write(self) -> None:
         pool: Any = self.kv_cache_manager.kv_tier
+        cached = pool.cached_block_hash_to_block
         device = {
             key: 1 if isinstance(found, KVCacheBlock) else len(found)
-            for key, found in pool.cached_block_hash_to_block._cache.items()
+            for key, found in getattr(cached, "_cache", cached).items()
         }
         state = {
             "steps": self._num_steps,

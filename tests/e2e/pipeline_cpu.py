@@ -7,7 +7,25 @@ then ends in an AssertionError. Compiling a small model takes longer than all th
 is asked of it.
 """
 
+from inspect import getsource
 from typing import Any
+
+
+def run_pipelines_in_process() -> None:
+    """Let engines in this process have several steps in flight. Those of the first
+    releases take the first step for done, in a pipeline too."""
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine.core_client import InprocClient
+
+    if "engine_core.step()" not in getsource(InprocClient.get_output):
+        return
+
+    def get_output(self: Any) -> EngineCoreOutputs:
+        # As the loop of an engine in a process of its own.
+        outputs, _ = self.engine_core.step_with_batch_queue()
+        return (outputs or {}).get(0) or EngineCoreOutputs()
+
+    InprocClient.get_output = get_output  # type: ignore[method-assign]
 
 
 def make_buffers_between_stages(wrapper: Any) -> None:

@@ -4,18 +4,24 @@
 Nothing asks for a version: each line looks at what the release at hand has.
 """
 
+from collections.abc import Mapping
+from dataclasses import fields
 from importlib.util import find_spec
 from inspect import getsource, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+
+def _root() -> Path:
+    """Of vLLM, for who has not imported it yet, and must not."""
+    package = find_spec("vllm")
+    assert package is not None and package.origin is not None
+    return Path(package.origin).parent
 
 
 def _no_binding() -> str:
     """`VLLM_CPU_OMP_THREADS_BIND` for threads that run where they like."""
-    # Read by who has not imported vLLM yet, and must not.
-    package = find_spec("vllm")
-    assert package is not None and package.origin is not None
-    root = Path(package.origin).parent
+    root = _root()
     files = root / "v1/worker/cpu_worker.py", root / "utils/ompmultiprocessing.py"
     if any('"nobind"' in file.read_text() for file in files if file.exists()):
         return "nobind"
@@ -29,11 +35,18 @@ NO_BINDING = _no_binding()
 NUM_THREADS = "1" if find_spec("intel_extension_for_pytorch") is None else "2"
 
 
+UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": NO_BINDING, "VLLM_NO_USAGE_STATS": "1"}
+"""Environment of engines that claim no cores which others may use."""
+if '"VLLM_USE_V1"' in (_root() / "envs.py").read_text():
+    # The first releases have another engine too, which they may choose by themselves.
+    UNBOUND["VLLM_USE_V1"] = "1"
+ENVIRONMENT = {**UNBOUND, "OMP_NUM_THREADS": NUM_THREADS}
+"""The same, without threads of their own."""
+
+
 def _says(words: str, place: str) -> bool:
     """Whether the files of a folder of vLLM have these words, in small letters."""
-    package = find_spec("vllm")
-    assert package is not None and package.origin is not None
-    files = (Path(package.origin).parent / place).rglob("*.py")
+    files = (_root() / place).rglob("*.py")
     return any(words in file.read_text().lower() for file in files)
 
 
@@ -46,9 +59,61 @@ LOGS_KILLS = _says(KILLED, "v1")
 silence."""
 
 
+NAMES_PROCESSES = "set_process_title" in (_root() / "v1/engine/core.py").read_text()
+"""Whether processes can be told from one another by their titles."""
+
+
+def _completions_tell_hits() -> bool:
+    """Whether `/v1/completions` says how many tokens of a prompt were cached."""
+    # In the first releases chats alone do.
+    file = _root() / "entrypoints" / "openai" / "serving_completion.py"
+    return not file.exists() or "prompt_tokens_details" in file.read_text()
+
+
+COMPLETIONS_TELL_HITS = _completions_tell_hits()
+
+
+def _hash_algorithms() -> tuple[str, ...]:
+    try:
+        from vllm.config.cache import PrefixCachingHashAlgo
+    except ModuleNotFoundError:
+        from vllm.config import (  # type: ignore[attr-defined, no-redef]
+            PrefixCachingHashAlgo,
+        )
+    return get_args(PrefixCachingHashAlgo)
+
+
+def known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `LLM` that the release has. Others change no answer: the size of the
+    device cache in bytes (it is given in blocks, too), asynchronous scheduling, and
+    how keys are hashed."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = {field.name for field in fields(EngineArgs)}
+    optional = {"kv_cache_memory_bytes", "async_scheduling"} - names
+    if settings.get("prefix_caching_hash_algo") not in _hash_algorithms():
+        optional.add("prefix_caching_hash_algo")
+    return {k: v for k, v in settings.items() if k not in optional}
+
+
+def cache_bytes(size: int) -> list[str]:
+    """Flags of `vllm serve` for a device cache of `size` bytes. Servers get its number
+    of blocks, too: not all releases take bytes."""
+    return [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in known({"kv_cache_memory_bytes": size}).items()
+    ]
+
+
+def model_source(name: str) -> str:
+    """Of the module of a model."""
+    return (_root() / "model_executor" / "models" / f"{name}.py").read_text()
+
+
 def lacking_engine(llm: dict[str, Any]) -> str | None:
     """Why the release has no engine with these `LLM` arguments on a CPU."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker import cpu_model_runner
 
     if "speculative_config" in llm and "spec decode is not supported" in getsource(
@@ -60,6 +125,8 @@ def lacking_engine(llm: dict[str, Any]) -> str | None:
         and "ExampleConnector" not in KVConnectorFactory._registry
     ):
         return "KV connectors of this release are made another way"
+    if "runner" in llm and not hasattr(EngineArgs, "runner"):
+        return "decoders of this release become embedding models another way"
     return None
 
 
@@ -92,6 +159,8 @@ def lacking(llm: dict[str, Any]) -> dict[str, str]:
         or "weights_path" not in signature(reload_weights).parameters
     ):
         found["new_weights"] = "this release reloads no weights from another path"
+    if "sha256_cbor" not in _hash_algorithms():
+        found["hash_algorithm"] = "this release has other algorithms"
     if "load_inplace" not in LoRARequest.__struct_fields__:
         found["lora_reloads"] = "this release cannot reload an adapter in place"
     return found

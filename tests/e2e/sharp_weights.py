@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from vllm.config import ModelConfig
-from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-LOAD_FORMAT = "sharp"
+CAN_REGISTER = hasattr(model_loader, "register_model_loader")
+LOAD_FORMAT = "sharp" if CAN_REGISTER else "dummy"
 EMBED_SCALE = "sharp_embed_scale"
 """Setting of a model's config: size of embeddings. Where upstream uses them for the
 outputs too, large ones have each token followed by itself."""
 
 
-@register_model_loader(LOAD_FORMAT)
 class SharpLoader(DummyModelLoader):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         for name, parameter in model.named_parameters():
@@ -32,6 +32,13 @@ class SharpLoader(DummyModelLoader):
             if "embed_tokens" in name:
                 values *= getattr(model_config.hf_config, EMBED_SCALE, 1.0)
             parameter.data.copy_(values)
+
+
+if CAN_REGISTER:
+    model_loader.register_model_loader(LOAD_FORMAT)(SharpLoader)
+else:
+    # The first releases know no formats of others.
+    model_loader.DummyModelLoader = SharpLoader  # type: ignore[misc]
 
 
 def _scaled(name: str, normal: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.sim.upstream import HAS_ASYNC
+
 from .compare import assert_same_answers
 from .conftest import Results
 from .jobs import BLOCK_TOKENS, COMMON, JOBS, SMALL, TIERED
@@ -27,7 +29,7 @@ def rows(name: str, workload: str) -> Iterator[str]:
     if workload in ROWS:
         yield ROWS[workload]
     if workload == "conversations":
-        if llm.get("async_scheduling"):
+        if llm.get("async_scheduling") and HAS_ASYNC:
             yield "asynchronous scheduling"
         if llm["max_num_batched_tokens"] < COMMON["max_num_batched_tokens"]:
             yield "chunked prefill"
@@ -86,7 +88,7 @@ def test_answers_depend_on_the_whole_prompt(results: Results) -> None:
 def test_engine_is_what_the_test_means(results: Results, name: str) -> None:
     facts, llm = results(name)["facts"], JOBS[name].llm
     assert facts == {
-        "async_scheduling": llm.get("async_scheduling", False),
+        "async_scheduling": llm.get("async_scheduling", False) and HAS_ASYNC,
         "world_size": llm["tensor_parallel_size"],
         "num_device_blocks": SMALL,
         "num_host_slots": facts["num_host_slots"],

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from vllm.v1.core.block_pool import BlockPool
+
 from .conftest import environment
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, SMALL, GiB
 from .model import make_tokenizer
-from .release import NO_BINDING, NUM_THREADS
+from .release import COMPLETIONS_TELL_HITS, ENVIRONMENT, cache_bytes
 from .server import Server, command
 from .workloads import text
 
@@ -23,10 +25,12 @@ NUM_SLOTS = 100
 SERVE = [
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
     *("--block-size", str(BLOCK_TOKENS), "--max-num-seqs", "4"),
-    *("--kv-cache-memory-bytes", str(SMALL * BLOCK_BYTES)),
+    *cache_bytes(SMALL * BLOCK_BYTES),
     *("--num-gpu-blocks-override", str(SMALL)),
     *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
 ]
+IDLE_USAGE = BlockPool(SMALL, True, hash_block_size=BLOCK_TOKENS).get_usage()
+"""Some releases count the block that stands for none."""
 CORE = ["--kv-offloading-backend", "core"]
 SIZE = ["--kv-offloading-size", repr(NUM_SLOTS * BLOCK_BYTES / GiB)]
 
@@ -38,8 +42,7 @@ def served(llama: Path) -> Path:
 
 
 def server_environment() -> dict[str, str]:
-    quiet = {"VLLM_CPU_OMP_THREADS_BIND": NO_BINDING, "OMP_NUM_THREADS": NUM_THREADS}
-    return environment() | quiet | {"VLLM_NO_USAGE_STATS": "1"}
+    return environment() | ENVIRONMENT
 
 
 @pytest.fixture
@@ -72,6 +75,7 @@ def wait_until_idle(server: Server, timeout_s: float = 60) -> float:
     while True:
         found = server.metrics("vllm:")
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        found["vllm:kv_cache_usage_perc"] -= IDLE_USAGE
         busy = sum(found[f"vllm:{name}"] for name in names)
         if not busy or time.monotonic() > deadline:
             return busy
@@ -92,7 +96,8 @@ def test_a_server_with_a_host_tier(server: Server) -> None:
     details = [[a["usage"]["prompt_tokens_details"] for a in r] for r in rounds]
     cached = [sum((d or {}).get("cached_tokens") or 0 for d in r) for r in details]
     hit = len(prompts) * 5 * BLOCK_TOKENS
-    assert cached == [0, hit]
+    if COMPLETIONS_TELL_HITS:
+        assert cached == [0, hit]
 
     found = server.metrics("vllm:kv_tier_")
     assert found["vllm:kv_tier_slots_total"] == NUM_SLOTS

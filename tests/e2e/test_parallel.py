@@ -33,7 +33,7 @@ from .jobs import (
 )
 from .kinds import EMBEDDING
 from .model import make_tokenizer
-from .release import CHOOSES_REPLICAS
+from .release import CHOOSES_REPLICAS, known
 from .server import Server, command
 from .test_http import CORE, NUM_SLOTS, SERVE, SIZE, server_environment
 from .workloads import SERVED
@@ -302,7 +302,7 @@ def two_ranks(llama: Path, executor: str) -> EngineArgs:
         skip_tokenizer_init=True,
         tensor_parallel_size=2,
         distributed_executor_backend=executor,
-        kv_cache_memory_bytes=SMALL * BLOCK_BYTES,
+        **known({"kv_cache_memory_bytes": SMALL * BLOCK_BYTES}),
         kv_offloading_backend="core",
         kv_offloading_size=0.1,
     )

@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from .kinds import ENCODER, ENCODER_DECODER
 from .model import LLAMA
+from .release import ENVIRONMENT, known
 
 CASES = [
     pytest.param(
@@ -43,8 +44,14 @@ CASES = [
 
 @pytest.mark.parametrize("config, settings, words", CASES)
 def test_refused(
-    config: dict[str, Any], settings: dict[str, Any], words: str, tmp_path: Path
+    config: dict[str, Any],
+    settings: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     asks_first = "get_encdec_max_encoder_len" in getsource(VllmConfig.__post_init__)
     if config is ENCODER_DECODER and asks_first:
         pytest.skip("this release loads the processor of such a model before")
@@ -52,13 +59,16 @@ def test_refused(
     args = EngineArgs(
         model=str(tmp_path),
         skip_tokenizer_init=True,
-        kv_cache_memory_bytes=1 << 20,
+        **known({"kv_cache_memory_bytes": 1 << 20}),
         kv_offloading_backend="core",
         kv_offloading_size=0.1,
         **settings,
     )
-    with pytest.raises(ValueError) as error:
+    with pytest.raises((ValueError, NotImplementedError)) as error:
         args.create_engine_config()
+    if "VLLM_USE_V1=1 is not supported" in str(error.value):
+        pytest.skip("V1 of this release refuses such models by itself")
+    assert isinstance(error.value, ValueError)
     assert "--kv-offloading-backend core" in str(error.value)
     assert words in str(error.value)
     assert "Remove the backend" in str(error.value) or "or remove" in str(error.value)

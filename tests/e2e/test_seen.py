@@ -28,7 +28,7 @@ from vllm.v1.kv_tier.metrics import METRICS, PREFIX
 
 from .conftest import ROOT, environment
 from .prometheus import MISSING, Prometheus
-from .release import NO_BINDING
+from .release import UNBOUND
 from .server import Server
 
 SHAPE = ModelShape(num_hidden_layers=2, hidden_size=256, intermediate_size=512)
@@ -150,10 +150,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     env = environment() | {
         "HF_HUB_OFFLINE": "1",
         "KV_TIER_STATE": str(folder / "state.json"),
-        "VLLM_CPU_OMP_THREADS_BIND": NO_BINDING,
         "VLLM_LOG_STATS_INTERVAL": "1",
-        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
+        **UNBOUND,
     }
     subscriber = Subscriber(endpoint)
     server = Server(folder / "model", flags, env, folder / "log")

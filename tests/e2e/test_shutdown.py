@@ -21,6 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, SMALL, GiB
 from .model import make_tokenizer
+from .release import NAMES_PROCESSES, cache_bytes
 from .server import UPSTREAMS_OWN, Server
 from .test_http import CORE, SERVE, server_environment
 from .workloads import text
@@ -35,7 +36,7 @@ TIER = [*CORE, "--kv-offloading-size", str(HOST_GIB)]
 DRAIN = ("--shutdown-timeout", str(END_TIMEOUT_S)) if HAS_DRAIN else ()
 RANKS = [
     *("--tensor-parallel-size", "2"),
-    *("--kv-cache-memory-bytes", str(SMALL * BLOCK_BYTES // 2)),
+    *cache_bytes(SMALL * BLOCK_BYTES // 2),
 ]
 NUM_TOKENS = 24
 NUM_CLIENTS = 4
@@ -146,6 +147,9 @@ def server(llama: Path, tmp_path: Path, tier: str, name: str) -> Iterator[Server
     server.kill()
 
 
+@pytest.mark.skipif(
+    not NAMES_PROCESSES, reason="processes of this release have no names"
+)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.compat("faults", name)) for name in WAYS],

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +15,17 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_device() -> Iterator[None]:
+    """Threads that a planted deadlock leaves behind may go on when the simulated device
+    is gone. Without a real one, a torch that was built for GPUs would crash there."""
+
+    def event(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("There is no device any more.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(torch.cuda, "Event", event)
+        yield

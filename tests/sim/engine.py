@@ -17,14 +17,14 @@ from vllm.config import (
 )
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_tier import pool
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from ..names import sha256
+from ..names import init_none_hash, sha256
 from . import upstream
 from .content import STOP_TOKEN, Sequence, Violation
 from .invariants import Invariants
@@ -59,6 +59,7 @@ class Setup:
     """Device blocks beyond those that the longest request takes."""
     num_slots: int
     store_policy: str = "write_back"
+    store_from_use: int = 1
     eviction_policy: str = "lru"
     load_time: float = 0.0
     """How long a block takes to load, in steps."""
@@ -392,10 +393,11 @@ def make_scheduler(setup: Setup) -> Scheduler:
     config.scheduler_config.max_num_scheduled_tokens = setup.token_budget
     config.scheduler_config.max_num_seqs = setup.max_num_seqs
     config.scheduler_config.policy = "priority" if setup.by_priority else "fcfs"
-    config.scheduler_config.async_scheduling = setup.is_async
+    config.scheduler_config.async_scheduling = setup.is_async and upstream.HAS_ASYNC
     config.scheduler_config.scheduler_reserve_full_isl = setup.reserve_full_isl
     config.parallel_config = copy(base.parallel_config)
-    config.parallel_config.pipeline_parallel_size = setup.num_stages
+    num_stages = setup.depth if not upstream.HAS_ASYNC else setup.num_stages
+    config.parallel_config.pipeline_parallel_size = num_stages
     config.kv_events_config = setup.kv_events
     config.cache_config = copy(base.cache_config)
     config.cache_config.num_gpu_blocks = setup.num_blocks
@@ -404,6 +406,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
     tier = KVTierConfig(
         size_bytes=setup.num_slots * SLOT_BYTES,
         store_policy=setup.store_policy,  # type: ignore[arg-type]
+        store_from_use=setup.store_from_use,
         eviction_policy=setup.eviction_policy,
         max_load_stall_ms=1e3 * setup.max_stall,
     )

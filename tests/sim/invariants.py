@@ -86,8 +86,8 @@ class Invariants:
 
     def _check_index(self) -> None:
         pool = self._pool
-        for key, found in pool.cached_block_hash_to_block._cache.items():
-            for block in [found] if isinstance(found, KVCacheBlock) else found.values():
+        for key, blocks in upstream.cached_blocks(pool):
+            for block in blocks:
                 if key not in self._keys(block):
                     raise Violation("refs", f"{block} is cached under {key!r}")
 
@@ -156,7 +156,7 @@ class Invariants:
     def _content_of(
         self, kind: str, block: KVCacheBlock, key: BlockHashWithGroupId
     ) -> list[int]:
-        block_hash = BlockHash(upstream.last_hash(get_block_hash(key)))
+        block_hash = upstream.last_hash(get_block_hash(key))
         prefix = self._prefixes.get(block_hash)
         if prefix is None:
             raise Violation(kind, f"{block} survived a reset")

@@ -2,17 +2,13 @@
 """KV cache groups of the models that the simulator runs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, field
 
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -26,7 +22,8 @@ MAX_MODEL_LEN = 40
 class Group:
     """One KV cache group, and what its layers read."""
 
-    spec: KVCacheSpec
+    # Not all releases can hash it.
+    spec: KVCacheSpec = field(hash=False)
     first_read: Callable[[int], int] | None
     """First position that the token at a given one reads. None: the group keeps
     one state for the whole prefix (Mamba)."""
@@ -47,7 +44,9 @@ class Group:
             num_tokens = spec.sliding_window - 1 + max_in_flight_tokens
             # A window may begin inside a block.
             return cdiv(min(num_tokens, MAX_MODEL_LEN), spec.block_size) + 1
-        if upstream.HAS_ADMISSION_CAP and isinstance(spec, ChunkedLocalAttentionSpec):
+        if upstream.HAS_ADMISSION_CAP and isinstance(
+            spec, upstream.ChunkedLocalAttentionSpec
+        ):
             num_tokens = spec.attention_chunk_size + max_in_flight_tokens
             return cdiv(min(num_tokens, MAX_MODEL_LEN), spec.block_size)
         if isinstance(spec, MambaSpec) and not self.keeps_all_states:
@@ -131,35 +130,33 @@ class Layout:
         ]
 
 
-def _heads(head_size: int) -> dict:
-    return {"num_kv_heads": 1, "head_size": head_size, "dtype": torch.float32}
-
-
 def full(block_size: int = 4, head_size: int = 1) -> Group:
-    spec = FullAttentionSpec(block_size=block_size, **_heads(head_size))
+    spec = FullAttentionSpec(block_size=block_size, **upstream.heads(head_size))
     return Group(spec, lambda position: 0)
 
 
 def window(size: int, block_size: int = 4) -> Group:
-    spec = SlidingWindowSpec(block_size=block_size, sliding_window=size, **_heads(1))
+    spec = SlidingWindowSpec(
+        block_size=block_size, sliding_window=size, **upstream.heads(1)
+    )
     return Group(spec, lambda position: max(0, position - size + 1))
 
 
 def mla(block_size: int = 4) -> Group:
-    spec = MLAAttentionSpec(block_size=block_size, **_heads(1))
+    spec = upstream.mla_spec(block_size)
     return Group(spec, lambda position: 0)
 
 
 def mla_window(size: int, block_size: int = 4) -> Group:
     spec = upstream.SlidingWindowMLASpec(
-        block_size=block_size, sliding_window=size, **_heads(1)
+        block_size=block_size, sliding_window=size, **upstream.heads(1)
     )
     return Group(spec, lambda position: max(0, position - size + 1))
 
 
 def chunked(size: int, block_size: int = 4) -> Group:
-    spec = ChunkedLocalAttentionSpec(
-        block_size=block_size, attention_chunk_size=size, **_heads(1)
+    spec = upstream.ChunkedLocalAttentionSpec(
+        block_size=block_size, attention_chunk_size=size, **upstream.heads(1)
     )
     return Group(spec, lambda position: position // size * size)
 
@@ -177,6 +174,16 @@ def _mla_windows() -> tuple[Layout, ...]:
     return (Layout("MLA+MLA window", (mla(8), mla_window(9, 4)), 4),)
 
 
+def _chunks() -> tuple[Layout, ...]:
+    """Like Llama 4; not in all releases."""
+    if not upstream.HAS_CHUNKS:
+        return ()
+    return (
+        Layout("full+chunked", (full(), chunked(8)), 4),
+        Layout("chunked", (chunked(16),), 4),
+    )
+
+
 ALL: tuple[Layout, ...] = (
     Layout("full", (full(),), 4),
     Layout("window", (window(6),), 4),
@@ -185,8 +192,7 @@ ALL: tuple[Layout, ...] = (
     Layout("full+2 windows", (full(), window(5), window(5)), 4),
     Layout("full+window, block sizes differ", (full(8), window(9, 4)), 4),
     Layout("full+full, head sizes differ", (full(), full(head_size=2)), 4),
-    Layout("full+chunked", (full(), chunked(8)), 4),
-    Layout("chunked", (chunked(16),), 4),
+    *_chunks(),
     Layout("MLA", (mla(),), 4),
     *_mla_windows(),
     Layout("mamba", (mamba(),), 4),

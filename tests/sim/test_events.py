@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,6 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 from vllm.v1.core.kv_cache_utils import (
-    ExternalBlockHash,
-    KVCacheBlock,
     get_block_hash,
     get_group_id,
     maybe_convert_block_hash,
@@ -48,7 +47,7 @@ class FollowedEngine(Engine):
     """Publishes events, and compares what they say with the pool."""
 
     def __init__(self, setup: Setup) -> None:
-        self.prefixes: dict[ExternalBlockHash, tuple[list[int], str | None]] = {}
+        self.prefixes: dict[Any, tuple[list[int], str | None]] = {}
         endpoint = f"inproc://{id(self)}"
         events = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint
@@ -86,11 +85,7 @@ class FollowedEngine(Engine):
                 if isinstance(event, BlockStored):
                     self._check_truth(event)
         pool, follower = self.pool, self.follower
-        cached = pool.cached_block_hash_to_block._cache
-        device = {
-            key: 1 if isinstance(blocks, KVCacheBlock) else len(blocks)
-            for key, blocks in cached.items()
-        }
+        device = {key: len(blocks) for key, blocks in upstream.cached_blocks(pool)}
         host = {key: 1 for key in pool.host._slots}
         for medium, keys in (("GPU", device), ("CPU", host)):
             held = Counter(

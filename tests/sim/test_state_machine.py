@@ -115,3 +115,24 @@ def test_scripts_of_a_pipeline(script: Script, num_stages: int) -> None:
     script = replace(script, setup=replace(script.setup, num_stages=num_stages))
     note(str(script))
     script.play()
+
+
+def test_scripts_of_a_choosy_tier() -> None:
+    """Of many blocks the host has none, and of some a later copy."""
+    events: Counter[str] = Counter()
+
+    @settings(
+        max_examples=max(EXAMPLES // 8, 10),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(scripts(), st.integers(2, 3))
+    def play(script: Script, from_use: int) -> None:
+        script = replace(script, setup=replace(script.setup, store_from_use=from_use))
+        note(str(script))
+        events.update(script.play().events)
+
+    play()
+    assert events["stored"] and events["loaded"]

@@ -26,7 +26,7 @@ def run(*paths: Path) -> dict[str, int]:
         [sys.executable, "-m", "tests.sim.uncomputed"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, found))},
         cwd=ROOT,
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=True,
     )
@@ -44,7 +44,12 @@ def upstream(tmp_path: Path) -> Path:
 
 def test_upstream_leaves_blocks_cached_that_nobody_computed(upstream: Path) -> None:
     """When this fails with a new release, patch 0010 has done its work."""
-    tokens = run(upstream)
+    try:
+        tokens = run(upstream)
+    except subprocess.CalledProcessError as error:
+        # It counts more requests in the step than there are running ones.
+        assert "len(scheduled_resumed_reqs)" in error.stderr, error.stderr
+        pytest.skip("the first releases end with an AssertionError there")
     assert tokens["found"] > tokens["computed"] > 0
 
 

@@ -18,7 +18,11 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.core import single_type_kv_cache_manager
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+)
 from vllm.v1.core.sched.output import (
     CachedRequestData,
     NewRequestData,
@@ -29,6 +33,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSp
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+try:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+except ModuleNotFoundError:
+    AsyncScheduler = None  # type: ignore[assignment, misc]
 try:
     from vllm.config.cache import MambaCacheMode
 except ImportError:
@@ -45,6 +53,9 @@ def _has(cls: Any, name: str) -> bool:
     return name in {field.name for field in fields(cls)}
 
 
+HAS_ASYNC = AsyncScheduler is not None
+"""Steps are scheduled before the tokens of the last one are there. Older releases have
+several in flight in pipelines only, so there one more stage stands for it."""
 HAS_PREFILL_CHECKPOINTS = _has(MambaSpec, "num_prefill_checkpoint_blocks")
 HAS_PARTIAL_HITS = (
     "replace_existing_hashes"
@@ -70,6 +81,10 @@ series refuses such models."""
 HAS_ALL_STATES = HAS_STATES and "all" in get_args(MambaCacheMode)
 SlidingWindowMLASpec: Any = getattr(kv_cache_interface, "SlidingWindowMLASpec", None)
 HAS_MLA_WINDOWS = SlidingWindowMLASpec is not None
+ChunkedLocalAttentionSpec: Any = getattr(
+    kv_cache_interface, "ChunkedLocalAttentionSpec", None
+)
+HAS_CHUNKS = ChunkedLocalAttentionSpec is not None
 
 EVENTS_TELL_GROUPS = "group_idx" in BlockRemoved.__struct_fields__
 """Older releases have one group only where KV cache events are on."""
@@ -94,15 +109,33 @@ _HASH_BYTES = 32
 _RETENTION = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
 
+def heads(head_size: int, use_mla: bool = False) -> dict[str, Any]:
+    """What specs of attention have beside block sizes and windows."""
+    values = {"num_kv_heads": 1, "head_size": head_size, "dtype": torch.float32}
+    if _has(SlidingWindowSpec, "use_mla"):
+        values["use_mla"] = use_mla
+    return values
+
+
+def mla_spec(block_size: int) -> Any:
+    # Not all releases have a class for it.
+    cls = getattr(
+        kv_cache_interface, "MLAAttentionSpec", kv_cache_interface.FullAttentionSpec
+    )
+    return cls(block_size=block_size, **heads(1, use_mla=True))
+
+
 def mamba_spec(block_size: int, has_checkpoints: bool, mode: str) -> MambaSpec:
     """A state of one value for each prefix."""
     options: dict[str, Any] = {"mamba_cache_mode": mode} if HAS_STATES else {}
     if has_checkpoints and HAS_PREFILL_CHECKPOINTS:
         options["num_prefill_checkpoint_blocks"] = 1
         options["prefill_checkpoint_alignment"] = 1
-    return MambaSpec(
-        block_size=block_size, shapes=((1,),), dtypes=(torch.float32,), **options
-    )
+    if _has(MambaSpec, "dtypes"):
+        options["dtypes"] = (torch.float32,)
+    else:
+        options["dtype"] = torch.float32
+    return MambaSpec(block_size=block_size, shapes=((1,),), **options)
 
 
 def num_checkpoint_blocks(spec: MambaSpec) -> int:
@@ -120,6 +153,9 @@ def make_request(**values: Any) -> Request:
     known = signature(Request).parameters
     if "eos_token_id" in known:
         values["eos_token_id"] = None
+    for name in known:
+        if name.startswith("multi_modal_"):
+            values[name] = None
     return Request(**values)
 
 
@@ -152,8 +188,9 @@ def make_scheduler(
         values |= {"block_size": block_size, "hash_block_size": hash_block_size}
     elif "block_size" in known:
         values["block_size"] = hash_block_size
+    cls = AsyncScheduler if is_async and HAS_ASYNC else Scheduler
     with _retention(retention):
-        return (AsyncScheduler if is_async else Scheduler)(**values)
+        return cls(**values)
 
 
 @contextmanager
@@ -167,9 +204,21 @@ def _retention(retention: int | None) -> Iterator[None]:
         os.environ.pop(_RETENTION, None)
 
 
-def last_hash(block_hash: bytes) -> bytes:
+def last_hash(block_hash: BlockHash) -> BlockHash:
     """Of a block: some releases join the hashes of its parts, others take the last."""
-    return block_hash[-_HASH_BYTES:]
+    if not isinstance(block_hash, bytes):
+        # The first releases have the tokens beside the hash.
+        return block_hash
+    return BlockHash(block_hash[-_HASH_BYTES:])
+
+
+def cached_blocks(
+    pool: BlockPool,
+) -> Iterator[tuple[BlockHashWithGroupId, list[KVCacheBlock]]]:
+    """What `pool` finds by each key."""
+    cached: Any = pool.cached_block_hash_to_block
+    for key, found in getattr(cached, "_cache", cached).items():
+        yield key, [found] if isinstance(found, KVCacheBlock) else [*found.values()]
 
 
 def detach(new: NewRequestData) -> None:

@@ -11,7 +11,7 @@ from tests.sim import upstream
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
 from vllm.v1.kv_tier.adapters import (
     AdapterLoads,
     note_adapter_load,
@@ -20,7 +20,7 @@ from vllm.v1.kv_tier.adapters import (
 )
 from vllm.v1.request import Request
 
-from ..names import sha256
+from ..names import init_none_hash, sha256
 
 BLOCK = 4
 PROMPT = list(range(2 * BLOCK))
@@ -66,9 +66,9 @@ def request(adapter: LoRARequest | None, salt: str | None = None) -> Request:
     )
 
 
-def keys(adapter: LoRARequest | None) -> list[bytes]:
+def keys(adapter: LoRARequest | None) -> list[BlockHash]:
     """Of the blocks of a prompt, each with content of its own."""
-    found = list(map(bytes, request(adapter).block_hashes))
+    found = list(request(adapter).block_hashes)
     assert len(set(found)) == 2
     return found
 

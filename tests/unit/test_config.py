@@ -12,16 +12,18 @@ import pytest
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+import vllm
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
-from vllm.config.cache import KVOffloadingBackend
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.kv_tier import config as kv_tier_config
 from vllm.v1.kv_tier.config import GiB, KVTierConfig, check_memory_of_engines
 
-from ..names import FlexibleArgumentParser
+from ..names import FlexibleArgumentParser, KVOffloadingBackend
 
 compat = pytest.mark.compat
+
+HAS_CACHE_SIZE = any(f.name == "kv_cache_memory_bytes" for f in fields(EngineArgs))
 
 OTHERS: list[Any] = [b for b in get_args(KVOffloadingBackend) if b != "core"] or [None]
 """Backends of upstream; the first releases have none."""
@@ -40,6 +42,12 @@ LLAMA = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _v1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some releases have another engine too, which they may choose by themselves."""
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("model")
@@ -51,11 +59,12 @@ def engine_config(model: str, **settings: Any) -> VllmConfig:
     args = {
         "model": model,
         "skip_tokenizer_init": True,
-        "kv_cache_memory_bytes": 1 << 20,
         "kv_offloading_backend": "core",
         "kv_offloading_size": 0.5,
         **settings,
     }
+    if HAS_CACHE_SIZE:
+        args["kv_cache_memory_bytes"] = 1 << 20
     return EngineArgs(**args).create_engine_config()
 
 
@@ -82,6 +91,7 @@ def test_defaults(model: str) -> None:
     assert tier(model) == KVTierConfig(
         size_bytes=GiB // 2,
         store_policy="write_back",
+        store_from_use=1,
         eviction_policy="s3fifo",
         max_load_stall_ms=2.0,
         copy_engine="auto",
@@ -94,6 +104,7 @@ def test_defaults(model: str) -> None:
 def test_every_key_is_taken(model: str) -> None:
     options = {
         "store_policy": "write_through",
+        "store_from_use": 2,
         "eviction_policy": "arc",
         "max_load_stall_ms": 0.25,
         "copy_engine": "dma",
@@ -128,6 +139,16 @@ def test_settings_from_the_command_line(model: str) -> None:
 def test_no_tier_without_the_backend(model: str) -> None:
     args = {"kv_offloading_backend": OTHERS[0], "kv_offloading_size": None}
     assert tier(model, **args) is None
+
+
+def test_the_tier_is_part_of_v1(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (Path(vllm.__file__).parent / "core" / "scheduler.py").exists():
+        pytest.skip("this release has no other engine")
+    monkeypatch.setenv("VLLM_USE_V1", "0")
+    assert tier(model, kv_offloading_backend=None, kv_offloading_size=None) is None
+    text = message(model)
+    names_all(text, "--kv-offloading-backend core", "VLLM_USE_V1=0", "V1 engine")
+    names_all(text, "Set VLLM_USE_V1=1, or remove the backend.")
 
 
 def test_the_connector_slot_stays_free(model: str) -> None:
@@ -215,6 +236,10 @@ def test_data_parallel_engines_that_do_not_fit_together(
         ),
         ({"store_policy": None}, ["unknown store_policy None"]),
         ({"store_policy": ["write_back"]}, ["unknown store_policy ['write_back']"]),
+        ({"store_from_use": 0}, ["store_from_use must be a whole number", "got 0"]),
+        ({"store_from_use": 1.5}, ["store_from_use", "got 1.5"]),
+        ({"store_from_use": True}, ["store_from_use", "got True"]),
+        ({"store_from_use": None}, ["store_from_use", "got None"]),
         (
             {"eviction_policy": "fifo"},
             ["unknown eviction_policy 'fifo'", "one of s3fifo, lru, arc"],

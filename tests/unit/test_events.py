@@ -15,7 +15,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     get_request_block_hasher,
-    init_none_hash,
     maybe_convert_block_hash,
 )
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
@@ -24,7 +23,7 @@ from vllm.v1.kv_tier.plan import StepReport
 from vllm.v1.kv_tier.pool import TieredBlockPool, make_block_pool
 from vllm.v1.request import Request
 
-from ..names import sha256
+from ..names import init_none_hash, sha256
 
 BLOCK = 4
 SLOT_BYTES = 1 << 20

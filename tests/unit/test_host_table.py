@@ -3,13 +3,15 @@
 
 import pytest
 
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_tier.host_table import HostSlot, HostTable
 from vllm.v1.kv_tier.policy import LRU
 
+from ..names import block_hash
+
 
 def key(name: str, group_id: int = 0):
-    return make_block_hash_with_group_id(BlockHash(name.encode()), group_id)
+    return make_block_hash_with_group_id(block_hash(name.encode()), group_id)
 
 
 def table(num_slots: int) -> HostTable:
@@ -17,8 +19,16 @@ def table(num_slots: int) -> HostTable:
 
 
 def insert(host: HostTable, name: str, seq: int = 1) -> HostSlot:
+    """In the plan in the making."""
     slot = host.insert((key(name),), 32, seq)
-    assert slot is not None
+    assert slot is not None and host.is_pinned(slot)
+    return slot
+
+
+def inserted(host: HostTable, name: str, seq: int = 1) -> HostSlot:
+    """In an earlier plan."""
+    slot = insert(host, name, seq)
+    host.unpin_all()
     return slot
 
 
@@ -45,7 +55,7 @@ def test_a_slot_counts_as_a_block_to_allocate() -> None:
 
 def test_slots_are_distinct_until_one_must_make_room() -> None:
     host = table(3)
-    slots = [insert(host, n) for n in "abc"]
+    slots = [inserted(host, n) for n in "abc"]
     assert {s.index for s in slots} == {0, 1, 2}
     assert host.evictions == 0
     d = insert(host, "d")
@@ -55,19 +65,16 @@ def test_slots_are_distinct_until_one_must_make_room() -> None:
 
 def test_eviction_follows_use() -> None:
     host = table(2)
-    a, b = insert(host, "a"), insert(host, "b")
+    a, b = inserted(host, "a"), inserted(host, "b")
     host.mark_loaded([a], 5)
     assert insert(host, "c").index == b.index
 
 
 def test_a_pinned_slot_makes_no_room() -> None:
     host = table(2)
-    a, b = insert(host, "a"), insert(host, "b")
+    a, b = inserted(host, "a"), inserted(host, "b")
     host.pin([a])
     assert insert(host, "c").index == b.index
-    c = host.get(key("c"))
-    assert c is not None
-    host.pin([c])
     assert host.insert((key("d"),), 32, 1) is None
     assert len(host) == 2 and host.get(key("d")) is None
     host.unpin_all()
@@ -77,7 +84,6 @@ def test_a_pinned_slot_makes_no_room() -> None:
 def test_a_slot_removed_while_pinned_is_not_reused_in_the_plan() -> None:
     host = table(1)
     a = insert(host, "a")
-    host.pin([a])
     host.remove(a)
     assert host.get(key("a")) is None and len(host) == 0
     assert host.insert((key("b"),), 32, 1) is None
@@ -87,11 +93,11 @@ def test_a_slot_removed_while_pinned_is_not_reused_in_the_plan() -> None:
 
 def test_a_key_may_come_back_while_its_old_slot_is_in_use() -> None:
     host = table(2)
-    old = insert(host, "a")
+    old = inserted(host, "a")
     host.pin([old])
     host.remove(old)
     new = insert(host, "a")
-    assert new.index != old.index and not host.is_pinned(new)
+    assert new.index != old.index
     host.unpin_all()
     assert host.get(key("a")) is new
     assert insert(host, "b").index == old.index
@@ -99,7 +105,7 @@ def test_a_key_may_come_back_while_its_old_slot_is_in_use() -> None:
 
 def test_a_removed_slot_is_free_at_once_when_no_copy_uses_it() -> None:
     host = table(1)
-    a = insert(host, "a")
+    a = inserted(host, "a")
     host.remove(a)
     assert insert(host, "b").index == a.index
     assert host.evictions == 0
@@ -108,26 +114,27 @@ def test_a_removed_slot_is_free_at_once_when_no_copy_uses_it() -> None:
 def test_all_keys_of_an_evicted_slot_are_gone() -> None:
     host = table(1)
     host.insert((key("a"), key("a", 1)), 32, 1)
+    host.unpin_all()
     insert(host, "b")
     assert host.get(key("a")) is None and host.get(key("a", 1)) is None
 
 
 def test_the_last_load_outlives_the_content() -> None:
     host = table(1)
-    a = insert(host, "a")
+    a = inserted(host, "a")
     assert host.last_load(a) == 0
     host.mark_loaded([a], 5)
-    assert a.load_seq == 5
+    assert host.last_load(a) == 5
     b = insert(host, "b", seq=6)
     assert b.index == a.index
-    # The new content was never loaded, but its memory was read.
-    assert b.load_seq == 0 and host.last_load(b) == 5
+    # The new content was never loaded, but a store must wait for that load.
+    assert host.last_load(b) == 5
 
 
 def test_no_slot_leaks() -> None:
     host = table(4)
     for i in range(50):
-        slot = insert(host, f"k{i}")
+        slot = inserted(host, f"k{i}")
         if i % 3 == 0:
             host.pin([slot])
         if i % 5 == 0:

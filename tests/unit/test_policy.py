@@ -108,12 +108,14 @@ class ModelARC:
 
 
 class ModelS3FIFO:
-    """Two lists of [key, uses], oldest first, and the ghosts of the first."""
+    """Two lists of [key, uses], oldest first, and what the first evicted last: a key
+    is a ghost until it comes back, or until one of its evictions is forgotten."""
 
     def __init__(self) -> None:
         self.first: list[list[int]] = []
         self.main: list[list[int]] = []
-        self.ghosts: list[int] = []
+        self.evicted: list[int] = []
+        self.ghosts: set[int] = set()
 
     @property
     def resident(self) -> set[int]:
@@ -154,7 +156,10 @@ class ModelS3FIFO:
                 kept.append([key, uses])
             else:
                 self.first = kept + self.first
-                self.ghosts = [*self.ghosts, key][-NUM_SLOTS:]
+                self.evicted.append(key)
+                self.ghosts.add(key)
+                self.ghosts -= {*self.evicted[:-NUM_SLOTS]}
+                self.evicted = self.evicted[-NUM_SLOTS:]
                 return key
         self.first = kept
         return None
@@ -255,8 +260,9 @@ class S3FIFOMachine(PolicyMachine):
     def ghosts_are_bounded(self) -> None:
         policy = self.policy
         assert isinstance(policy, S3FIFO)
-        assert len(policy._ghosts) <= NUM_SLOTS
-        assert not set(policy._ghosts) & self.model.resident
+        assert policy._ghosts <= {*policy._ghost_order}
+        assert len(policy._ghost_order) <= NUM_SLOTS
+        assert not policy._ghosts & self.model.resident
 
 
 TestLRU = LRUMachine.TestCase

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiered block pool alone: what it answers, plans and takes back."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from .tier import (
     assert_nothing_leaks,
     hash_of,
     hashes,
+    ids,
     is_empty,
     loads,
     stores,
@@ -392,20 +394,17 @@ def cleaned(plan: StepPlan) -> set[int]:
     return set(stores(plan).values())
 
 
-def ids(blocks: Iterable[KVCacheBlock]) -> set[int]:
-    return {block.block_id for block in blocks}
-
-
 def looked_at(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> list[KVCacheBlock]:
-    """The blocks that are looked at from now on."""
+    """The free blocks that are looked at from now on."""
     seen: list[KVCacheBlock] = []
-    is_clean = tier.pool._is_clean
+    free_blocks = tier.pool._free_blocks
 
-    def look(block: KVCacheBlock) -> bool:
-        seen.append(block)
-        return is_clean(block)
+    def look(*args: Any) -> Iterator[KVCacheBlock]:
+        for block in free_blocks(*args):
+            seen.append(block)
+            yield block
 
-    monkeypatch.setattr(tier.pool, "_is_clean", look)
+    monkeypatch.setattr(tier.pool, "_free_blocks", look)
     return seen
 
 
@@ -813,7 +812,7 @@ def test_blocks_that_a_late_load_may_overwrite_are_nobodys() -> None:
     assert tier.where("a") == "nowhere"
     assert_nothing_leaks(tier)
     assert tier.pool.reset_prefix_cache()
-    assert tier.pool.get_usage() == 0
+    assert tier.pool.get_usage() == Tier(2).pool.get_usage()
     tier.begin()
     assert not {b.block_id for b in tier.pool.get_new_blocks(2)} & {*lost}
 

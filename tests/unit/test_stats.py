@@ -239,8 +239,10 @@ def test_a_slot_that_the_plan_uses_is_not_replaced() -> None:
     tier.begin()
     slot = tier.slot("a")
     tier.promote(tier.find("a"))
+    # It has another key beside that of the slot.
     block = tier.pool.get_new_blocks(1)[0]
-    block.set_block_hash(slot.keys[0], 32)
+    tier.cache("b", [block])
+    tier.pool.cached_block_hashes_by_block[block.block_id] = {slot.keys[0]}
     assert not tier.pool._queue_store(block)
     stats = tier.pool.take_stats()
     assert stats.refused_pinned == 1 and stats.promoted_blocks == 1

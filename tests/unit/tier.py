@@ -15,12 +15,14 @@ from vllm.v1.kv_tier.host_table import HostSlot
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.pool import TieredBlockPool
 
+from ..names import block_hash
+
 BLOCK = 32
 SLOT_BYTES = 1 << 20
 
 
 def hash_of(name: str) -> BlockHash:
-    return BlockHash(name.encode())
+    return block_hash(name.encode())
 
 
 def hashes(names: str) -> list[BlockHash]:
@@ -167,6 +169,10 @@ class Tier:
             self.begin()
             plans.append(self.end())
         return plans
+
+
+def ids(blocks: Iterable[KVCacheBlock]) -> set[int]:
+    return {block.block_id for block in blocks}
 
 
 def stores(plan: StepPlan) -> dict[int, int]:

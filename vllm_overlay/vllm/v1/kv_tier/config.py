@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from vllm import envs
 from vllm.v1.kv_tier.host_memory import available_host_bytes, total_host_bytes
 from vllm.v1.kv_tier.policy import make_policy
 
@@ -36,6 +37,11 @@ class KVTierConfig:
     the device that would go first), so that what fits the rest is never copied.
     `write_through` stores every block in the step after it was filled: more copies,
     but evictions never wait."""
+
+    store_from_use: int = 1
+    """Store a block only from its n-th use on: being computed is one, and so is every
+    hit. `2` keeps the host for what comes back, and spares the copies of what never
+    does; but what comes back is computed once more before the host has it."""
 
     eviction_policy: str = "s3fifo"
     """Which host slot makes room: `s3fifo`, `lru`, `arc`, or the import path
@@ -116,6 +122,12 @@ class KVTierConfig:
                 f"{flag}: unknown store_policy {self.store_policy!r}. "
                 f"Use one of {', '.join(get_args(StorePolicy))}."
             )
+        uses = self.store_from_use
+        if not isinstance(uses, int) or isinstance(uses, bool) or uses < 1:
+            raise ValueError(
+                f"{flag}: store_from_use must be a whole number from 1 (store every "
+                f"block) on, got {uses!r}."
+            )
         make_policy(self.eviction_policy, num_slots=1)
         stall = self.max_load_stall_ms
         if stall is not None and not (_is_number(stall) and 0 <= stall < math.inf):
@@ -137,6 +149,14 @@ class KVTierConfig:
 
     def _check_engine(self, vllm_config: "VllmConfig") -> None:
         backend = f"--kv-offloading-backend {BACKEND}"
+        # The first releases have two engines. Those that have none but V1 say it is on,
+        # or nothing.
+        if not getattr(envs, "VLLM_USE_V1", True):
+            raise ValueError(
+                f"{backend} is part of the V1 engine, but this is V0 (VLLM_USE_V1=0, "
+                "set by you, or by vLLM for a setting, a model or a platform: its log "
+                "says which). Set VLLM_USE_V1=1, or remove the backend."
+            )
         model = vllm_config.model_config
         if model is not None and model.is_encoder_decoder:
             raise ValueError(

@@ -2,28 +2,54 @@
 """Which KV block lies in which host slot."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.policy import EvictionPolicy
 
 
-@dataclass(slots=True, eq=False)
 class HostSlot(KVCacheBlock):
     """A filled host slot, and the placeholder for it in a prefix scan.
 
-    As a placeholder it is never referenced (`ref_cnt` stays 0), so upstream
-    counts it as one block to allocate, as it does an evictable device block.
+    As a placeholder it is never referenced, so upstream counts it as one block to
+    allocate, as it does an evictable device block.
+
+    Args:
+        index: Number of the slot in host memory.
+        keys: All prefix-cache keys of the block; the first is its primary one.
+        num_tokens: Prefix tokens that the primary key covers.
+        store_seq: Plan whose store fills the slot.
+
     """
 
-    index: int = -1
-    """Number of the slot in host memory."""
-    keys: tuple[BlockHashWithGroupId, ...] = ()
-    """All prefix-cache keys of the block; the first is its primary one."""
-    store_seq: int = 0
-    """Plan whose store fills the slot."""
-    load_seq: int = 0
-    """Last plan that loads from the slot."""
+    # One is made for every store: what is the same for all of them is the class's.
+    __slots__ = ("index", "keys", "num_tokens", "store_seq")
+    block_id = -1
+    ref_cnt = 0
+    is_null = False
+
+    def __init__(
+        self,
+        index: int,
+        keys: tuple[BlockHashWithGroupId, ...],
+        num_tokens: int | None,
+        store_seq: int,
+    ) -> None:
+        self.index = index
+        self.keys = keys
+        self.num_tokens = num_tokens
+        self.store_seq = store_seq
+
+    @property
+    def block_hash(self) -> BlockHashWithGroupId:
+        return self.keys[0]
+
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        return self.num_tokens
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    __repr__ = object.__repr__
 
 
 class HostTable:
@@ -44,7 +70,7 @@ class HostTable:
         self._slots: dict[BlockHashWithGroupId, HostSlot] = {}
         # No method: asked for every block of every prefix, and for every victim.
         self.get: Callable[[BlockHashWithGroupId], HostSlot | None] = self._slots.get
-        self._by_index: dict[int, HostSlot] = {}
+        self._by_index: list[HostSlot | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         # When each slot was last read; outlives its content, because a store
         # into a reused slot must wait for that load.
@@ -54,18 +80,19 @@ class HostTable:
         self._free_after_plan: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._by_index)
+        return self.num_slots - len(self._free) - len(self._free_after_plan)
 
     def at(self, index: int) -> HostSlot | None:
-        """The content of slot `index`, if it is filled."""
-        return self._by_index.get(index)
+        """The content of slot `index`, if it is filled, and one of this table."""
+        return self._by_index[index] if index < self.num_slots else None
 
     def filled(self) -> list[HostSlot]:
-        return list(self._by_index.values())
+        return [slot for slot in self._by_index if slot is not None]
 
     def pin(self, slots: Iterable[HostSlot]) -> None:
         """Keep `slots` until `unpin_all`: the plan in the making uses them."""
-        self._pinned.update(slot.keys[0] for slot in slots)
+        for slot in slots:
+            self._pinned.add(slot.keys[0])
 
     def unpin_all(self) -> None:
         self._pinned.clear()
@@ -79,7 +106,7 @@ class HostTable:
         """The plan `seq` loads the blocks of `slots`."""
         load_seq, hit = self._load_seq, self._policy.hit
         for slot in slots:
-            slot.load_seq = load_seq[slot.index] = seq
+            load_seq[slot.index] = seq
             hit(slot.keys[0])
 
     def last_load(self, slot: HostSlot) -> int:
@@ -92,7 +119,7 @@ class HostTable:
         num_tokens: int | None,
         seq: int,
     ) -> HostSlot | None:
-        """Fill a slot, evicting another one when none is free.
+        """Fill a slot, evicting another one when none is free. It is pinned.
 
         Args:
             keys: Keys of the block; none of them may be in the table.
@@ -109,13 +136,13 @@ class HostTable:
                 return None
             self.evictions += 1
             self._forget(self._slots[victim])  # type: ignore[index]
-        slot = HostSlot(block_id=-1, index=self._free.pop(), keys=keys, store_seq=seq)
-        slot.set_block_hash(keys[0], num_tokens)
+        slot = HostSlot(self._free.pop(), keys, num_tokens, seq)
         self._by_index[slot.index] = slot
         for key in keys:
             assert key not in self._slots
             self._slots[key] = slot
         self._policy.insert(keys[0])
+        self._pinned.add(keys[0])
         return slot
 
     def remove(self, slot: HostSlot) -> None:
@@ -126,7 +153,7 @@ class HostTable:
     def _forget(self, slot: HostSlot) -> None:
         for key in slot.keys:
             del self._slots[key]
-        del self._by_index[slot.index]
+        self._by_index[slot.index] = None
         if slot.keys[0] in self._pinned:
             self._pinned.remove(slot.keys[0])
             self._free_after_plan.append(slot.index)

@@ -143,6 +143,12 @@ METRICS = (
         "was refused.",
     ),
     Metric(
+        "passed_over_blocks",
+        "counter",
+        "KV blocks that the device evicted before they had been used often enough to "
+        "be stored (store_from_use).",
+    ),
+    Metric(
         "cleaner_backlog_blocks",
         "gauge",
         "Blocks that are to be stored ahead of their eviction and are not yet.",

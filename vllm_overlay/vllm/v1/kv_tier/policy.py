@@ -7,7 +7,7 @@ is any hashable value; the pool uses the first key of a slot.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -154,18 +154,23 @@ class S3FIFO(EvictionPolicy):
         # Uses since a key came to where it is, oldest key first.
         self._first: OrderedDict[Key, int] = OrderedDict()
         self._main: OrderedDict[Key, int] = OrderedDict()
-        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+        # The order may have keys twice, or that came back: some are forgotten early.
+        self._ghosts: set[Key] = set()
+        self._ghost_order: deque[Key] = deque()
 
     def insert(self, key: Key) -> None:
         if key in self._ghosts:
-            del self._ghosts[key]
+            self._ghosts.remove(key)
             self._main[key] = 0
         else:
             self._first[key] = 0
 
     def hit(self, key: Key) -> None:
-        queue = self._first if key in self._first else self._main
-        if (uses := queue[key]) < self._MAX_USES:
+        queue = self._first
+        if (uses := queue.get(key)) is None:
+            queue = self._main
+            uses = queue[key]
+        if uses < self._MAX_USES:
             queue[key] = uses + 1
 
     def remove(self, key: Key) -> None:
@@ -181,21 +186,24 @@ class S3FIFO(EvictionPolicy):
         return self._evict_main(is_pinned) if key is None else key
 
     def _evict_first(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        proven, victim = [], None
-        for key, uses in self._first.items():
+        first, pinned, victim = self._first, [], None
+        while first:
+            key, uses = first.popitem(last=False)
             if uses:
-                proven.append(key)
-            elif not is_pinned(key):
+                self._main[key] = 0
+            elif is_pinned(key):
+                pinned.append(key)
+            else:
                 victim = key
                 break
-        for key in proven:
-            del self._first[key]
-            self._main[key] = 0
+        for key in reversed(pinned):
+            first[key] = 0
+            first.move_to_end(key, last=False)
         if victim is not None:
-            del self._first[victim]
-            self._ghosts[victim] = None
-            if len(self._ghosts) > self.num_slots:
-                self._ghosts.popitem(last=False)
+            self._ghosts.add(victim)
+            self._ghost_order.append(victim)
+            if len(self._ghost_order) > self.num_slots:
+                self._ghosts.discard(self._ghost_order.popleft())
         return victim
 
     def _evict_main(self, is_pinned: Callable[[Key], bool]) -> Key | None:

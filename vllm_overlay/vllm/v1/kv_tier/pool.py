@@ -24,6 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
+from vllm.v1.kv_tier.admission import Admission
 from vllm.v1.kv_tier.config import KVTierLayout
 from vllm.v1.kv_tier.host_table import HostSlot, HostTable
 from vllm.v1.kv_tier.load_policy import LoadPolicy
@@ -121,6 +122,11 @@ class TieredBlockPool(BlockPool):
         policy = make_policy(config.eviction_policy, layout.num_slots)
         self.host = HostTable(layout.num_slots, policy)
         self.write_through = config.store_policy == "write_through"
+        self._admission: Admission | None = None
+        if config.store_from_use > 1:
+            # What both tiers hold, and as much of what they have dropped.
+            num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
+            self._admission = Admission(config.store_from_use, num_keys)
         self.slot_bytes = layout.slot_bytes
         self.loads = LoadPolicy(
             layout.load_s, config.max_load_stall_s, layout.layerwise
@@ -141,7 +147,7 @@ class TieredBlockPool(BlockPool):
         self._loads_ahead: dict[int, HostSlot] = {}
 
         self._in_step = False
-        self._demoting = self._are_evicted = False
+        self._demoting = False
         self._serves_host = True
         # Blocks freed by the step in the making, by id.
         self._freed: dict[int, KVCacheBlock] = {}
@@ -296,6 +302,7 @@ class TieredBlockPool(BlockPool):
         if not self._ahead and not any(
             type(block) is HostSlot for group in computed_blocks for block in group
         ):
+            self._count_uses(computed_blocks)
             self._stats.record_hit(request, num_local_tokens, 0)
             return computed_blocks
         groups, hits, holes = self._find_holes(
@@ -331,6 +338,7 @@ class TieredBlockPool(BlockPool):
         if holes:
             self._load(holes, hits, ahead=False)
         self._claim(hits, last_ahead)
+        self._count_uses(groups)
         self._stats.record_hit(request, num_local_tokens, num_host_tokens)
         return tuple(groups)
 
@@ -432,7 +440,7 @@ class TieredBlockPool(BlockPool):
             computed_by[block.block_id] = plan.seq
             # As `_insert_block_hash` does with a block that has no key yet.
             keys = slot.keys
-            block.set_block_hash(keys[0], slot.block_hash_num_tokens)
+            block.set_block_hash(keys[0], slot.num_tokens)
             insert(keys[0], block)
             for key in keys[1:]:
                 super()._insert_block_hash(key, block, None)
@@ -636,52 +644,32 @@ class TieredBlockPool(BlockPool):
         """As upstream; the content of cached victims goes to host slots."""
         if self._ahead:
             self._pass_over_kept(num_blocks)
-        self._are_evicted = self._evict_next(num_blocks)
+        self._taken += num_blocks
         self._demoting = True
         try:
-            blocks = super().get_new_blocks(num_blocks)
+            return super().get_new_blocks(num_blocks)
         finally:
-            self._demoting = self._are_evicted = False
-        self._taken += num_blocks
-        return blocks
-
-    def _evict_next(self, num_blocks: int) -> bool:
-        """`_maybe_evict_cached_block` of the next victims, in half of the time.
-
-        Returns:
-            Whether it could: nobody who counts evictions listens, and blocks have
-            one key each.
-
-        """
-        if self._tells_evictions or self.cached_block_hashes_by_block:
-            return False
-        has_slot, pop_key = self.host.get, self.cached_block_hash_to_block.pop
-        has_loads = bool(self._loads or self._loads_ahead)
-        for block in self._free_blocks(num_blocks):
-            if has_loads:
-                self._call_off_load(block)
-            key = block.block_hash
-            if key is not None:
-                if has_slot(key) is None:
-                    self._demote(block)
-                pop_key(key, block.block_id)
-                block.reset_hash()
-            # Copies of what a reset forgot may still be under way.
-            self._fence_overwrite(block)
-        return True
+            self._demoting = False
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         # Upstream calls this for victims and for content that turned invalid.
-        if self._are_evicted:
-            return False
-        if self._demoting:
-            if self._loads or self._loads_ahead:
-                self._call_off_load(block)
-            if block.block_hash is not None:
-                self._demote(block)
-        else:
+        if not self._demoting:
             self._invalidate(block)
-        return super()._maybe_evict_cached_block(block)
+            return super()._maybe_evict_cached_block(block)
+        if self._loads or self._loads_ahead:
+            self._call_off_load(block)
+        key = block.block_hash
+        if key is not None:
+            if self.host.get(key) is None or self.cached_block_hashes_by_block:
+                self._demote(block)
+            if self._tells_evictions or self.cached_block_hashes_by_block:
+                return super()._maybe_evict_cached_block(block)
+            # The same for blocks of one key while nobody listens, in half of the time.
+            self.cached_block_hash_to_block.pop(key, block.block_id)
+            block.reset_hash()
+        # Copies of what a reset forgot may still be under way.
+        self._fence_overwrite(block)
+        return key is not None
 
     def _call_off_load(self, block: KVCacheBlock) -> None:
         """A load into `block`, queued for a request that was preempted since, must not
@@ -694,7 +682,11 @@ class TieredBlockPool(BlockPool):
 
     def _demote(self, block: KVCacheBlock) -> None:
         is_computed = self._computed_by[block.block_id] < self._plan.seq
-        if is_computed and not self._is_clean(block) and not self._queue_store(block):
+        if not is_computed or self._is_clean(block):
+            return
+        if not self._is_admitted(block):
+            self._stats.passed_over_blocks += 1
+        elif not self._queue_store(block):
             self._stats.dropped_blocks += 1
 
     def _invalidate(self, block: KVCacheBlock) -> None:
@@ -707,36 +699,44 @@ class TieredBlockPool(BlockPool):
         """Give `block` a slot and store it in this plan, if there is room.
 
         Args:
-            block: Hashed, and computed by an earlier plan.
+            block: Hashed, computed by an earlier plan, and not clean.
             ahead: Of its eviction. Else this plan overwrites it.
 
         """
+        plan, block_id = self._plan, block.block_id
         keys = self._keys(block)
-        for key in keys:
-            # A slot that has only some of the keys may lack the bytes of others.
-            stale = self.host.get(key)
-            if stale is not None:
-                if self.host.is_pinned(stale):
-                    self._stats.refused_pinned += 1
-                    return False
-                self.host.remove(stale)
-        plan = self._plan
+        if len(keys) > 1 and not self._drop_stale(keys):
+            self._stats.refused_pinned += 1
+            return False
         slot = self.host.insert(keys, block.block_hash_num_tokens, plan.seq)
         if slot is None:
             self._stats.refused_no_slot += 1
             return False
-        self.host.pin((slot,))
-        self._stored_by[block.block_id] = plan.seq
-        computed = self._computed_by[block.block_id]
-        loaded = max(self.host.last_load(slot), self._ahead_by[block.block_id])
+        self._stored_by[block_id] = plan.seq
+        computed = self._computed_by[block_id]
+        loaded = max(self.host.last_load(slot), self._ahead_by[block_id])
         if ahead:
             self._cleans[slot.index] = block
-            plan.clean_after_compute = max(plan.clean_after_compute, computed)
-            plan.clean_after_loads = max(plan.clean_after_loads, loaded)
+            # Without `max`: each new block of a decoding request comes by here.
+            if computed > plan.clean_after_compute:
+                plan.clean_after_compute = computed
+            if loaded > plan.clean_after_loads:
+                plan.clean_after_loads = loaded
         else:
             self._stores[slot.index] = block
             plan.store_after_compute = max(plan.store_after_compute, computed)
             plan.store_after_loads = max(plan.store_after_loads, loaded)
+        return True
+
+    def _drop_stale(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
+        """Make way for a slot with all of `keys`: one that has only some of them may
+        lack the bytes of others. False: the plan uses it."""
+        for key in keys:
+            stale = self.host.get(key)
+            if stale is not None:
+                if self.host.is_pinned(stale):
+                    return False
+                self.host.remove(stale)
         return True
 
     def _remove_cached_block_hashes(
@@ -754,7 +754,8 @@ class TieredBlockPool(BlockPool):
             # The forward pass waits for a load as such, if it needs it. When the load
             # is called off, the next to take the block finds the mark.
             if not self._loading:
-                plan.compute_after_stores = max(plan.compute_after_stores, stored_by)
+                if stored_by > plan.compute_after_stores:
+                    plan.compute_after_stores = stored_by
                 self._stored_by[block.block_id] = 0
         if ahead_by := self._ahead_by[block.block_id]:
             # The fence is one of forward passes; loads run beside them.
@@ -798,14 +799,33 @@ class TieredBlockPool(BlockPool):
         # Outside of a step upstream hashes only what earlier steps computed.
         seq = self._plan.seq
         self._computed_by[block.block_id] = seq if self._in_step else seq - 1
+        if self._admission is not None:
+            self._admission.use(block_hash_with_group_id)
         if self.write_through:
             self._fresh.append(block)
+
+    def _is_admitted(self, block: KVCacheBlock) -> bool:
+        """Whether a hashed block has been used often enough to be stored."""
+        return self._admission is None or self._admission.admits(block.block_hash)
+
+    def _count_uses(self, groups: Iterable[Iterable[KVCacheBlock]]) -> None:
+        """A request that hit `groups` is admitted."""
+        if self._admission is None:
+            return
+        for group in groups:
+            for block in group:
+                if block.block_hash is not None:
+                    self._admission.use(block.block_hash)
+                    if self.write_through:
+                        self._fresh.append(block)
 
     def _store_fresh(self) -> None:
         """write_through: store what earlier steps filled; keep the rest."""
         fresh, self._fresh = self._fresh, []
         for block in fresh:
             if block.block_hash is None or self._is_clean(block):
+                continue
+            if not self._is_admitted(block):
                 continue
             if self._computed_by[block.block_id] < self._plan.seq:
                 self._queue_store(block, ahead=True)
@@ -837,8 +857,14 @@ class TieredBlockPool(BlockPool):
             last = self.free_block_queue.fake_free_list_head
         num_looks = min(window - self._num_clean, max_looks)
         seq, computed_by = self._plan.seq, self._computed_by
+        has_slot, have_one_key = self.host.get, not self.cached_block_hashes_by_block
+        admits_all = self._admission is None
         for block in self._free_blocks(num_looks, last):
-            if block.block_hash is not None and not self._is_clean(block):
+            key = block.block_hash
+            is_clean = key is None or (
+                has_slot(key) is not None if have_one_key else self._is_clean(block)
+            )
+            if not is_clean and (admits_all or self._is_admitted(block)):
                 # Those that this step computes are the last ones.
                 if computed_by[block.block_id] == seq or max_stores == 0:
                     break
@@ -874,10 +900,10 @@ class TieredBlockPool(BlockPool):
         return all(self.host.get(key) is not None for key in others)
 
     def _keys(self, block: KVCacheBlock) -> tuple[BlockHashWithGroupId, ...]:
-        if block.block_hash is None:
+        if (key := block.block_hash) is None:
             return ()
         others = self.cached_block_hashes_by_block.get(block.block_id)
-        return (block.block_hash, *others) if others else (block.block_hash,)
+        return (key, *others) if others else (key,)
 
     # ------------------------------------------------------------ what is void
 
@@ -914,7 +940,7 @@ class TieredBlockPool(BlockPool):
             ):
                 self._maybe_evict_cached_block(block)
         for slot in self.host.filled():
-            if slot.store_seq >= failed or slot.load_seq >= failed:
+            if max(slot.store_seq, self.host.last_load(slot)) >= failed:
                 self._drop_slot(slot)
         return self._plan.seq - 1
 

@@ -38,6 +38,8 @@ class KVTierStats:
     """Stores that would replace a slot in use by the plan."""
     dropped_blocks: int = 0
     """Blocks that the device evicted and the host could not take."""
+    passed_over_blocks: int = 0
+    """Blocks that the device evicted before they had been used often enough."""
     slots_used: int = 0
     slots_total: int = 0
     slot_bytes: int = 0

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks have been used often enough for a host slot."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+
+class Admission:
+    """Counts the uses of blocks by their keys.
+
+    Computing a block is a use, and so is every hit. As in LRU-K (O'Neil et al., SIGMOD
+    1993), a key is remembered beyond its block, or the second use would never come.
+
+    Args:
+        from_use: The use from which on a block is admitted.
+        num_keys: Keys that are remembered, those of the latest uses.
+
+    """
+
+    def __init__(self, from_use: int, num_keys: int) -> None:
+        self._from_use = from_use
+        self._num_keys = num_keys
+        self._uses: OrderedDict[Hashable, int] = OrderedDict()
+
+    def use(self, key: Hashable) -> None:
+        self._uses[key] = self._uses.pop(key, 0) + 1
+        if len(self._uses) > self._num_keys:
+            self._uses.popitem(last=False)
+
+    def admits(self, key: Hashable) -> bool:
+        return self._uses.get(key, 0) >= self._from_use
