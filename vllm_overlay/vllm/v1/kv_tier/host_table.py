@@ -25,6 +25,7 @@ class HostSlot(KVCacheBlock):
     __slots__ = ("index", "keys", "num_tokens", "store_seq")
     block_id = -1
     ref_cnt = 0
+    prev_free_block = next_free_block = None
     is_null = False
 
     def __init__(
