@@ -2,6 +2,7 @@
 """The tiered block pool alone: what it answers, plans and takes back."""
 
 from collections.abc import Iterator
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -607,6 +608,24 @@ def test_two_blocks_of_one_key_share_a_slot() -> None:
     tier.pool.get_new_blocks(1)
     assert tier.where("a") == "host"
     assert len(stores(tier.end())) == 1 and len(tier.host) == 1
+
+
+@pytest.mark.skipif(
+    "metrics_collector" not in signature(BlockPool).parameters,
+    reason="this release has no metrics of single blocks",
+)
+def test_metrics_of_blocks_hear_of_every_victim() -> None:
+    """Of those without content too, or the collector keeps what it knows of them."""
+    tier = Tier(2)
+    heard: list[int] = []
+    tier.pool.metrics_collector = SimpleNamespace(
+        on_block_evicted=lambda block: heard.append(block.block_id),
+        on_block_allocated=lambda block: None,
+    )
+    tier.pool._tells_evictions = True
+    blocks = tier.computed("a")
+    tier.begin()
+    assert ids(tier.pool.get_new_blocks(2)) == {*heard[-2:]} > ids(blocks)
 
 
 # In some releases a block has one key only.

@@ -658,13 +658,13 @@ class TieredBlockPool(BlockPool):
             return super()._maybe_evict_cached_block(block)
         if self._loads or self._loads_ahead:
             self._call_off_load(block)
-        key = block.block_hash
+        key, several = block.block_hash, self.cached_block_hashes_by_block
+        if key is not None and (several or self.host.get(key) is None):
+            self._demote(block)
+        if several or self._tells_evictions:
+            return super()._maybe_evict_cached_block(block)
+        # The same for blocks of one key while nobody listens, in half of the time.
         if key is not None:
-            if self.host.get(key) is None or self.cached_block_hashes_by_block:
-                self._demote(block)
-            if self._tells_evictions or self.cached_block_hashes_by_block:
-                return super()._maybe_evict_cached_block(block)
-            # The same for blocks of one key while nobody listens, in half of the time.
             self.cached_block_hash_to_block.pop(key, block.block_id)
             block.reset_hash()
         # Copies of what a reset forgot may still be under way.
