@@ -402,6 +402,8 @@ class _Watched(CopyOrder):
         return times
 
     def check_told(self) -> None:
+        # A copy has ended a moment before its lane says so.
+        self._order.finish()
         self._order._forget_ended()
         self.take_copy_times()
         if silent := self._asked - self._told.keys():

@@ -287,8 +287,7 @@ def test_without_its_fence_each_case_goes_wrong(rank: Rank, name: str) -> None:
 
 def _wait_for_lanes(rank: Rank) -> None:
     """For what no fence asked the compute stream to wait for."""
-    order = rank.order
-    for marks in (order._stored, order._loaded, order._loaded_ahead):
+    for marks in rank.order._jobs.values():
         for job in marks.values():
             job.wait_on_host()
     torch.cuda.synchronize()

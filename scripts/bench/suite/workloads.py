@@ -120,6 +120,8 @@ class Sessions:
         more: tokens that every later turn adds.
         contexts_first: the first prompts are asked for before the time is taken,
             and a turn of `more` tokens follows at once.
+        think_s: from an answer to the next turn, as an agent's tool takes.
+        runs_a_seed: so many runs in a row have the same prompts.
 
     """
 
@@ -130,16 +132,18 @@ class Sessions:
     output: int
     contexts_first: bool = False
     think_s: float = 0.0
+    runs_a_seed: int = 1
     name: str = "multiturn"
 
     async def run(self, client: Client, repeat: int) -> Outcome:
         vocab = client.vocab
         lengths = spread(*self.first, self.sessions)
+        seed = repeat // self.runs_a_seed
 
         def prompts_of(i: int) -> list[list[int]]:
-            prompts = [tokens(vocab, lengths[i], self.name, repeat, i)]
+            prompts = [tokens(vocab, lengths[i], self.name, seed, i)]
             for turn in range(1, self.turns):
-                new = tokens(vocab, self.more, self.name, repeat, i, turn)
+                new = tokens(vocab, self.more, self.name, seed, i, turn)
                 prompts.append(prompts[-1] + new)
             return prompts
 
