@@ -48,7 +48,7 @@ SHOWN = {
     ),
 }
 """Metrics that are printed while it runs."""
-LOGPROBS = "multiturn,agent,no_reuse,fits,trace"
+LOGPROBS = "multiturn,agent,agent_tools,no_reuse,fits,trace"
 
 Cell = tuple[str, int, dict[str, Any], str]
 

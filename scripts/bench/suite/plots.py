@@ -19,6 +19,7 @@ GRID = "#e6e9ed"
 BARS = {
     "multiturn": ("output_tokens_per_s", "later_ttft_ms.mean", "later_ttft_ms.p99"),
     "agent": ("output_tokens_per_s", "later_ttft_ms.mean", "later_ttft_ms.p99"),
+    "agent_tools": ("output_tokens_per_s", "later_ttft_ms.mean", "later_ttft_ms.p99"),
     "trace": ("output_tokens_per_s", "ttft_ms.mean", "ttft_ms.p99"),
     "no_reuse": ("makespan_s",),
     "fits": ("makespan_s",),

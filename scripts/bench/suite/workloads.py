@@ -120,7 +120,8 @@ class Sessions:
         more: tokens that every later turn adds.
         contexts_first: the first prompts are asked for before the time is taken,
             and a turn of `more` tokens follows at once.
-        think_s: from an answer to the next turn, as an agent's tool takes.
+        think_s: from an answer to the next turn, as an agent's tool takes: half of it
+            to half more, the same in every run of a seed.
         runs_a_seed: so many runs in a row have the same prompts.
 
     """
@@ -151,7 +152,8 @@ class Sessions:
             answers = []
             for turn, prompt in enumerate(prompts, start=self.turns - len(prompts)):
                 if turn and self.think_s:
-                    await asyncio.sleep(self.think_s)
+                    luck = random.Random(f"{self.name} {seed} {i} {turn}")
+                    await asyncio.sleep(self.think_s * luck.uniform(0.5, 1.5))
                 answers.append(await client.ask(f"{i}.{turn}", prompt, self.output))
             return answers
 
@@ -414,6 +416,9 @@ SCALES = {
             "multiturn": Sessions(28, 3, (4096, 8192), 512, 64),
             # 2.5 times the device cache, of which 99% is asked for again.
             "agent": Sessions(6, 5, (24576, 29696), 256, 32, True, name="agent"),
+            "agent_tools": Sessions(
+                6, 5, (24576, 29696), 256, 32, True, think_s=0.5, name="agent_tools"
+            ),
             "no_reuse": NoReuse(72, 4096, 64),
             # 0.8 times the device cache.
             "fits": Sessions(12, 12, (1024, 1024), 256, 96, name="fits"),
@@ -435,6 +440,9 @@ SCALES = {
             "latency": Latency((128, 512, 1024), pause_s=0.05),
             "multiturn": Sessions(12, 3, (512, 1024), 64, 16),
             "agent": Sessions(6, 4, (1024, 1536), 64, 8, True, name="agent"),
+            "agent_tools": Sessions(
+                6, 4, (1024, 1536), 64, 8, True, think_s=0.1, name="agent_tools"
+            ),
             "no_reuse": NoReuse(16, 512, 16),
             "fits": Sessions(4, 4, (256, 256), 64, 24, name="fits"),
             "trace": Trace(one_of=200, shrink=16, seconds=4, max_output=16, limit=40),
