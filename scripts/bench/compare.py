@@ -73,9 +73,11 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     ends = time.time() + args.time_limit
     told = Told(args.out)
-    for name in names:
-        run_config(name, known[name], scale, args, ends, told)
-        told.tell()
+    repeats = range(args.first_repeat, args.first_repeat + args.repeats)
+    for some in [range(i, i + 1) for i in repeats] if args.in_turns else [repeats]:
+        for name in names:
+            run_config(name, known[name], scale, some, args, ends, told)
+            told.tell()
     if told.missing:
         print("Not run:\n  " + "\n  ".join(why_missing(told.missing)))
     return int(any(r["status"] != "skipped" for r in told.missing))
@@ -93,6 +95,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workloads", type=names, help="all if not given")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--first-repeat", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--in-turns",
+        action="store_true",
+        help="each repeat of all configurations before the next one, so that a machine "
+        "that becomes slower favours none; an engine start for each of them",
+    )
     parser.add_argument("--scale", choices=SCALES, default="h200")
     parser.add_argument("--device", choices=START_S, default="cuda")
     parser.add_argument(
@@ -219,7 +227,11 @@ class Told:
 
 
 def cells_of(
-    name: str, settings: str, scale: Scale, args: argparse.Namespace
+    name: str,
+    settings: str,
+    scale: Scale,
+    repeats: range,
+    args: argparse.Namespace,
 ) -> tuple[list[Cell], list[Cell]]:
     """(to be run, lacking a trace) of a configuration; those that are done are left."""
     done = {
@@ -230,7 +242,7 @@ def cells_of(
     run, lacking = [], []
     for workload in args.workloads:
         parameters = asdict(scale.workloads[workload])
-        for repeat in range(args.first_repeat, args.first_repeat + args.repeats):
+        for repeat in repeats:
             # Where the trace lies does not matter.
             same = {k: v for k, v in parameters.items() if k != "path"}
             digest = fingerprint([args.scale, same, repeat])
@@ -248,6 +260,7 @@ def run_config(
     name: str,
     config: Config,
     scale: Scale,
+    repeats: range,
     args: argparse.Namespace,
     ends: float,
     told: Told,
@@ -274,7 +287,7 @@ def run_config(
     llm = merged(llm, config.llm)
     settings = fingerprint([llm, config.env, config.jitter_s, args.batch_invariant])
     about["settings"] = settings
-    cells, lacking = cells_of(name, settings, scale, args)
+    cells, lacking = cells_of(name, settings, scale, repeats, args)
     give_up(lacking, "skipped", "no --trace was given")
     if not cells:
         return
@@ -295,7 +308,7 @@ def run_config(
     }
     path = args.out / f"job-{name}.json"
     path.write_text(json.dumps(job))
-    log = args.out / f"{name}.log"
+    log = args.out / f"{name}-{repeats.start}.log"
     before = len(read(args.out))
     reason = run_process(path, log, environment(config, args), ends, told)
     new = {r.get("cell") for r in read(args.out)[before:]}

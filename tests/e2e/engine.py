@@ -159,6 +159,8 @@ class Engine:
 
     def embed(self, prompt: list[int]) -> tuple[list[float], int | None]:
         """The embedding, and how many tokens were cached, if the release tells."""
+        # Releases differ in the type of what they give.
+        found: Any
         (found,) = self.llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)
         return found.outputs.embedding, getattr(found, "num_cached_tokens", None)
 
