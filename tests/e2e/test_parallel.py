@@ -33,7 +33,7 @@ from .jobs import (
 )
 from .kinds import EMBEDDING
 from .model import make_tokenizer
-from .release import CHOOSES_REPLICAS, known
+from .release import CHOOSES_REPLICAS, REPLICAS_ENVIRONMENT, known
 from .server import Server, command
 from .test_http import CORE, NUM_SLOTS, SERVE, SIZE, server_environment
 from .workloads import SERVED
@@ -165,7 +165,7 @@ def replicas(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     server = Server(
         llama,
         [*SERVE, *CORE, *SIZE, *REPLICAS, *SPOIL],
-        server_environment() | {"VLLM_SERVER_DEV_MODE": "1"},
+        server_environment() | REPLICAS_ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "1"},
         tmp_path_factory.mktemp("replicas") / "log",
     )
     yield server
