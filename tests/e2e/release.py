@@ -52,8 +52,8 @@ def _says(words: str, place: str) -> bool:
 
 CHOOSES_REPLICAS = _says("x-data-parallel-rank", "entrypoints")
 """Whether a header of a request says which data parallel engine shall answer."""
-# The newest gives each data parallel engine a memory node of its own, which a machine may
-# not have, unless somebody has said whether there are nodes to be simulated.
+# The newest gives each data parallel engine a memory node of its own, which a machine
+# may not have, unless somebody has said whether there are nodes to be simulated.
 REPLICAS_ENVIRONMENT = (
     {"VLLM_CPU_SIM_MULTI_NUMA": "0"} if _says("assigned_node_ids", "utils") else {}
 )
