@@ -52,11 +52,11 @@ def _says(words: str, place: str) -> bool:
 
 CHOOSES_REPLICAS = _says("x-data-parallel-rank", "entrypoints")
 """Whether a header of a request says which data parallel engine shall answer."""
-# The newest gives each data parallel engine a memory node of its own, which a machine
-# may not have, unless somebody has said whether there are nodes to be simulated.
 REPLICAS_ENVIRONMENT = (
     {"VLLM_CPU_SIM_MULTI_NUMA": "0"} if _says("assigned_node_ids", "utils") else {}
 )
+"""Of data parallel engines. The newest release gives each a memory node of its own,
+which a machine may not have, unless somebody has said whether to simulate nodes."""
 KILLED = "force killing remaining processes"
 """What a server logs that kills its own processes at its end."""
 LOGS_KILLS = _says(KILLED, "v1")

@@ -42,12 +42,11 @@ class Bar:
 
 
 LATENCY_LIMITS = {1024: 0.65, 4096: 0.6, 16384: 0.7}
+AGENTS = ("agent", "agent_tools")
 AGAINST_BEST = (
     # workload, metric, more is better, limit of ours / theirs
-    ("agent", "output_tokens_per_s", True, 1.25),
-    ("agent", "later_ttft_ms.mean", False, 0.65),
-    ("agent_tools", "output_tokens_per_s", True, 1.25),
-    ("agent_tools", "later_ttft_ms.mean", False, 0.65),
+    *((name, "output_tokens_per_s", True, 1.25) for name in AGENTS),
+    *((name, "later_ttft_ms.mean", False, 0.65) for name in AGENTS),
     ("multiturn", "output_tokens_per_s", True, 1.0),
     ("multiturn", "later_ttft_ms.mean", False, 0.85),
     ("interfere", "itl_ms.host.p99", False, 1.15),

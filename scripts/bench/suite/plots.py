@@ -16,10 +16,11 @@ OURS = ("#1f77b4", "#2a9d8f", "#264653")
 THEIRS = ("#e9c46a", "#f4a261", "#e76f51", "#b5651d", "#8d5a97")
 GRID = "#e6e9ed"
 
+SESSIONS = ("output_tokens_per_s", "later_ttft_ms.mean", "later_ttft_ms.p99")
 BARS = {
-    "multiturn": ("output_tokens_per_s", "later_ttft_ms.mean", "later_ttft_ms.p99"),
-    "agent": ("output_tokens_per_s", "later_ttft_ms.mean", "later_ttft_ms.p99"),
-    "agent_tools": ("output_tokens_per_s", "later_ttft_ms.mean", "later_ttft_ms.p99"),
+    "multiturn": SESSIONS,
+    "agent": SESSIONS,
+    "agent_tools": SESSIONS,
     "trace": ("output_tokens_per_s", "ttft_ms.mean", "ttft_ms.p99"),
     "no_reuse": ("makespan_s",),
     "fits": ("makespan_s",),

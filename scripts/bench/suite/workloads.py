@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from zlib import crc32
@@ -398,6 +398,9 @@ class Scale:
     workloads: dict[str, Workload] = field(default_factory=dict)
 
 
+# 2.5 times the device cache, of which 99% is asked for again.
+AGENT = Sessions(6, 5, (24576, 29696), 256, 32, True, name="agent")
+TINY_AGENT = Sessions(6, 4, (1024, 1536), 64, 8, True, name="agent")
 SCALES = {
     "h200": Scale(
         shape="llama-3.1-8b",
@@ -414,11 +417,8 @@ SCALES = {
             "latency": Latency((512, 1024, 2048, 4096, 8192, 16384, 32768)),
             # 3.1 times the device cache.
             "multiturn": Sessions(28, 3, (4096, 8192), 512, 64),
-            # 2.5 times the device cache, of which 99% is asked for again.
-            "agent": Sessions(6, 5, (24576, 29696), 256, 32, True, name="agent"),
-            "agent_tools": Sessions(
-                6, 5, (24576, 29696), 256, 32, True, think_s=0.5, name="agent_tools"
-            ),
+            "agent": AGENT,
+            "agent_tools": replace(AGENT, think_s=0.5, name="agent_tools"),
             "no_reuse": NoReuse(72, 4096, 64),
             # 0.8 times the device cache.
             "fits": Sessions(12, 12, (1024, 1024), 256, 96, name="fits"),
@@ -439,10 +439,8 @@ SCALES = {
         workloads={
             "latency": Latency((128, 512, 1024), pause_s=0.05),
             "multiturn": Sessions(12, 3, (512, 1024), 64, 16),
-            "agent": Sessions(6, 4, (1024, 1536), 64, 8, True, name="agent"),
-            "agent_tools": Sessions(
-                6, 4, (1024, 1536), 64, 8, True, think_s=0.1, name="agent_tools"
-            ),
+            "agent": TINY_AGENT,
+            "agent_tools": replace(TINY_AGENT, think_s=0.1, name="agent_tools"),
             "no_reuse": NoReuse(16, 512, 16),
             "fits": Sessions(4, 4, (256, 256), 64, 24, name="fits"),
             "trace": Trace(one_of=200, shrink=16, seconds=4, max_output=16, limit=40),
