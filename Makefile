@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make test TAG=` tests that one.
 TAGS := $(or $(TAGS),$(TAG))
+# Empty where no TAG= is given: what begins a series or checks all asks for it.
+NAMED_TAG := $(TAG)
 TAG ?= v0.32.0
+comma := ,
 DEVICE ?= cuda
 PYTHON ?= python3
 
@@ -17,19 +20,32 @@ help: ## this list
 	  awk -F ':.*## ' '{ printf "%-15s %s\n", $$1, $$2 }'
 	@echo 'TAG is one of $(notdir $(wildcard patches/v*)), $(TAG) if not given.'
 
-.PHONY: apply-patches quilt refresh new-tag check-patches tags-page new-releases
+.PHONY: apply-patches quilt refresh new-tag carry places mutate-series pairs check-patches tags-page new-releases
 apply-patches: ## build/TAG/src: sdist + series + overlay; FORCE=1 loses edits [TAG= FORCE=]
 	$(TOOL) apply $(TAG) $(if $(FORCE),--force)
 
-check-patches: ## every tag: zero fuzz, refresh gives no diff, headers, every prefix imports
-	$(TOOL) check
+check-patches: ## every tag: zero fuzz, refresh gives no diff, headers, every prefix imports [TAG= or TAGS=]
+	$(TOOL) check $(subst $(comma), ,$(TAGS))
 
 refresh: ## rewrite the patches of a tag as `quilt refresh` does [TAG=]
 	$(TOOL) refresh $(TAG)
 
-new-tag: ## carry a series to another release, see docs/rebase.md [FROM= TAG= CONTINUE=]
-	$(if $(FROM),,$(error new-tag needs FROM=, the tag to start from, and TAG=))
-	$(TOOL) new-tag $(TAG) --from $(FROM) $(if $(CONTINUE),--continue)
+new-tag: ## carry a series to another release, see docs/rebase.md [TAG= FROM= CONTINUE= DROP=]
+	$(if $(NAMED_TAG),,$(error new-tag needs TAG=, the release to carry a series to))
+	$(TOOL) new-tag $(TAG) $(if $(FROM),--from $(FROM)) $(if $(CONTINUE),--continue) $(if $(DROP),--drop $(DROP))
+
+carry: ## a changed or new patch of a series, made in the others [PATCH=0004 FROM= TAGS= BASE=HEAD]
+	$(if $(PATCH),,$(error carry needs PATCH=, the begin of its name, and FROM=, its series))
+	$(TOOL) carry $(or $(FROM),$(TAG)) $(PATCH) $(if $(BASE),--base $(BASE)) --to $(subst $(comma), ,$(TAGS))
+
+places: ## keep where the edits of a series stand, once somebody has looked [TAG=]
+	$(TOOL) places $(TAG)
+
+mutate-series: ## spoil each edit of a series, one at a time: check-patches must notice [TAG=]
+	$(TOOL) mutate $(TAG)
+
+pairs: ## carry every series to its neighbours: no edit may come elsewhere unmarked
+	$(TOOL) pairs
 
 tags-page: ## docs/tags.md and the table in README.md, from all series and ci/tested.toml
 	$(TOOL) tags-page
@@ -54,7 +70,7 @@ sync: ## copy changed patches and overlay into build/env/TAG [TAG=]
 demo: env ## conversations that outgrow the device cache, tier off and on [TAG=]
 	@build/env/$(TAG)/bin/python -m demo --out build/demo
 
-.PHONY: test test-all lint test-tooling test-unit test-sim test-e2e test-upstream upstream-diff compat format
+.PHONY: test test-all lint test-fast test-tooling test-scripts test-field test-unit test-sim test-e2e test-upstream upstream-diff compat format
 test: ## all checks, for the newest two tags, or [TAG= or TAGS=v0.25.1,v0.28.0]
 	$(TESTS) --tags '$(TAGS)'
 
@@ -64,8 +80,17 @@ test-all: ## all checks, for all tags
 lint: ## ruff and mypy [TAG=]
 	$(TESTS) --tags $(TAG) env lint
 
+test-fast: ## pool, policies, plan, waiting, and the tidy house: half a minute [TAG=]
+	$(TESTS) --tags $(TAG) env fast
+
 test-tooling: ## tests of the patch tooling [TAG=]
 	$(TESTS) --tags $(TAG) env tooling
+
+test-scripts: ## tests of demo, soak, sizing, benchmarks and documents [TAG=]
+	$(TESTS) --tags $(TAG) env scripts
+
+test-field: ## recipes in deploy/; KV_TIER_FIELD=all: also routers and a container's steps [TAG=]
+	$(TESTS) --tags $(TAG) env field
 
 test-unit: ## tests without scheduler and engine [TAG=]
 	$(TESTS) --tags $(TAG) env unit
@@ -93,7 +118,6 @@ format: env ## ruff: format, and mend what it can [TAG=]
 .PHONY: docs size report
 docs: env ## build/site: the documentation, strict; writes the references of settings and metrics [TAG=]
 	@build/env/$(TAG)/bin/python scripts/reference.py
-	@build/env/$(TAG)/bin/python scripts/metrics_doc.py docs/metrics.md
 	@build/env/$(TAG)/bin/mkdocs build --quiet
 
 size: env ## hit rates to expect of host sizes and policies, from a trace [TAG= ARGS=]
@@ -124,6 +148,10 @@ bench-off-path: env ## a scheduler step, patched with the tier off against upstr
 
 gpu-check: ## outputs with the tier on this machine's GPU; vLLM must be installed
 	@$(PYTHON) scripts/bench/gpu_check.py --out build/gpu-check
+
+.PHONY: mutate
+mutate: env ## change modules one place at a time; what no test notices [TAG= FILES= TESTS= ARGS=]
+	@build/env/$(TAG)/bin/python scripts/mutate.py $(FILES) $(ARGS) --tests $(TESTS)
 
 .PHONY: clean clean-cache
 clean: ## remove build/; downloads stay

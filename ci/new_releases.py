@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries the newest series on releases of upstream that have none, and reports.
+"""Carries series to releases of upstream that have none, and reports.
 
-    PYTHONPATH=scripts python3 ci/new_releases.py [--report FILE]
+    PYTHONPATH=scripts python3 ci/new_releases.py [--report FILE] [--keep]
 
-Works in a copy of the patches under build/, so that nothing is left in the checkout.
-Ends with 0 when nothing is to be done: no new release, or the series applies to it as
-it is. Ends with 1 when a release needs a hand; the report has the conflicts.
+Tries releases newer than all that are kept, and those between two kept ones from
+`--since` on. Works in a copy of the patches under build/, so that nothing is left in
+the checkout; with --keep the series that nothing stopped are copied into it. Ends with
+0 when nothing stopped, with 1 when a release needs a hand; the report has the stops and
+every edit that was relocated.
 """
 
 from __future__ import annotations
@@ -15,23 +17,45 @@ import contextlib
 import io
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from patchtool.check import check_tag
 from patchtool.config import Layout, ToolError, exit_with, version_key
 from patchtool.index import project_files
-from patchtool.newtag import new_tag
+from patchtool.newtag import new_tag, report_file
 
 # Releases only: no candidates, no builds after a release.
 SDIST = re.compile(r"vllm-(\d+\.\d+\.\d+)\.tar\.gz")
+SINCE = "v0.28.0"
+"""Older releases in between are carried when somebody asks for one."""
 
 
-def new_tags(layout: Layout) -> list[str]:
-    """Tags that the index has beyond the newest that is kept here, oldest first."""
+@dataclass(frozen=True)
+class Attempt:
+    """What became of one release. unseen: edits that somebody must look at."""
+
+    tag: str
+    stopped: bool
+    log: str
+    report: str = ""
+    unseen: int = 0
+
+    def __str__(self) -> str:
+        what = "applies"
+        if self.stopped:
+            what = "needs a hand"
+        elif self.unseen:
+            what = f"applies, {self.unseen} edits are to be looked at"
+        return f"## {self.tag}: a series {what}\n\n```\n{self.log}```\n{self.report}\n"
+
+
+def missing_tags(layout: Layout, since: str) -> list[str]:
+    """Tags that the index has and nobody keeps, from `since` on, oldest first."""
     names = (SDIST.fullmatch(file.name) for file in project_files("vllm"))
-    found = {f"v{name[1]}" for name in names if name}
-    newest = version_key(layout.tags()[-1])
-    return sorted((t for t in found if version_key(t) > newest), key=version_key)
+    found = {f"v{name[1]}" for name in names if name} - set(layout.tags())
+    first = version_key(since)
+    return sorted((t for t in found if version_key(t) > first), key=version_key)
 
 
 def scratch_copy(layout: Layout) -> Layout:
@@ -44,40 +68,54 @@ def scratch_copy(layout: Layout) -> Layout:
     return Layout(root, layout.cache)
 
 
-def attempt(layout: Layout, source: str, tag: str) -> tuple[bool, str]:
-    """Whether the series of `source` holds on `tag`, and what was printed."""
+def attempt(layout: Layout, tag: str) -> Attempt:
+    """Carry the series that fits best."""
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
         try:
-            new_tag(layout, source, tag, resume=False)
-            good = not check_tag(layout, tag)
+            new_tag(layout, None, tag, resume=False)
         except ToolError as error:
             print(f"error: {error}")
-            good = False
-    return good, log.getvalue()
+            return Attempt(tag, True, log.getvalue())
+        places = layout.patches / tag / "places"
+        kept = places.read_text()
+        unseen = sum(line.startswith("? ") for line in kept.splitlines())
+        # All else must hold; that somebody looks is for the pull request.
+        places.write_text(re.sub(r"(?m)^\? ", "", kept))
+        errors = check_tag(layout, tag)
+        places.write_text(kept)
+    report = report_file(layout, tag).read_text()
+    return Attempt(tag, bool(errors), log.getvalue(), report, unseen)
+
+
+def keep(layout: Layout, copy: Layout, tag: str) -> None:
+    """Copy a series into the checkout."""
+    shutil.copytree(copy.patches / tag, layout.patches / tag)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--report", type=Path, help="a Markdown file to append to")
+    parser.add_argument("--since", default=SINCE, help="a tag; not older ones")
+    parser.add_argument(
+        "--keep", action="store_true", help="in the checkout's patches/"
+    )
     options = parser.parse_args()
     layout = Layout.default()
-    tags = new_tags(layout)
-    source = layout.tags()[-1]
-    lines = [] if tags else [f"Nothing is newer than {source}.\n"]
-    failed = False
+    tags = missing_tags(layout, options.since)
     copy = scratch_copy(layout)
-    for tag in tags:
-        good, log = attempt(copy, source, tag)
-        failed |= not good
-        what = "applies" if good else "needs a hand"
-        lines.append(f"## {tag}: the series of {source} {what}\n\n```\n{log}```\n")
-    report = "\n".join(lines)
+    attempts = [attempt(copy, tag) for tag in tags]
+    if options.keep:
+        for each in attempts:
+            if not each.stopped:
+                keep(layout, copy, each.tag)
+    report = "\n".join(str(each) for each in attempts)
+    report = report or f"No release after {options.since} is without a series.\n"
     print(report)
     if options.report is not None:
         with options.report.open("a") as out:
             out.write(report)
-    return 1 if failed else 0
+    return 1 if any(each.stopped for each in attempts) else 0
 
 
 if __name__ == "__main__":

@@ -125,21 +125,21 @@ def junit_counts(path: Path) -> Counts:
     return total
 
 
-def pytest(run: Run, name: str, folder: str) -> Counts:
-    """Run a folder of tests. A folder that yields no test is a failure.
+def pytest(run: Run, name: str, *paths: str) -> Counts:
+    """Run some files or folders of tests. If they yield no test, that is a failure.
 
     A folder that is not there is none: not every checkout has every kind.
     """
-    if not (run.layout.root / folder).is_dir():
-        say(f"{folder} does not exist")
+    if not any((run.layout.root / path).exists() for path in paths):
+        say(f"{', '.join(paths)} does not exist")
         return Counts()
     xml = run.results / f"{name}-{run.tag}.xml"
     xml.unlink(missing_ok=True)
     flags = ["-q", "--tb=short", "--durations=5", f"--junitxml={xml}"]
-    code = run.command([run.python, "-m", "pytest", *flags, folder])
+    code = run.command([run.python, "-m", "pytest", *flags, *paths])
     counts = junit_counts(xml) if xml.is_file() else Counts()
     if code == 5:
-        say(f"{folder} has no tests")
+        say(f"{', '.join(paths)}: no tests")
     if code and not counts.failed:
         counts += Counts(failed=1)
     return counts
@@ -180,8 +180,42 @@ def tooling(run: Run) -> Counts:
     return pytest(run, "tooling", "tests/tooling") if run.first else Counts()
 
 
+def scripts(run: Run) -> Counts:
+    return pytest(run, "scripts", "tests/scripts") if run.first else Counts()
+
+
+def field(run: Run) -> Counts:
+    return pytest(run, "field", "tests/field") if run.first else Counts()
+
+
 def unit(run: Run) -> Counts:
     return pytest(run, "unit", "tests/unit")
+
+
+FAST = [
+    "tests/tooling/test_tidy.py",
+    "tests/unit/test_pool*.py",
+    "tests/unit/test_prefetch*.py",
+    "tests/unit/test_policy*.py",
+    "tests/unit/test_plan*.py",
+    "tests/unit/test_waiting*.py",
+    "tests/unit/test_costs*.py",
+    "tests/unit/test_slots*.py",
+    "tests/unit/test_admission*.py",
+    "tests/unit/test_recovery*.py",
+]
+"""What a change of the scheduler's side breaks first: pool, policies, plan, waiting."""
+
+
+def fast(run: Run) -> Counts:
+    """In less than a minute; a part of `unit` and `tooling`."""
+    root = run.layout.root
+    found = {pattern: sorted(root.glob(pattern)) for pattern in FAST}
+    if gone := [pattern for pattern, paths in found.items() if not paths]:
+        say(f"FAST in {__file__} names {gone}, which match nothing")
+        return Counts(failed=1)
+    paths = [str(p.relative_to(root)) for some in found.values() for p in some]
+    return pytest(run, "fast", *paths)
 
 
 def sim(run: Run) -> Counts:
@@ -256,12 +290,17 @@ STAGES: dict[str, Callable[[Run], Counts]] = {
     "docs": docs,
     "patches": patches,
     "tooling": tooling,
+    "scripts": scripts,
+    "field": field,
     "unit": unit,
     "sim": sim,
     "e2e": e2e,
     "upstream": upstream,
 }
-EXTRA: dict[str, Callable[[Run], Counts]] = {"upstream-diff": upstream_diff}
+EXTRA: dict[str, Callable[[Run], Counts]] = {
+    "fast": fast,
+    "upstream-diff": upstream_diff,
+}
 """Stages that run when they are asked for."""
 
 

@@ -24,8 +24,16 @@ from tqdm import tqdm
 from sizing import replay as replay_module
 from sizing.kv_bytes import ITEM_BYTES, kv_bytes_per_token
 from sizing.picture import draw
+from sizing.pod import PERIOD_S, memory_gib, startup_failures
 from sizing.replay import Engine, Outcome, Tier, replay
-from sizing.trace import ID_TOKENS, Call, read_trace, unbounded_hit_rate
+from sizing.trace import (
+    ID_TOKENS,
+    NOBODY,
+    Call,
+    Senders,
+    read_trace,
+    unbounded_hit_rate,
+)
 from vllm.v1.kv_tier.config import StorePolicy
 from vllm.v1.kv_tier.policy import POLICIES, make_policy
 
@@ -38,6 +46,7 @@ def tiers(
     policies: Sequence[str],
     stores: Sequence[StorePolicy],
     from_use: int = 1,
+    senders: Senders = NOBODY,
 ) -> list[Tier]:
     """What to try, the longest first. Without a tier there is one case."""
     cases = []
@@ -46,7 +55,9 @@ def tiers(
             cases.append(Tier(0))
             continue
         num_bytes = int(size * GiB)
-        cases += [Tier(num_bytes, p, s, from_use) for p in policies for s in stores]
+        cases += [
+            Tier(num_bytes, p, s, from_use, senders) for p in policies for s in stores
+        ]
     return cases
 
 
@@ -58,12 +69,17 @@ def replay_all(
     # Forked: imports of vLLM take longer than a case. What is there already is left
     # alone by the garbage collection of the children.
     gc.freeze()
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        futures = [pool.submit(replay, engine, case, calls) for case in cases]
-        for future in tqdm(as_completed(futures), total=len(cases), unit="case"):
-            outcome = future.result()
-            found[outcome.tier] = outcome
+    try:
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+            futures = [pool.submit(replay, engine, case, calls) for case in cases]
+            for future in tqdm(as_completed(futures), total=len(cases), unit="case"):
+                outcome = future.result()
+                found[outcome.tier] = outcome
+    finally:
+        # What is frozen is not collected at the end either, and Triton's bindings
+        # would list all of it as leaked.
+        gc.unfreeze()
     return [found[case] for case in cases]
 
 
@@ -93,6 +109,16 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def pods(sizes_gib: Sequence[float], base_gib: float, start_s: float) -> str:
+    """Markdown: what a container needs for each size."""
+    probe = f"startupProbe, each {PERIOD_S} s: failureThreshold"
+    rows = [f"| --kv-offloading-size | memory | {probe} |", "|---|---|---|"]
+    for size in sorted(set(sizes_gib) - {0}):
+        memory, failures = memory_gib(size, base_gib), startup_failures(size, start_s)
+        rows.append(f"| {size:g} | {memory}Gi | {failures} |")
+    return "\n".join(rows)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="size",
@@ -111,11 +137,23 @@ def arguments() -> argparse.Namespace:
     stores = list(get_args(StorePolicy))
     add("--store-policy", nargs="+", choices=stores, default=stores)
     add("--store-from-use", type=int, default=1, metavar="N")
+    add(
+        "--release-told", type=float, default=0.0, metavar="PART", help="of the clients"
+    )
+    add(
+        "--release-wrong",
+        type=float,
+        default=0.0,
+        metavar="PART",
+        help="of what they say",
+    )
     add("--block-size", type=int, default=ID_TOKENS, help=f"divides {ID_TOKENS}")
     add("--prefill-tokens-per-s", type=float, default=33_000, metavar="TOKENS")
     add("--itl-ms", type=float, default=6.0, help="milliseconds an output token")
     add("--max-num-seqs", type=int, default=256, help="requests that run at once")
     add("--jobs", type=int, default=multiprocessing.cpu_count())
+    add("--base-gib", type=float, default=20.0, help="memory of a pod without a tier")
+    add("--start-s", type=float, default=600.0, help="start of a pod without a tier")
     add("--out", type=Path, default=Path("build/size"))
     args = parser.parse_args()
     if (args.model is None) == (args.kv_bytes_per_token is None):
@@ -127,6 +165,10 @@ def arguments() -> argparse.Namespace:
         if not getattr(args, name) > 0:
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} must be above 0, got {getattr(args, name)}")
+    for name in ("release_told", "release_wrong"):
+        if not 0 <= getattr(args, name) <= 1:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} must be from 0 to 1, got {getattr(args, name)}")
     if min(args.host_gib) < 0:
         parser.error(f"--host-gib {min(args.host_gib):g} is below 0")
     try:
@@ -156,7 +198,11 @@ def main() -> None:
     )
     unbounded = unbounded_hit_rate(args.calls, args.block_size)
     cases = tiers(
-        args.host_gib, args.eviction_policy, args.store_policy, args.store_from_use
+        args.host_gib,
+        args.eviction_policy,
+        args.store_policy,
+        args.store_from_use,
+        Senders(args.release_told, args.release_wrong),
     )
     print(
         f"{len(args.calls):,} requests, {args.kv_bytes_per_token:,} bytes of KV a "
@@ -175,6 +221,10 @@ def main() -> None:
     cpu_s = sum(u.ru_utime + u.ru_stime for u in used)
     print("\nHits on the device + on the host, % of the prompt blocks:\n")
     print(table(outcomes))
+    print(
+        f"\nA pod that needs {args.base_gib:g} GiB and {args.start_s:g} s by itself:\n"
+    )
+    print(pods(args.host_gib, args.base_gib, args.start_s))
     if too_long := max(o.too_long for o in outcomes):
         print(f"\n{too_long} requests do not fit the device and were left out.")
     args.out.mkdir(parents=True, exist_ok=True)

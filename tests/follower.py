@@ -135,3 +135,27 @@ class Subscriber:
 
     def close(self) -> None:
         self._socket.close(linger=0)
+
+
+def replayed(endpoint: str, since: int) -> list[int]:
+    """Ask a `ZmqEventPublisher` for the batches from number `since` on.
+
+    Returns:
+        The numbers of those that it sends again.
+
+    Raises:
+        Mismatch: No answer came.
+
+    """
+    numbers: list[int] = []
+    socket: zmq.Socket
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.set_hwm(0)
+        socket.connect(endpoint)
+        socket.send_multipart((b"", since.to_bytes(8, "big")))
+        while socket.poll(30e3):
+            *_, seq, payload = socket.recv_multipart()
+            if not payload:
+                return numbers
+            numbers.append(int.from_bytes(seq, "big"))
+    raise Mismatch(f"no answer to a replay after {numbers}")

@@ -32,8 +32,8 @@ from typing import Any
 from suite.configs import Config, configs
 from suite.records import append, read
 from suite.report import report
+from suite.scales import SCALES, Scale
 from suite.table import why_missing
-from suite.workloads import SCALES, Scale
 
 START_S = {"cuda": 45.0, "cpu": 15.0}
 """A configuration is not begun with less time left."""

@@ -28,24 +28,25 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from copy_rate_table import HEADER, Row, bars
 
-from vllm.v1.kv_tier.calibrate import choose_engines
-from vllm.v1.kv_tier.copy_engine import (
+from vllm.v1.kv_tier.copying.calibrate import choose_engines
+from vllm.v1.kv_tier.copying.dma_by_block import BlockDmaCopyEngine
+from vllm.v1.kv_tier.copying.dma_by_piece import DmaCopyEngine
+from vllm.v1.kv_tier.copying.engine import (
     CopyEngine,
     CopyEngineUnavailable,
-    TorchCopyEngine,
     Transfer,
 )
-from vllm.v1.kv_tier.dma import BlockDmaCopyEngine, DmaCopyEngine
-from vllm.v1.kv_tier.gather import GatherCopyEngine
-from vllm.v1.kv_tier.host_buffer import HostBuffer
-from vllm.v1.kv_tier.regions import Region
+from vllm.v1.kv_tier.copying.kernel import KernelCopyEngine
+from vllm.v1.kv_tier.copying.torch_copy import TorchCopyEngine
+from vllm.v1.kv_tier.memory.buffer import HostBuffer
+from vllm.v1.kv_tier.memory.regions import Region
 
 GiB, KiB = 1 << 30, 1 << 10
 REGIONS = 32
@@ -62,7 +63,7 @@ Maker = Callable[[Sequence[Region], torch.Tensor], CopyEngine]
 GPU_ENGINES: dict[str, Maker] = {
     "dma by block": BlockDmaCopyEngine,
     "dma": DmaCopyEngine,
-    "kernel": GatherCopyEngine,
+    "kernel": KernelCopyEngine,
 }
 CPU_ENGINES: dict[str, Maker] = {"torch": TorchCopyEngine}
 
@@ -264,41 +265,6 @@ def available_engines(bench: Bench) -> dict[str, Maker]:
     return found
 
 
-@dataclass
-class Row:
-    piece_kib: int
-    engine: str
-    equal: bool | None
-    """None: made of engines that were checked."""
-    rates: tuple[float, float, float]
-    plain: tuple[float, float, float]
-
-    def record(self) -> dict[str, Any]:
-        names = "load", "store", "both"
-        return {
-            "piece_kib": self.piece_kib,
-            "engine": self.engine,
-            "equal": self.equal,
-            **{f"{n}_gb_s": round(r / 1e9, 2) for n, r in zip(names, self.rates)},
-            **{f"plain_{n}_gb_s": round(r / 1e9, 2) for n, r in zip(names, self.plain)},
-        }
-
-    def markdown(self) -> str:
-        cells = [
-            f"{rate / 1e9:.1f} ({rate / plain:.0%})"
-            for rate, plain in zip(self.rates, self.plain)
-        ]
-        plain = " / ".join(f"{rate / 1e9:.1f}" for rate in self.plain)
-        cells = [f"{self.piece_kib}", self.engine, *cells, plain]
-        equal = {True: "yes", False: "**NO**", None: ""}[self.equal]
-        return f"| {' | '.join(cells)} | {equal} |"
-
-
-HEADER = """\
-| piece, KiB | engine | load, GB/s | store, GB/s | both, GB/s | plain copies | equal |
-|---|---|---|---|---|---|---|"""
-
-
 def measure_rates(
     bench: Bench, sizes: Sequence[int], engines: dict[str, Maker]
 ) -> Iterator[Row]:
@@ -314,31 +280,6 @@ def measure_rates(
         auto = choose_engines(regions, slots, "auto", bench.device, bench.buffer.pinned)
         rates = bench.rates(auto.loads, auto.stores, piece)
         yield Row(kib, "auto", None, rates, plain)
-
-
-def bars(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """(bar, the lowest that was measured) over the best engines and for `auto`."""
-
-    def worst(auto: bool, sizes: Callable[[int], bool], i: int, share: bool) -> str:
-        best: dict[int, float] = {}
-        for row in rows:
-            if sizes(row.piece_kib) and (row.engine == "auto" or not auto):
-                rate = row.rates[i] / (row.plain[i] if share else 1e9)
-                best[row.piece_kib] = max(best.get(row.piece_kib, 0.0), rate)
-        if not best:
-            return "not measured"
-        return (
-            f"{min(best.values()):.0%}" if share else f"{min(best.values()):.1f} GB/s"
-        )
-
-    for auto in (False, True):
-        of = "auto" if auto else "the best engine"
-        for i, name in enumerate(("load", "store")):
-            text = f"{name} of {of}, share of a plain copy"
-            yield f"{text}, from 32 KiB: ≥ 95%", worst(auto, lambda k: k >= 32, i, True)
-            yield f"{text}, at 8 KiB: ≥ 80%", worst(auto, lambda k: k == 8, i, True)
-        text = f"both at once of {of}, from 32 KiB: ≥ 80 GB/s"
-        yield text, worst(auto, lambda k: k >= 32, 2, False)
 
 
 def measure_worker(bench: Bench, engines: dict[str, Maker]) -> Iterator[dict[str, Any]]:

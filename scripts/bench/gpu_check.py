@@ -67,7 +67,7 @@ MAY_DIFFER = ("none", *RACES)
 
 def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run all workloads in this process. Returns outputs and times."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     config = CONFIGS[name]
     if config.get("no_fences"):
@@ -96,59 +96,74 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"start_s": time.perf_counter() - started}
     core = llm.llm_engine.engine_core.engine_core
     failed_loads = _count_failed_loads(core)
+    result |= _converse(llm, args)
+    device_tokens = core.scheduler.kv_cache_config.num_blocks * block
+    result["ttft_ms"] = {
+        length: [
+            _ttft_ms(llm, args, length, i, device_tokens) for i in range(args.repeats)
+        ]
+        for length in args.lengths
+    }
+    result["failed_loads"] = len(failed_loads)
+    return result
+
+
+def _tokens(llm: Any, seed: int, n: int) -> list[int]:
+    core = llm.llm_engine.engine_core.engine_core
     vocab = core.vllm_config.model_config.get_vocab_size()
+    rng = random.Random(seed)
+    return [rng.randrange(3, vocab) for _ in range(n)]
+
+
+def _ask(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[Any]:
+    from vllm import SamplingParams
+
     greedy = SamplingParams(
-        temperature=0, max_tokens=32, detokenize=False, ignore_eos=True
+        temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True
     )
-    one = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
+    batch = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(batch, greedy, use_tqdm=False)
 
-    def tokens(seed: int, n: int) -> list[int]:
-        rng = random.Random(seed)
-        return [rng.randrange(3, vocab) for _ in range(n)]
 
-    # Conversations, some of them at a time inside the engine.
-    prompts = [tokens(i, args.prompt_len) for i in range(args.sessions)]
+def _converse(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Conversations, some of them at a time inside the engine."""
+    prompts = [_tokens(llm, i, args.prompt_len) for i in range(args.sessions)]
     outputs = []
     cached = []
     started = time.perf_counter()
     for turn in range(args.turns):
         answers: list[Any] = []
         for k in range(0, args.sessions, args.together):
-            group = prompts[k : k + args.together]
-            batch = [{"prompt_token_ids": p} for p in group]
-            answers += llm.generate(batch, greedy, use_tqdm=False)
+            answers += _ask(llm, prompts[k : k + args.together], 32)
         for i in range(args.sessions):
             outputs.append(list(answers[i].outputs[0].token_ids))
             cached.append(answers[i].num_cached_tokens or 0)
             # The next prompt must not depend on this run's answer, or one flip
             # would change everything after it.
-            prompts[i] = prompts[i] + tokens(1000 * turn + i, 64)
-    result["makespan_s"] = time.perf_counter() - started
-    result["outputs"] = outputs
-    result["cached_tokens"] = sum(cached)
+            prompts[i] = prompts[i] + _tokens(llm, 1000 * turn + i, 64)
+    return {
+        "makespan_s": time.perf_counter() - started,
+        "outputs": outputs,
+        "cached_tokens": sum(cached),
+    }
 
-    # Idle engine: a prefix that others have evicted, plus a new tail of 64.
-    result["ttft_ms"] = {}
-    device_tokens = core.scheduler.kv_cache_config.num_blocks * block
-    for length in args.lengths:
-        times = []
-        for repeat in range(args.repeats):
-            prefix = tokens(10_000 + length + repeat, length)
-            llm.generate([{"prompt_token_ids": prefix}], one, use_tqdm=False)
-            filler = 0
-            while filler < 1.3 * device_tokens:
-                n = min(args.max_len - 100, 8192)
-                part = tokens(20_000 + length + repeat + filler, n)
-                llm.generate([{"prompt_token_ids": part}], one, use_tqdm=False)
-                filler += n
-            time.sleep(0.2)
-            prompt = prefix + tokens(30_000 + repeat, 64)
-            begun = time.perf_counter()
-            llm.generate([{"prompt_token_ids": prompt}], one, use_tqdm=False)
-            times.append((time.perf_counter() - begun) * 1e3)
-        result["ttft_ms"][length] = times
-    result["failed_loads"] = len(failed_loads)
-    return result
+
+def _ttft_ms(
+    llm: Any, args: argparse.Namespace, length: int, repeat: int, device_tokens: int
+) -> float:
+    """Idle engine: a prefix that others have evicted, plus a new tail of 64."""
+    prefix = _tokens(llm, 10_000 + length + repeat, length)
+    _ask(llm, [prefix], 1)
+    filler = 0
+    while filler < 1.3 * device_tokens:
+        n = min(args.max_len - 100, 8192)
+        _ask(llm, [_tokens(llm, 20_000 + length + repeat + filler, n)], 1)
+        filler += n
+    time.sleep(0.2)
+    prompt = prefix + _tokens(llm, 30_000 + repeat, 64)
+    begun = time.perf_counter()
+    _ask(llm, [prompt], 1)
+    return (time.perf_counter() - begun) * 1e3
 
 
 def _count_failed_loads(core: Any) -> list[Any]:
@@ -169,18 +184,18 @@ def _count_failed_loads(core: Any) -> list[Any]:
 
 
 def _remove_fences() -> None:
-    from vllm.v1.kv_tier.lane import Job
-    from vllm.v1.kv_tier.streams import CudaStreams
+    from vllm.v1.kv_tier.rank.copy_thread import Job
+    from vllm.v1.kv_tier.rank.streams import CudaStreams
 
     def begin_step(self: Any, plan: Any, copies: Any, layerwise: bool) -> None:
         if plan.store_slots:
-            self._store_lane.submit(Job(copies.store, [], len(plan.store_slots)))
+            self._store_thread.submit(Job(copies.store, [], len(plan.store_slots)))
         if plan.load_slots:
-            self._load_lane.launch(Job(copies.load, [], len(plan.load_slots)))
+            self._load_thread.launch(Job(copies.load, [], len(plan.load_slots)))
         if plan.ahead_slots:
-            self._load_lane.submit(Job(copies.load_ahead, [], len(plan.ahead_slots)))
+            self._load_thread.submit(Job(copies.load_ahead, [], len(plan.ahead_slots)))
         if plan.clean_slots:
-            self._store_lane.submit(Job(copies.clean, [], len(plan.clean_slots)))
+            self._store_thread.submit(Job(copies.clean, [], len(plan.clean_slots)))
 
     CudaStreams.begin_step = begin_step  # type: ignore[method-assign]
 
@@ -205,7 +220,7 @@ def _delay_copies() -> None:
     """Keep every copy waiting on the device, for longer than its launch takes."""
     import torch
 
-    from vllm.v1.kv_tier.worker import HostTier
+    from vllm.v1.kv_tier.rank.copier import Copier
 
     def delayed(copy: Any) -> Any:
         def run(*args: Any) -> None:
@@ -214,8 +229,8 @@ def _delay_copies() -> None:
 
         return run
 
-    for name in ("_store", "_load", "_load_ahead", "_clean"):
-        setattr(HostTier, name, delayed(getattr(HostTier, name)))
+    for name in ("store", "load", "load_ahead", "clean"):
+        setattr(Copier, name, delayed(getattr(Copier, name)))
 
 
 def start(name: str, args: argparse.Namespace) -> "subprocess.Popen[bytes]":
@@ -226,7 +241,7 @@ def start(name: str, args: argparse.Namespace) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--size", default="1b", choices=["tiny", "1b", "8b"])
@@ -257,6 +272,45 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     args.model = args.out / f"model-{args.size}"
+    return args
+
+
+def verdict(name: str, result: dict[str, Any], right: list[list[int]]) -> bool:
+    """Print what a configuration gave; whether that is as it must be.
+
+    Args:
+        name: Of the configuration.
+        result: What `run_config` returned.
+        right: Outputs of the reference.
+
+    """
+    outputs = result["outputs"]
+    pairs = list(zip(right, outputs, strict=True))
+    wrong = sum(a != b for a, b in pairs)
+    ttft = "  ".join(
+        f"{n}: {statistics.median(t):.1f}" for n, t in result["ttft_ms"].items()
+    )
+    print(
+        f"{name:20} start {result['start_s']:5.1f} s  conversations "
+        f"{result['makespan_s']:6.2f} s  cached {result['cached_tokens']:7d}  "
+        f"different {wrong:3d} of {len(pairs)}  distinct tokens "
+        f"{len({t for out in outputs for t in out})}  TTFT ms {ttft}",
+        flush=True,
+    )
+    good = True
+    if name not in RACES and result["failed_loads"]:
+        good = False
+        print(f"{name}: {result['failed_loads']} loads failed")
+    if name not in MAY_DIFFER:
+        good &= wrong == 0
+    elif name in RACES and not wrong:
+        good = False
+        print(f"{name}: the planted race was not noticed")
+    return good
+
+
+def main() -> int:
+    args = arguments()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if args.one:
         result = run_config(args.one, args)
@@ -280,28 +334,9 @@ def main() -> int:
             text = (args.out / f"{name}.log").read_text().strip().splitlines()
             print(f"{name}: exit {code}\n  " + "\n  ".join(text[-25:]), flush=True)
             continue
-        result = results[name] = json.loads((args.out / f"{name}.json").read_text())
-        outputs = result["outputs"]
-        pairs = list(zip(results["large"]["outputs"], outputs, strict=True))
-        wrong = sum(a != b for a, b in pairs)
-        ttft = "  ".join(
-            f"{n}: {statistics.median(t):.1f}" for n, t in result["ttft_ms"].items()
-        )
-        print(
-            f"{name:20} start {result['start_s']:5.1f} s  conversations "
-            f"{result['makespan_s']:6.2f} s  cached {result['cached_tokens']:7d}  "
-            f"different {wrong:3d} of {len(pairs)}  distinct tokens "
-            f"{len({t for out in outputs for t in out})}  TTFT ms {ttft}",
-            flush=True,
-        )
-        if name not in RACES and result["failed_loads"]:
-            failed = True
-            print(f"{name}: {result['failed_loads']} loads failed")
-        if name not in MAY_DIFFER:
-            failed |= wrong > 0
-        elif name in RACES and not wrong:
-            failed = True
-            print(f"{name}: the planted race was not noticed")
+        results[name] = json.loads((args.out / f"{name}.json").read_text())
+        right = results["large"]["outputs"]
+        failed |= not verdict(name, results[name], right)
     return int(failed)
 
 

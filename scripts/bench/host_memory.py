@@ -27,8 +27,8 @@ from typing import Any
 import psutil
 import torch
 
-from vllm.v1.kv_tier import host_buffer
-from vllm.v1.kv_tier.host_buffer import HostBuffer
+from vllm.v1.kv_tier.memory import buffer as host_buffer
+from vllm.v1.kv_tier.memory.buffer import HostBuffer
 
 LIMIT = 3.0
 GiB = 1 << 30

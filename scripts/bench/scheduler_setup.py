@@ -17,6 +17,7 @@ import torch
 
 from vllm.config import (
     CacheConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -74,17 +75,19 @@ def make_scheduler(
     kv_tier: Any = None,
     kv_transfer_config: KVTransferConfig | None = None,
     policy: "SchedulerPolicy" = "fcfs",
+    kv_events_config: KVEventsConfig | None = None,
 ) -> Scheduler:
     """A synchronous scheduler over one full-attention group.
 
     Args:
         num_blocks: Device blocks, the null block among them.
         max_num_seqs: As in `SchedulerConfig`.
-        max_num_batched_tokens: As in `SchedulerConfig`.
+        max_num_batched_tokens: As there.
         max_model_len: As in `SchedulerConfig`.
         kv_tier: The `KVTierLayout` of a host tier; upstream's tree takes None only.
         kv_transfer_config: The KV connector to put beside it.
         policy: As in `SchedulerConfig`.
+        kv_events_config: Whether and where KV events are published.
 
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +95,6 @@ def make_scheduler(
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "hidden_size": 64,
-            "intermediate_size": 64,
             "num_hidden_layers": 1,
             "num_attention_heads": 1,
             "max_position_embeddings": max_model_len,
@@ -115,6 +117,7 @@ def make_scheduler(
             **sync,
         ),
         kv_transfer_config=kv_transfer_config,
+        kv_events_config=kv_events_config,
     )
     vllm_config.cache_config.num_gpu_blocks = num_blocks
     kv_cache_config = KVCacheConfig(
@@ -126,7 +129,7 @@ def make_scheduler(
         kv_cache_config.kv_tier = kv_tier
     # The first releases take it from the settings.
     knows_size = "block_size" in signature(Scheduler).parameters
-    size: dict[str, Any] = {"block_size": BLOCK_SIZE} if knows_size else {}
+    size: Any = {"block_size": BLOCK_SIZE} if knows_size else {}
     return Scheduler(
         vllm_config=vllm_config,
         kv_cache_config=kv_cache_config,

@@ -23,7 +23,6 @@ import gc
 import heapq
 import logging
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,55 +30,20 @@ from typing import Any, NamedTuple, get_args
 
 from scheduler_setup import BLOCK_SIZE, make_request, make_scheduler, sampled
 from suite.client import Answer
-from suite.workloads import SCALES, NoReuse, Sessions, spread, summary, tokens, ttft
+from suite.scales import SCALES
+from suite.workloads import NoReuse, Sessions, spread, summary, tokens, ttft
+from timed_costs import Costs, Ends
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
-from vllm.v1.kv_tier.plan import StepPlan, StepReport
+from vllm.v1.kv_tier.plan import CopyTime, StepPlan, StepReport, Times
 from vllm.v1.outputs import ModelRunnerOutput
 
 WORKLOADS = ("agent", "multiturn", "fits", "no_reuse")
 SCALE = SCALES["h200"]
 SLOT_BYTES = 2 << 20
 VOCAB = 1000
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What the model does not run, in seconds."""
-
-    load: float = 42e-6  # a block, from host to device
-    store: float = 46.6e-6  # a block, from device to host
-    decode: float = 6.5e-3  # a forward pass of a few tokens
-    mixed: float = 36e-3  # at least, a forward pass in which a request joins
-    prefill: float = 29e-6  # a prompt token, on top of `decode`
-    launch: float = 1.5e-3  # the engine's thread, for a step of decoding requests
-    launch_mixed: float = 32e-3  # the same, where no graph fits
-    prepare: float = 0.7e-3  # from the launch until the device begins
-    last_layer: float = 1e-3  # of a forward pass after the last load
-    send: float = 2e-3  # from client to scheduler
-    send_token: float = 0.6e-6  # a prompt token, on top of `send`
-    receive: float = 1.5e-3  # from scheduler to client
-    pause: float = 1e-3  # of the engine after a step with nothing to run
-    scale_cpu: float = 1.0  # of the scheduler, against this machine
-
-
-class Ends:
-    """When the work of each plan ends; no plan's work ends before an earlier one's."""
-
-    def __init__(self) -> None:
-        self._seqs: list[int] = []
-        self._ends: list[float] = []
-
-    def add(self, seq: int, end: float) -> None:
-        self._seqs.append(seq)
-        self._ends.append(end)
-
-    def up_to(self, seq: int) -> float:
-        """When all of the plans up to `seq` have ended."""
-        i = bisect_right(self._seqs, seq)
-        return self._ends[i - 1] if i else 0.0
 
 
 @dataclass
@@ -112,15 +76,15 @@ class Model:
         self._scheduler = _scheduler(costs, policy)
         if policy is not None:
             pool: Any = self._scheduler.kv_cache_manager.block_pool
-            pool.loads.clock = lambda: self.now
-            pool.loads.join_s = {0: costs.launch_mixed}
+            pool.costs.clock = lambda: self.now
+            pool.costs.join_s = {0: costs.launch_mixed}
         self._arrivals: list[tuple[float, int, Answer, list[int], int]] = []
         self._num_sent = 0
         self._live: dict[str, Answer] = {}
         self._device_free = self._link_free = self._store_free = 0.0
         self._computed, self._stored, self._cleaned = Ends(), Ends(), Ends()
         self._loaded, self._loaded_ahead = Ends(), Ends()
-        self._reports: deque[tuple[float, int, float]] = deque()
+        self._reports: deque[tuple[float, int, CopyTime]] = deque()
         # Device blocks with loaded content that no request has used; True: ahead.
         self._unused: dict[int, bool] = {}
 
@@ -262,7 +226,7 @@ class Model:
         self._link_free = end = max(self._link_free, ready) + took
         (self._loaded_ahead if ahead else self._loaded).add(seq, end)
         if ahead:
-            self._reports.append((end, len(blocks), took))
+            self._reports.append((end, seq, CopyTime(len(blocks), took)))
         self.counts.loaded += len(blocks)
         self.counts.link_s += took
         for block in blocks:
@@ -294,12 +258,12 @@ class Model:
     def _finish(self, step: Step) -> list[Answer]:
         """Wait for a step and return the answers that it completes."""
         self.now = max(self.now, step.end)
-        num_blocks, seconds = 0, 0.0
+        times: Times = {}
         while self._reports and self._reports[0][0] <= self.now:
-            _, blocks, took = self._reports.popleft()
-            num_blocks, seconds = num_blocks + blocks, seconds + took
-        if num_blocks:
-            step.result.kv_tier_report = StepReport(loads=(num_blocks, seconds))
+            _, seq, took = self._reports.popleft()
+            times["load_ahead", seq] = took
+        if times:
+            step.result.kv_tier_report = StepReport(times=times)
         update = self._scheduler.update_from_output
         outputs = self._on_cpu(update, step.output, step.result)
         done = []

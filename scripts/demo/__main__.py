@@ -4,7 +4,7 @@
     PYTHONPATH=scripts build/env/v0.32.0/bin/python -m demo --out build/demo
 
 Makes a model, serves it twice with `vllm serve`, talks to it over HTTP, and writes
-to the folder: `report.html`, `report.json`, `report.png`, `server-off.log`,
+to the folder: `report.html`, `report.json`, `server-off.log`,
 `server-on.log`, `spans.jsonl` (when copies ran) and the model. Ends with 0 if the tier
 did its work, else with 1 and the reasons.
 """
@@ -21,16 +21,20 @@ from typing import Any
 
 from openai import OpenAIError
 
+from bench.suite.model import QWEN3, Shape, write_model
 from page.demo import demo_page
 
 from .client import ChatClient
-from .model import ModelShape, write_model, write_tokenizer
-from .picture import draw
 from .prose import chapters, conversation
 from .report import Comparison
 from .serve import ServerError, serving, vllm_serve
 from .spans import SPANS
 from .talk import Exchange, ask_with_hits, talk
+from .tokenizer import write_tokenizer
+
+SHAPE = Shape(768, 2048, 10, 12, 2, 64, vocab=32768, max_len=4096)
+FLOAT32 = 4
+"""Bytes of a number."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,11 @@ class Sizes:
         """What is said first, so that nobody measures a server's first request."""
         return conversation(chapters()[-1], 1, self.first_chars, 0)[0]
 
-    def flags(self, shape: ModelShape, tier: bool) -> list[str]:
+    def flags(self, shape: Shape, tier: bool) -> list[str]:
         """The flags of `vllm serve`."""
         from vllm.engine.arg_utils import EngineArgs
 
-        block_bytes = self.block_size * shape.kv_bytes_per_token
+        block_bytes = self.block_size * shape.kv_bytes_per_token(FLOAT32)
         flags: dict[str, Any] = {
             "--served-model-name": "demo",
             # A prefix that is loaded changes the shapes of the sums after it, and so
@@ -97,7 +101,7 @@ class Demo:
 
     def __init__(self, out: Path) -> None:
         self.sizes = Sizes()
-        self.shape = ModelShape()
+        self.shape = SHAPE
         self.out = out
         self.start = time.monotonic()
 
@@ -111,18 +115,19 @@ class Demo:
         tokenizer = write_tokenizer(folder)
         said = set(tokenizer(" ".join(chapters())).input_ids)
         said -= set(tokenizer.all_special_ids)
-        parameters = write_model(folder, self.shape, said)
+        parameters = write_model(folder, self.shape, "cpu", QWEN3, said)
+        kv_bytes = self.shape.kv_bytes_per_token(FLOAT32)
         self.note(
             f"made a Qwen3 of random weights: {parameters / 1e6:.0f} M parameters, "
-            f"{self.shape.kv_bytes_per_token} bytes of KV a token"
+            f"{kv_bytes} bytes of KV a token"
         )
         return {
             "architecture": "Qwen3ForCausalLM",
             "parameters": parameters,
-            "layers": self.shape.num_hidden_layers,
-            "hidden_size": self.shape.hidden_size,
+            "layers": self.shape.layers,
+            "hidden_size": self.shape.hidden,
             "dtype": "float32",
-            "kv_bytes_per_token": self.shape.kv_bytes_per_token,
+            "kv_bytes_per_token": kv_bytes,
         }
 
     def run(self, tier: bool) -> tuple[list[Exchange], int, int]:
@@ -149,7 +154,7 @@ class Demo:
                 )
                 metrics = client.metrics()
         blocks = int(metrics.label("vllm:cache_config_info", "num_gpu_blocks"))
-        slots = metrics.value("vllm:kv_tier_slots_total") if tier else 0
+        slots = metrics.value("vllm:kv_tier_host_slots") if tier else 0
         return exchanges, blocks * self.sizes.block_size, slots * self.sizes.block_size
 
     def compare(self) -> list[str]:
@@ -166,7 +171,7 @@ class Demo:
         names = [patch["name"] for patch in build["patches"]]
         path = self.out / "report.json"
         page = path.with_suffix(".html")
-        for stale in (path, path.with_suffix(".png"), page, self.out / "spans.jsonl"):
+        for stale in (path, page, self.out / "spans.jsonl"):
             stale.unlink(missing_ok=True)
         self.note(f"vLLM {build['version']}, {len(names)} patches on {build['tag']}")
         model = self.make_model()
@@ -185,16 +190,9 @@ class Demo:
             "failures": failures,
         }
         path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-        draw(
-            comparison,
-            f"{comparison.kv_tokens:,} tokens in {self.sizes.conversations} "
-            f"conversations, room for {device_tokens:,} on the device and "
-            f"{host_tokens:,} in host memory (vLLM {build['version']}, CPU)",
-            path.with_suffix(".png"),
-        )
         print(f"\n{comparison.table()}\n")
         page.write_text(demo_page(self.out))
-        self.note(f"wrote {page}, {path} and {path.with_suffix('.png')}")
+        self.note(f"wrote {page} and {path}")
         return failures
 
     def run_off_only(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.rank.copier import Copier
 from vllm.v1.kv_tier.worker import HostTier
 
 from .spans import SPANS
@@ -33,7 +34,7 @@ class _Spans:
         self.begun = 0.0
 
     def add(self, tier: Any, what: str, seq: int, start: float, blocks: int) -> None:
-        slot_bytes = tier.buffer.slots.shape[1]
+        slot_bytes = tier.engines.stores.slots.shape[1]
         span = {"seq": seq, "what": what, "start": start, "end": time.perf_counter()}
         self._spans.append(span | {"blocks": blocks, "bytes": blocks * slot_bytes})
 
@@ -51,7 +52,7 @@ def _record(spans: _Spans) -> None:
     begin_step, end_step = tier.begin_step, tier.end_step
 
     def copying(method: str, what: str, blocks_of: Callable[[StepPlan], list]) -> None:
-        copy = getattr(tier, method)
+        copy = getattr(Copier, method)
 
         def timed(self: Any, plan: StepPlan, *args: Any) -> None:
             start = time.perf_counter()
@@ -59,7 +60,7 @@ def _record(spans: _Spans) -> None:
             if blocks := len(blocks_of(plan)):
                 spans.add(self, what, plan.seq, start, blocks)
 
-        setattr(tier, method, timed)
+        setattr(Copier, method, timed)
 
     def begin(self: Any, scheduler_output: Any) -> None:
         begin_step(self, scheduler_output)
@@ -70,10 +71,10 @@ def _record(spans: _Spans) -> None:
         spans.end_step()
         return end_step(self, output)
 
-    copying("_store", "store", lambda plan: plan.store_slots)
-    copying("_load", "load", lambda plan: plan.load_slots)
-    copying("_load_ahead", "ahead", lambda plan: plan.ahead_slots)
-    copying("_clean", "store", lambda plan: plan.clean_slots)
+    copying("store", "store", lambda plan: plan.store_slots)
+    copying("load", "load", lambda plan: plan.load_slots)
+    copying("load_ahead", "ahead", lambda plan: plan.ahead_slots)
+    copying("clean", "store", lambda plan: plan.clean_slots)
     tier.begin_step, tier.end_step = begin, end
 
 

@@ -8,14 +8,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.suite import style
+from bench.suite.style import COMPUTED, DEVICE, HOST, STORE, WITH, WITHOUT
+
 from .html import Card, Section, render, svg
 
-OFF, ON = "#9aa5b1", "#1f77b4"
-DEVICE, HOST, COMPUTED, STORE = "#2a9d8f", "#1f77b4", "#d9dee4", "#e9a23b"
 MiB = 1 << 20
 
 # Lanes of the timeline, top down.
@@ -35,7 +35,6 @@ def demo_page(folder: Path) -> str:
         OSError: It has no report.
 
     """
-    matplotlib.use("Agg")
     report = json.loads((folder / "report.json").read_text())
     requests = report["requests"]
     sections = [
@@ -87,11 +86,9 @@ def _cards(report: dict[str, Any]) -> list[Card]:
 
 
 def _figure(height: float = 3.4) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(10, height), layout="constrained")
+    figure = style.figure(10, height)
     axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", color="#e6e9ed")
+    style.tidy(axes)
     return figure, axes
 
 
@@ -129,7 +126,7 @@ def _hits(requests: list[dict[str, Any]]) -> Figure:
 def _ttft(requests: list[dict[str, Any]]) -> Figure:
     figure, axes = _figure()
     at = range(len(requests))
-    for key, color, label in (("off", OFF, "tier off"), ("on", ON, "tier on")):
+    for key, color, label in (("off", WITHOUT, "tier off"), ("on", WITH, "tier on")):
         times = [r[f"ttft_ms_{key}"] for r in requests]
         axes.plot(at, times, "o-", color=color, label=label, markersize=4, lw=1.2)
     axes.set_ylabel("ms")
@@ -165,7 +162,7 @@ def _timeline(path: Path) -> Section:
     start = min(span["start"] for span in step)
     figure, axes = _figure(2.2)
     axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", color="#e6e9ed")
+    axes.grid(axis="x", color=style.GRID)
     for lane, (name, (_, color)) in enumerate(LANES.items()):
         bars = [
             (1e3 * (s["start"] - start), 1e3 * (s["end"] - s["start"]))

@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 
+from .carryall import carry_change
 from .check import check_patches
-from .config import Layout, ToolError, exit_with, host_arch, say
+from .config import Layout, ToolError, check_tag_name, exit_with, host_arch, say
 from .env import make_env, sync
 from .fetch import sha256_file
+from .mutate import mutate
 from .newtag import new_tag
+from .pairs import compare_all
+from .places import accept
 from .quilt import ensure_quilt, environment
 from .series import refresh
 from .tagspage import write_page
@@ -41,8 +46,22 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("tags", nargs="*")
     commands.add_parser("tags-page", help="write docs/tags.md")
     command = add("new-tag", "carry the series of another tag to TAG")
-    command.add_argument("--from", dest="source", required=True)
+    command.add_argument("--from", dest="source", help="chosen by a dry run if absent")
+    command.add_argument(
+        "--drop",
+        type=lambda text: {int(n) for n in re.findall(r"\d+", text)},
+        default=set(),
+        help="numbers of the listed lines that the mended patch may lack",
+    )
     command.add_argument("--continue", dest="resume", action="store_true")
+    command = commands.add_parser("carry", help="make one change in all series")
+    command.add_argument("tag", help="whose patch changed")
+    command.add_argument("patch", help="the begin of its name")
+    command.add_argument("--base", default="HEAD", help="the commit before the change")
+    command.add_argument("--to", nargs="*", default=[], help="tags; all if absent")
+    commands.add_parser("pairs", help="carry every series to its neighbours, compare")
+    add("places", "keep where the edits of TAG stand, as seen")
+    add("mutate", "spoil each edit of TAG, and see that something notices")
     return parser
 
 
@@ -57,6 +76,8 @@ def run_quilt(layout: Layout, tag: str, args: list[str]) -> int:
 
 def main() -> int:
     options = _parser().parse_args()
+    for tag in getattr(options, "tags", []) or [getattr(options, "tag", "v0.0.0")]:
+        check_tag_name(tag)
     layout = Layout.default()
     if options.command == "apply":
         apply_patches(layout, options.tag, options.force)
@@ -75,8 +96,18 @@ def main() -> int:
         check_patches(layout, options.tags or layout.tags())
     elif options.command == "tags-page":
         write_page(layout)
+    elif options.command == "carry":
+        carry_change(layout, options.tag, options.patch, options.base, options.to)
+    elif options.command == "pairs":
+        compare_all(layout)
+    elif options.command == "places":
+        accept(layout, options.tag)
+    elif options.command == "mutate":
+        mutate(layout, options.tag)
     elif options.command == "new-tag":
-        new_tag(layout, options.source, options.tag, options.resume)
+        if options.source:
+            check_tag_name(options.source)
+        new_tag(layout, options.source, options.tag, options.resume, options.drop)
     return 0
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import importcheck
+from . import importcheck, places, seams
 from .config import (
     Layout,
     Patch,
@@ -25,6 +25,8 @@ from .config import (
 )
 from .env import has_env, sync
 from .fetch import fetch
+from .hunks import parse
+from .names import undefined_names
 from .series import walk
 from .tree import locked, touched_files, unpack
 
@@ -43,10 +45,12 @@ VERSION_CHECK = re.compile(
 def series_and_folder(layout: Layout, tag: str) -> str:
     names = [p.name for p in read_series(layout, tag)]
     folder = {p.name for p in (layout.patches / tag).iterdir()}
-    if extra := sorted(folder - {*names, "series", "upstream.toml"}):
+    if extra := sorted(folder - {*names, "series", "upstream.toml", "places"}):
         raise ToolError(f"patches/{tag}/ has {extra}, which series does not name")
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ToolError(f"patches/{tag}/series names {twice} more than once")
+    if empty := [p.name for p in read_series(layout, tag) if not parse(p)]:
+        raise ToolError(f"patches/{tag}: {empty} change nothing; remove them")
     return f"series and folder agree on {len(names)} patches"
 
 
@@ -188,6 +192,16 @@ def _imports(layout: Layout, tag: str, work: Path, prefixes: list[Patch]) -> str
     return f"every prefix imports the {len(_modules(done))} modules it touches"
 
 
+def _names(layout: Layout, tag: str, work: Path, series: list[Patch]) -> str:
+    ruff = layout.env(tag) / "bin" / "ruff"
+    if not has_env(layout, tag) or not ruff.is_file():
+        return f"names NOT checked: `make env TAG={tag}` makes that possible"
+    folders = [work / "prefixes" / str(n) for n, _ in enumerate(series, 1)]
+    if found := undefined_names(ruff, folders, series):
+        raise ToolError(f"{tag}, {found}")
+    return "every name that is used is defined"
+
+
 def prefixes(layout: Layout, tag: str) -> Iterator[str]:
     """Zero fuzz, nothing to refresh, and every prefix compiles and imports."""
     work = layout.build / "check" / tag
@@ -207,6 +221,9 @@ def prefixes(layout: Layout, tag: str) -> Iterator[str]:
                 f"{tag}: `quilt refresh` changes {stale}; run `make refresh TAG={tag}`"
             )
         yield "quilt refresh gives no diff"
+        yield places.check(layout, tag)
+        yield seams.check(layout, tag)
+        yield _names(layout, tag, work, series)
         yield _imports(layout, tag, work, series)
 
 
@@ -226,7 +243,7 @@ def check_tag(layout: Layout, tag: str) -> list[str]:
     def results() -> Iterator[Callable[[], str]]:
         yield from ((lambda c=check: c(layout, tag)) for check in CHECKS)  # type: ignore[misc]
         steps = prefixes(layout, tag)
-        yield from (lambda: next(steps) for _ in range(3))
+        yield from (lambda: next(steps) for _ in range(6))
 
     for run in results():
         try:

@@ -88,6 +88,14 @@ def version_key(tag: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", tag)]
 
 
+def check_tag_name(tag: str) -> None:
+    """Raise a ToolError for what is no name of a release, as `0.33.0` or `latest`."""
+    if not re.fullmatch(r"v\d+\.\d+\.\d+(\.\d+|\.post\d+)?", tag):
+        wish = re.fullmatch(r"v?(\d+(\.\d+)+)", tag)
+        mend = f"; write TAG=v{wish[1]}" if wish and tag[0] != "v" else ""
+        raise ToolError(f"TAG={tag!r} is no release of upstream, as v0.33.0 is{mend}")
+
+
 @dataclass(frozen=True)
 class Pin:
     """One file of the package index, by name and content."""

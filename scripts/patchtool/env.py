@@ -132,7 +132,8 @@ def _load(venv: Path) -> dict[str, object]:
 
 
 def has_env(layout: Layout, tag: str) -> bool:
-    return bool(_load(layout.env(tag)))
+    """Whether there is a venv, and vLLM has started in it."""
+    return "digest" in _load(layout.env(tag))
 
 
 def sync(layout: Layout, tag: str) -> None:
@@ -223,9 +224,11 @@ def make_env(layout: Layout, tag: str) -> Path:
                 write_stubs(site_packages(venv) / "torch" / "lib")
             for library in site_packages(venv).glob("vllm/*.so"):
                 weaken(library, cpu.weak)
-            (venv / STAMP).write_text(json.dumps({"digest": digest, "files": {}}))
+            # The digest comes last: what never started is made anew.
+            (venv / STAMP).write_text(json.dumps({"files": {}}))
             _sync(layout, tag, files)
             _first_start(venv)
+            (venv / STAMP).write_text(json.dumps({**_load(venv), "digest": digest}))
     else:
         sync(layout, tag)
     return venv

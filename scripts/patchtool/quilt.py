@@ -81,5 +81,6 @@ def push_all(layout: Layout, tag: str, tree: Path) -> None:
         raise ToolError(
             f"the series of {tag} does not apply with zero fuzz:\n"
             f"{result.stdout.rstrip()}\n"
-            f"mend the patch with `make new-tag FROM={tag} TAG={tag}`"
+            f"mend the patch in patches/{tag}, or take the last good state of it from "
+            "version control"
         )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import datetime
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,12 +59,28 @@ def walk(layout: Layout, tag: str, work: Path) -> Iterator[Step]:
         yield Step(patch, (copy / patch.name).read_text(), stage)
 
 
-def refresh(layout: Layout, tag: str) -> None:
-    """Rewrite every patch of a tag as `quilt refresh` does; headers stay."""
-    changed = 0
+def set_date(patch: Patch) -> None:
+    """Note in the header that the patch changed today."""
+    text = patch.text
+    today = datetime.date.today().isoformat()
+    header = re.sub(r"(?m)^Last-Update: .*$", f"Last-Update: {today}", patch.header)
+    patch.path.write_text(header + text[len(patch.header) :])
+
+
+def rewrite(layout: Layout, tag: str) -> list[str]:
+    """Rewrite every patch of a tag as `quilt refresh` does; the names of those that
+    changed."""
+    changed = []
     for step in walk(layout, tag, layout.build / "refresh" / tag):
         if step.refreshed != step.patch.text:
             step.patch.path.write_text(step.refreshed)
-            say(f"{tag}: {step.patch.name} refreshed")
-            changed += 1
-    say(f"{tag}: {changed} of {len(read_series(layout, tag))} patches changed")
+            changed.append(step.patch.name)
+    return changed
+
+
+def refresh(layout: Layout, tag: str) -> None:
+    """Rewrite every patch of a tag as `quilt refresh` does; headers stay."""
+    changed = rewrite(layout, tag)
+    for name in changed:
+        say(f"{tag}: {name} refreshed")
+    say(f"{tag}: {len(changed)} of {len(read_series(layout, tag))} patches changed")

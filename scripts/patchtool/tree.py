@@ -247,14 +247,17 @@ def pristine_tree(layout: Layout, tag: str) -> Path:
     return tree
 
 
-def upstream_tree(layout: Layout, tag: str) -> Path:
-    """build/<tag>/upstream: the sdist without series and overlay."""
+def upstream_tree(layout: Layout, tag: str, pins: Pins | None = None) -> Path:
+    """build/<tag>/upstream: the sdist without series and overlay.
+
+    pins: those of a tag that has no `upstream.toml` yet.
+    """
     tree = layout.tree(tag).with_name("upstream")
     with locked(tree.parent):
         if not tree.exists():
             partial = tree.with_name("upstream.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            unpack(fetch(layout, load_pins(layout, tag).sdist), partial)
+            unpack(fetch(layout, (pins or load_pins(layout, tag)).sdist), partial)
             partial.rename(tree)
     return tree
 

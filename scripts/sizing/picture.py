@@ -4,30 +4,28 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+
+from bench.suite.style import COMPUTED, LINE, figure, tidy
 
 from .replay import Outcome
 
 GiB = 1 << 30
 COLORS = ("#1f77b4", "#e76f51", "#2a9d8f", "#8d5a97", "#b5651d", "#264653")
-DEVICE = "#d9dee4"
 LINES = {"write_back": "-", "write_through": "--"}
 
 
 def draw(outcomes: Sequence[Outcome], unbounded: float, title: str, path: Path) -> None:
     """Write a PNG: hit rate over host size, a line for each pair of policies."""
-    matplotlib.use("Agg")
-    figure = Figure(figsize=(8.5, 5), dpi=150, layout="constrained")
-    axes = figure.subplots()
+    made = figure(8.5, 5)
+    axes = made.subplots()
     axes.set_title(title, size=10)
     tiers = [outcome.tier for outcome in outcomes]
     sizes = sorted({tier.host_bytes for tier in tiers})
     none = next((o for o in outcomes if not o.tier.host_bytes), None)
     if none is not None:
-        axes.axhspan(0, none.hit_rate, color=DEVICE, label="without a tier")
-    axes.axhline(unbounded, color="#5c6770", linestyle=":", label="unbounded cache")
+        axes.axhspan(0, none.hit_rate, color=COMPUTED, label="without a tier")
+    axes.axhline(unbounded, color=LINE, linestyle=":", label="unbounded cache")
     policies = list(dict.fromkeys(t.eviction_policy for t in tiers if t.host_bytes))
     for color, policy in zip(COLORS * len(policies), policies):
         for store in dict.fromkeys(tier.store_policy for tier in tiers):
@@ -53,8 +51,6 @@ def draw(outcomes: Sequence[Outcome], unbounded: float, title: str, path: Path) 
     axes.set_ylabel("prompt blocks that were hits")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(0, 1.12 * unbounded)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.grid(color="#e6e9ed")
+    tidy(axes, "both")
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path)
+    made.savefig(path)

@@ -16,17 +16,18 @@ windows or states: every layer keeps every token.
 import gc
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
-from vllm.v1.kv_tier.host_table import HostSlot
+from vllm.v1.kv_tier.hints import KEY as HINTS
 from vllm.v1.kv_tier.pool import make_block_pool
+from vllm.v1.kv_tier.scheduling.slots import HostSlot
 
-from .trace import Call
+from .trace import NOBODY, Call, Senders, conversations
 
 
 def _block_hash(number: int) -> BlockHash:
@@ -57,6 +58,7 @@ class Tier:
     eviction_policy: str = "lru"
     store_policy: StorePolicy = "write_back"
     store_from_use: int = 1
+    senders: Senders = NOBODY
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,23 @@ class Outcome:
         return fields.pop("tier") | fields | rates
 
 
+class _Request:
+    """What the tier must know of a request. It remembers those that wait."""
+
+    num_preemptions = 0
+
+    def __init__(
+        self, request_id: str, block_hashes: list[BlockHash], hints: dict[str, Any]
+    ) -> None:
+        self.request_id = request_id
+        self.block_hashes = block_hashes
+        self.kv_transfer_params = {HINTS: hints} if hints else None
+        self.has_ended = False
+
+    def is_finished(self) -> bool:
+        return self.has_ended
+
+
 class Replay:
     """One tier of one engine, through one trace."""
 
@@ -122,16 +141,22 @@ class Replay:
         ]
         self._numbers = itertools.count()
         # When a running request ends, and its blocks.
-        self._running: list[tuple[float, int, list[KVCacheBlock]]] = []
+        self._running: list[tuple[float, int, _Request, list[KVCacheBlock]]] = []
         self._prompt_blocks = self._device_hits = self._host_hits = 0
         self._stored = self._loaded = self._too_long = 0
         self._last_hits = 0
 
-    def run(self, calls: Iterable[Call]) -> Outcome:
+    def run(self, calls: Sequence[Call]) -> Outcome:
         """Serve `calls`, which come in order of arrival."""
+        names = conversations(calls)
+        last = self.tier.senders.last_calls(names)
+        is_told = {names[place] for place in last}
         prefill_free = 0.0
-        for call in calls:
-            prefill_free = self._serve(call, prefill_free)
+        for place, (call, name) in enumerate(zip(calls, names)):
+            hints: dict[str, Any] = {}
+            if name in is_told:
+                hints = {"conversation": str(name), "release": place in last}
+            prefill_free = self._serve(call, prefill_free, hints)
         return Outcome(
             self.tier,
             self._prompt_blocks,
@@ -143,7 +168,7 @@ class Replay:
             self._too_long,
         )
 
-    def _serve(self, call: Call, prefill_free: float) -> float:
+    def _serve(self, call: Call, prefill_free: float, hints: dict[str, Any]) -> float:
         """Admit a request as soon as it can be; returns when its prefill ends."""
         engine = self.engine
         size = engine.block_size
@@ -157,9 +182,7 @@ class Replay:
         num_full = (call.input_tokens + call.output_tokens) // size
         answer = [-1 - number * 2**20 - i for i in range(max(0, num_full - len(ids)))]
         hashes = [_block_hash(i) for i in ids + answer]
-        request = SimpleNamespace(
-            request_id=str(number), num_preemptions=0, block_hashes=hashes
-        )
+        request = _Request(str(number), hashes, hints)
         now = max(call.arrival_s, prefill_free)
         self._end_until(now)
         while len(self._running) >= engine.max_running or not (
@@ -170,7 +193,7 @@ class Replay:
         computed = max(0, call.input_tokens - self._last_hits * size)
         prefill_ends = now + computed / engine.prefill_tokens_per_s
         ends = prefill_ends + call.output_tokens * engine.seconds_per_output_token
-        heapq.heappush(self._running, (ends, number, blocks))
+        heapq.heappush(self._running, (ends, number, request, blocks))
         return prefill_ends
 
     def _admit(
@@ -215,7 +238,8 @@ class Replay:
         """Free the blocks of the requests that end by `now`, tail first."""
         running = self._running
         while running and running[0][0] <= now:
-            _, _, blocks = heapq.heappop(running)
+            _, _, request, blocks = heapq.heappop(running)
+            request.has_ended = True
             self.pool.free_blocks(reversed(blocks))
             self._begin_step()
             self._end_step()

@@ -7,12 +7,14 @@ Prompts with the same ids up to some place are equal up to there.
 """
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ID_TOKENS = 512
 """Prompt tokens behind one hash id. The last id of a prompt may stand for fewer."""
+_MANY = 8
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,59 @@ def _call(fields: dict) -> Call:
             f"{call.input_tokens} prompt tokens and {len(call.hash_ids)} hash_ids"
         )
     return call
+
+
+def conversations(calls: Sequence[Call]) -> list[int]:
+    """The conversation of each call: the first id behind what many share.
+
+    A trace names no conversations. Prompts of one have their beginning in common, and
+    that of many conversations is a system prompt: an id that goes on in more than
+    `_MANY` ways.
+    """
+    followers: dict[int, set[int]] = {}
+    for call in calls:
+        for before, after in zip(call.hash_ids, call.hash_ids[1:]):
+            followers.setdefault(before, set()).add(after)
+    shared = {i for i, after in followers.items() if len(after) > _MANY}
+    return [
+        next((i for i in call.hash_ids if i not in shared), call.hash_ids[-1])
+        for call in calls
+    ]
+
+
+@dataclass(frozen=True)
+class Senders:
+    """Clients that say with its last call that a conversation is over.
+
+    `told` is the part of the conversations whose clients do; `wrong` the part of what
+    they say that comes with an earlier call, where there is one.
+    """
+
+    told: float = 0.0
+    wrong: float = 0.0
+
+    def last_calls(self, names: Sequence[int]) -> set[int]:
+        """Indices of the calls that release their conversation, `names[i]` for call i.
+
+        The same conversations for the same `told` and `wrong`.
+        """
+        places: dict[int, list[int]] = {}
+        for place, name in enumerate(names):
+            places.setdefault(name, []).append(place)
+        rng = random.Random(0)
+        told = [own for own in places.values() if rng.random() < self.told]
+        last = {own[-1] for own in told}
+        several = [own for own in told if len(own) > 1]
+        for own in rng.sample(
+            several, min(len(several), round(self.wrong * len(told)))
+        ):
+            last.remove(own[-1])
+            last.add(rng.choice(own[:-1]))
+        return last
+
+
+NOBODY = Senders()
+"""Clients that send no hints."""
 
 
 def unbounded_hit_rate(calls: Sequence[Call], block_size: int) -> float:

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
 )
-from vllm.v1.kv_tier.regions import Region, build_regions
+from vllm.v1.kv_tier.memory.regions import Region, build_regions
 
 BLOCK = 32
 NUM_STEPS = 4

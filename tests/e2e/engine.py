@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.kv_cache_utils import get_group_id
-from vllm.v1.kv_tier.regions import flatten
+from vllm.v1.kv_tier.memory.regions import flatten
 from vllm.v1.metrics.reader import Counter, Gauge
 
 COUNTERS = (

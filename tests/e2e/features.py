@@ -16,19 +16,11 @@ from vllm.sampling_params import BeamSearchParams
 from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
 
 from .engine import Answer, Engine
+from .harm import spoil_first_load, stop_spoiling
 from .kinds import IMAGE_SIZE
 from .model import make_llama, make_lora
 from .release import lacking
-from .workloads import (
-    BLOCK,
-    WORKLOADS,
-    fill_device,
-    scratch_folder,
-    spoil_first_load,
-    stop_spoiling,
-    text,
-    workload,
-)
+from .workloads import BLOCK, WORKLOADS, fill_device, scratch_folder, text, workload
 
 try:
     from vllm.sampling_params import StructuredOutputsParams

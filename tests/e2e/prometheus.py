@@ -31,14 +31,25 @@ class Prometheus:
         url: Of a server with `/metrics`.
         rules: File of alert rules.
         folder: Its own; keeps what it scraped.
+        settings: Text of its settings, in place of ours.
+        rules_text: To be written to `rules`, which lies in `folder` then.
 
     """
 
-    def __init__(self, url: str, rules: Path, folder: Path) -> None:
+    def __init__(
+        self,
+        url: str,
+        rules: Path,
+        folder: Path,
+        settings: str | None = None,
+        rules_text: str | None = None,
+    ) -> None:
         folder.mkdir()
         target = urllib.parse.urlparse(url).netloc
         config = folder / "prometheus.yml"
-        config.write_text(_CONFIG.format(target=target, rules=rules))
+        config.write_text(settings or _CONFIG.format(target=target, rules=rules))
+        if rules_text is not None:
+            (folder / rules).write_text(rules_text)
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{s.getsockname()[1]}"

@@ -100,7 +100,7 @@ def test_a_server_with_a_host_tier(server: Server) -> None:
         assert cached == [0, hit]
 
     found = server.metrics("vllm:kv_tier_")
-    assert found["vllm:kv_tier_slots_total"] == NUM_SLOTS
+    assert found["vllm:kv_tier_host_slots"] == NUM_SLOTS
     assert found["vllm:kv_tier_slot_bytes"] == BLOCK_BYTES
     # 8 prompts of 5 full blocks against 23 blocks: all were evicted in turn.
     assert found["vllm:kv_tier_host_hit_tokens_total"] == hit
@@ -119,6 +119,42 @@ def test_a_server_with_a_host_tier(server: Server) -> None:
     assert server.terminate() == 0
     assert server.leftover_processes() == []
     assert server.stranded_shared_memory() == set()
+
+
+def test_a_released_conversation_makes_room_first(server: Server) -> None:
+    """The last one that came goes first, and is not stored; the others stay."""
+    prompts = [text(100 + i, 5 * BLOCK_TOKENS + 1) for i in range(12)]
+    over, wrong = len(prompts) - 1, {"kv_tier": {"relase": True}}
+
+    def ask(i: int, **hints: object) -> str:
+        params = {"kv_tier": {"conversation": f"c{i}", **hints}}
+        answer = server.complete(
+            prompts[i], max_tokens=8, ignore_eos=True, kv_transfer_params=params
+        )
+        return answer["choices"][0]["text"]
+
+    def hit_tokens() -> float:
+        found = server.metrics("vllm:kv_tier_")
+        tiers = ("device", "host")
+        return sum(found[f"vllm:kv_tier_{tier}_hit_tokens_total"] for tier in tiers)
+
+    texts = [ask(i, release=i == over) for i in range(len(prompts))]
+    # Others take the device.
+    for i in range(6):
+        server.complete(
+            text(200 + i, 5 * BLOCK_TOKENS + 1),
+            max_tokens=8,
+            ignore_eos=True,
+            kv_transfer_params=wrong,
+        )
+    for i, expected in ((over, 0), (over - 1, 5 * BLOCK_TOKENS), (0, 5 * BLOCK_TOKENS)):
+        before = hit_tokens()
+        assert ask(i) == texts[i]
+        assert hit_tokens() - before == expected
+    found = server.metrics("vllm:kv_tier_")
+    assert found["vllm:kv_tier_released_blocks_total"] == 5
+    assert found["vllm:kv_tier_refused_hints_total"] == 6
+    assert server.log().count("unknown field 'relase'") == 1
 
 
 WRONG = {

@@ -14,7 +14,7 @@ import pytest
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_tier.config import KVTierConfig
-from vllm.v1.kv_tier.host_memory import available_host_bytes
+from vllm.v1.kv_tier.memory.limits import available_host_bytes
 
 from .compare import assert_same_answers
 from .conftest import Results, run_engine
@@ -231,7 +231,7 @@ def test_each_data_parallel_engine_has_a_tier_of_its_own(
         # Those that have run: several API servers publish no others.
         for engine in range(replica + 1):
             found = replicas.metrics("vllm:kv_tier_", engine)
-            assert found["vllm:kv_tier_slots_total"] == NUM_SLOTS
+            assert found["vllm:kv_tier_host_slots"] == NUM_SLOTS
             assert found["vllm:kv_tier_slot_bytes"] == BLOCK_BYTES
             assert found["vllm:kv_tier_host_hit_tokens_total"] == HIT
             assert found["vllm:kv_tier_loaded_blocks_total"] == HIT / BLOCK_TOKENS

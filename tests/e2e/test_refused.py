@@ -11,9 +11,41 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from .kinds import ENCODER, ENCODER_DECODER
-from .model import LLAMA
+from .model import LLAMA, VOCAB_SIZE
 from .release import ENVIRONMENT, known
+
+# Attends to both sides: upstream turns prefix caching off.
+ENCODER: dict[str, Any] = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 1024,
+    "type_vocab_size": 2,
+    "hidden_act": "gelu",
+    "torch_dtype": "float32",
+}
+
+# Upstream turns prefix caching off for it, too.
+ENCODER_DECODER: dict[str, Any] = {
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "num_mel_bins": 80,
+    "max_source_positions": 1500,
+    "max_target_positions": 448,
+    "vocab_size": VOCAB_SIZE,
+    "torch_dtype": "float32",
+}
 
 CASES = [
     pytest.param(

@@ -6,6 +6,7 @@ outgrows the device cache. The pool's own state comes from `open_scheduler`.
 """
 
 import json
+import re
 import time
 import urllib.request
 from collections import Counter
@@ -19,11 +20,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.suite.model import QWEN3, Shape, write_model
 from demo.__main__ import Sizes
 from demo.client import ChatClient
-from demo.model import ModelShape, write_model, write_tokenizer
 from demo.prose import chapters
+from demo.tokenizer import write_tokenizer
 from tests.follower import Follower, Subscriber
+from tests.promtool import asked, lint, needs_promtool
 from vllm.v1.kv_tier.metrics import METRICS, PREFIX
 
 from .conftest import ROOT, environment
@@ -31,7 +34,7 @@ from .prometheus import MISSING, Prometheus
 from .release import UNBOUND
 from .server import Server
 
-SHAPE = ModelShape(num_hidden_layers=2, hidden_size=256, intermediate_size=512)
+SHAPE = Shape(256, 512, 2, 12, 2, 64, vocab=32768, max_len=4096)
 # All are admitted, and outgrow the device cache together.
 CROWD, CROWD_CHARS, CROWD_TOKENS = 8, 700, 200
 TURNS = 3
@@ -55,6 +58,8 @@ class Seen:
     queried: dict[str, list[float]] | None = None
     """Values of the dashboard's queries; None without a Prometheus."""
     rules: list[dict[str, Any]] = field(default_factory=list)
+    page: str = ""
+    """/metrics at the end."""
 
     def value(self, name: str, **labels: str) -> float:
         return self.samples[PREFIX + name, frozenset(labels.items())]
@@ -137,7 +142,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("seen")
     tokenizer = write_tokenizer(folder / "model")
     said = set(tokenizer(" ".join(chapters())).input_ids)
-    write_model(folder / "model", SHAPE, said - set(tokenizer.all_special_ids))
+    said -= set(tokenizer.all_special_ids)
+    write_model(folder / "model", SHAPE, "cpu", QWEN3, said)
     endpoint = f"ipc://{folder}/events"
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
     flags = [
@@ -175,7 +181,7 @@ def seen(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         prometheus = Prometheus(watched.server.url, OPS / "alerts.yml", folder)
     try:
         if prometheus is not None:
-            prometheus.wait_for("vllm:kv_tier_slots_total")
+            prometheus.wait_for("vllm:kv_tier_host_slots")
         watched.talk()
         seen = watched.look()
         seen.follower = _copy(seen.follower)
@@ -183,6 +189,7 @@ def seen(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         watched.talk()
         seen.after_reset = watched.look()
         seen.log = watched.server.log()
+        seen.page = watched.server.get("/metrics")
         if prometheus is not None:
             host = seen.after_reset.value("host_hit_tokens_total")
             prometheus.wait_for(f"vllm:kv_tier_host_hit_tokens_total == {host}")
@@ -236,6 +243,32 @@ def test_every_metric_is_on_the_page(seen: Seen) -> None:
             assert seen.value(metric.name + suffix, **label) >= 0
 
 
+def test_every_name_in_docs_and_dashboard_is_on_the_page(seen: Seen) -> None:
+    """What is copied into PromQL finds something."""
+    texts = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("ops/*")]
+    found = {
+        sample.name
+        for family in text_string_to_metric_families(seen.page)
+        for sample in family.samples
+    }
+    # A counter with a label that no request has had a value of yet has no samples.
+    found |= {
+        f"{name}_total" for name in re.findall(r"# TYPE (\S+?)_total ", seen.page)
+    }
+    if not HAS_SOURCES:
+        found.add("vllm:prompt_tokens_cached_by_source_total")
+    missing = {
+        text.name: names for text in texts if (names := asked(text.read_text()) - found)
+    }
+    assert not missing
+
+
+@needs_promtool
+def test_promtool_has_nothing_against_the_page(seen: Seen) -> None:
+    assert "vllm:kv_tier_host_slots{" in seen.page
+    assert lint(seen.page) == []
+
+
 def test_hits_by_tier_are_the_cached_tokens_of_the_responses(seen: Seen) -> None:
     for each in _both(seen):
         device = each.value("device_hit_tokens_total")
@@ -269,7 +302,9 @@ def test_the_page_says_what_the_pool_counted(seen: Seen) -> None:
             elif name not in gauges:
                 assert each.value(f"{name}_total") == count, name
         assert each.value("slots_used") == state["num_slots_used"]
-        assert each.value("slots_total") == state["num_slots"]
+        assert (
+            each.value("host_slots") == each.value("slots_total") == state["num_slots"]
+        )
         size = state["slot_bytes"]
         assert each.value("used_bytes") == state["num_slots_used"] * size
         assert each.value("total_bytes") == state["num_slots"] * size

@@ -1,37 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real scheduler in front of a simulated worker, checked after every step."""
 
-import json
-import tempfile
 from collections import Counter, deque
-from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
 
-from vllm.config import (
-    CacheConfig,
-    KVEventsConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_tier import pool
-from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from ..names import init_none_hash, sha256
+from ..names import sha256
 from . import upstream
 from .content import STOP_TOKEN, Sequence, Violation
 from .invariants import Invariants
-from .layouts import MAX_MODEL_LEN, Layout
-from .worker import Step, Worker
-
-SLOT_BYTES = 1 << 20
+from .layouts import MAX_MODEL_LEN
+from .scheduler import Setup, make_scheduler
+from .step import Step
+from .worker import Worker
 
 EVENTS = (
     "stored",
@@ -42,55 +28,11 @@ EVENTS = (
     "reset",
     "reset running",
     "failed",
+    "released",
 )
 """`Engine.events`: blocks stored and loaded, requests preempted for lack of blocks or
-aborted in their life, successful resets, and steps in which something failed."""
-
-# Prefixes have few blocks here: let none be too few to be loaded ahead.
-pool._MIN_AHEAD = 1
-
-
-@dataclass(frozen=True)
-class Setup:
-    """An engine."""
-
-    layout: Layout
-    spare_blocks: int
-    """Device blocks beyond those that the longest request takes."""
-    num_slots: int
-    store_policy: str = "write_back"
-    store_from_use: int = 1
-    eviction_policy: str = "lru"
-    load_time: float = 0.0
-    """How long a block takes to load, in steps."""
-    max_stall: float = 0.0
-    """How long a step may wait for loads, in steps."""
-    join_time: float = 0.0
-    """How long a step in which requests join computes while its loads come, in steps;
-    0: steps wait for all their loads at once."""
-    is_async: bool = False
-    is_v2: bool = False
-    """Speak to the worker as to model runner V2."""
-    num_stages: int = 1
-    """Of a pipeline, each of which takes the steps in order."""
-    token_budget: int = 16
-    max_num_seqs: int = 4
-    by_priority: bool = False
-    retention: int | None = None
-    """Blocks of which windows and states keep one tail; 0: only the last."""
-    reserve_full_isl: bool = True
-    kv_events: KVEventsConfig | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        return self.layout.min_blocks(self.depth * self.token_budget) + (
-            self.spare_blocks
-        )
-
-    @property
-    def depth(self) -> int:
-        """Steps in flight."""
-        return self.num_stages + self.is_async
+aborted in their life, successful resets, steps in which something failed, and steps
+with blocks of conversations that are over."""
 
 
 @dataclass
@@ -122,8 +64,9 @@ class Engine:
         self._num_steps = 0
         tier = self._scheduler.kv_cache_manager.kv_tier
         assert tier is not None
-        tier.loads.clock = lambda: float(self._num_steps)
-        tier.loads.join_s = {0: setup.join_time}
+        self._pool = tier
+        tier.costs.clock = lambda: float(self._num_steps)
+        tier.costs.join_s = {0: setup.join_time}
         self._hasher = get_request_block_hasher(setup.layout.hash_block_size, sha256)
         self._roots: dict[str, int] = {}
         self._worker = Worker(
@@ -140,13 +83,14 @@ class Engine:
         salt: str | None = None,
         use_lora: bool = False,
         priority: int = 0,
+        hints: dict[str, Any] | None = None,
     ) -> None:
         req_id = str(self._num_requests)
         self._num_requests += 1
         request = upstream.make_request(
             request_id=req_id,
             prompt_token_ids=prompt,
-            sampling_params=_sampling_params(max_tokens),
+            sampling_params=_sampling_params(max_tokens, hints),
             pooling_params=None,
             arrival_time=float(self._num_requests),
             lora_request=LoRARequest("lora", 1, "lora") if use_lora else None,
@@ -181,6 +125,9 @@ class Engine:
             output = self._scheduler.schedule()
             self.events["preempted"] += self._num_preemptions() - before
             self._invariants.check_no_pins()
+            self._invariants.check_released()
+            assert output.kv_tier_plan is not None
+            output.kv_tier_plan.check_copies()
             step = self._worker.submit(output, self._epoch, rush, fail)
             self._in_flight.append(step)
             self._count(step)
@@ -256,6 +203,7 @@ class Engine:
             "load": plan.load_slots or plan.ahead_slots,
             "compute": step.output.num_scheduled_tokens,
         }
+        events["released"] += bool(self._pool.storer.released)
         events["failed"] += bool(step.fail and copies[step.fail])
 
     def _process_oldest(self) -> None:
@@ -270,6 +218,9 @@ class Engine:
             if conversation.request.is_finished():
                 self.finished.append(self._live.pop(req_id))
         self._check()
+        requests = [each.request for each in self._live.values()]
+        steps = [step.output for step in self._in_flight]
+        self._invariants.check_in_flight(requests, steps)
 
     def _give_up_spoiled(self, step: Step) -> None:
         """Fail the requests that `step` and its successors spoiled, and take the
@@ -340,101 +291,9 @@ def _failed_compute(step: Step) -> bool:
     return step.fail == "compute" and bool(step.output.num_scheduled_tokens)
 
 
-@cache
-def _sampling_params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN])
-
-
-_MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "vocab_size": 32,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "torch_dtype": "float32",
-}
-
-
-@cache
-def _base() -> tuple[VllmConfig, StructuredOutputManager]:
-    """What all engines share, since it is slow to build."""
-    init_none_hash(sha256)
-    with tempfile.TemporaryDirectory() as folder:
-        with open(f"{folder}/config.json", "w") as file:
-            json.dump(_MODEL, file)
-        model_config = ModelConfig(
-            model=folder, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN
-        )
-        config = VllmConfig(
-            model_config=model_config,
-            scheduler_config=SchedulerConfig(
-                max_model_len=MAX_MODEL_LEN,
-                is_encoder_decoder=False,
-                enable_chunked_prefill=True,
-                max_num_batched_tokens=MAX_MODEL_LEN,
-                max_num_seqs=4,
-            ),
-            cache_config=CacheConfig(enable_prefix_caching=True),
-        )
-    upstream.register_specs(config)
-    return config, StructuredOutputManager(config)
-
-
-def make_scheduler(setup: Setup) -> Scheduler:
-    """A scheduler with a host tier, and no engine."""
-    layout = setup.layout
-    base, structured_output_manager = _base()
-    config = copy(base)
-    config.scheduler_config = copy(base.scheduler_config)
-    config.scheduler_config.max_num_batched_tokens = setup.token_budget
-    config.scheduler_config.max_num_scheduled_tokens = setup.token_budget
-    config.scheduler_config.max_num_seqs = setup.max_num_seqs
-    config.scheduler_config.policy = "priority" if setup.by_priority else "fcfs"
-    config.scheduler_config.async_scheduling = setup.is_async and upstream.HAS_ASYNC
-    config.scheduler_config.scheduler_reserve_full_isl = setup.reserve_full_isl
-    config.parallel_config = copy(base.parallel_config)
-    num_stages = setup.depth if not upstream.HAS_ASYNC else setup.num_stages
-    config.parallel_config.pipeline_parallel_size = num_stages
-    config.kv_events_config = setup.kv_events
-    config.cache_config = copy(base.cache_config)
-    config.cache_config.num_gpu_blocks = setup.num_blocks
-    config.cache_config.block_size = layout.block_size
-    config.cache_config.mamba_cache_mode = layout.mamba_cache_mode
-    tier = KVTierConfig(
-        size_bytes=setup.num_slots * SLOT_BYTES,
-        store_policy=setup.store_policy,  # type: ignore[arg-type]
-        store_from_use=setup.store_from_use,
-        eviction_policy=setup.eviction_policy,
-        max_load_stall_ms=1e3 * setup.max_stall,
+def _sampling_params(max_tokens: int, hints: dict[str, Any] | None) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        stop_token_ids=[STOP_TOKEN],
+        extra_args={"kv_transfer_params": {"kv_tier": hints}} if hints else None,
     )
-    retention = None
-    if setup.retention is not None and layout.can_retain_less:
-        retention = setup.retention * layout.block_size
-    kv_cache_config = upstream.kv_cache_config(
-        retention,
-        num_blocks=setup.num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=layout.kv_cache_groups(),
-        kv_tier=KVTierLayout(
-            tier,
-            setup.num_slots,
-            SLOT_BYTES,
-            load_s=setup.load_time,
-            tokens_per_block=layout.block_size,
-            layerwise=setup.join_time > 0,
-        ),
-    )
-    scheduler = upstream.make_scheduler(
-        setup.is_async,
-        layout.block_size,
-        layout.hash_block_size,
-        retention,
-        vllm_config=config,
-        kv_cache_config=kv_cache_config,
-        structured_output_manager=structured_output_manager,
-    )
-    scheduler.use_v2_model_runner = setup.is_v2
-    return scheduler

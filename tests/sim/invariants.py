@@ -2,7 +2,7 @@
 """What must hold between any two actions."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -14,7 +14,9 @@ from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
     get_group_id,
 )
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier.pool import TieredBlockPool
+from vllm.v1.request import Request
 
 from . import upstream
 from .content import Violation
@@ -78,7 +80,7 @@ class Invariants:
                 "refs", f"{pool.get_num_free_blocks()} blocks count as free: {free}"
             )
         for block in pool.blocks:
-            if block.is_null or block.block_id in pool._withdrawn:
+            if block.is_null or block.block_id in pool.lost.withdrawn:
                 continue
             count = references[block.block_id]
             if block.ref_cnt != count or (block.block_id in free) != (count == 0):
@@ -102,11 +104,34 @@ class Invariants:
         if sorted(keys) != sorted(table):
             raise Violation("slots", f"slots have {keys}, the table {table}")
 
+    def check_in_flight(
+        self, requests: Iterable[Request], steps: Collection[SchedulerOutput]
+    ) -> None:
+        """The scheduler counts the tokens of a request in flight as they are, also
+        behind steps that failed; not all releases count them."""
+        for request in requests:
+            counted = getattr(request, "num_in_flight_tokens", None)
+            name = request.request_id
+            found = sum(step.num_scheduled_tokens.get(name, 0) for step in steps)
+            if counted not in (None, found):
+                raise Violation(
+                    "in flight", f"{counted} tokens of {name} count, {found} are"
+                )
+
     def check_no_pins(self) -> None:
         """The plan was taken: no slot is kept for it any more."""
         host = self._pool.host
         if host._pinned or host._free_after_plan:
             raise Violation("slots", "slots are pinned after the plan was taken")
+
+    def check_released(self) -> None:
+        """What makes room first is there, and nobody uses it."""
+        pool = self._pool
+        for block_id in pool.storer.released:
+            if pool.blocks[block_id].ref_cnt:
+                raise Violation("released", f"{pool.blocks[block_id]} is in use")
+        if gone := pool.host._released.keys() - pool.host._slots.keys():
+            raise Violation("released", f"{gone} are in no slot")
 
     def check_idle(self) -> None:
         """No request is left: every block is free, and the policy complete."""

@@ -37,7 +37,7 @@ class Group:
         """Every block has the state at its end, not the last one only."""
         return isinstance(self.spec, MambaSpec) and self.spec.mamba_cache_mode == "all"
 
-    def max_blocks(self, max_in_flight_tokens: int) -> int:
+    def max_blocks(self, max_in_flight_tokens: int, max_in_flight_steps: int) -> int:
         """Device blocks that one request can hold at once."""
         spec = self.spec
         if upstream.HAS_ADMISSION_CAP and isinstance(spec, SlidingWindowSpec):
@@ -50,7 +50,10 @@ class Group:
             num_tokens = spec.attention_chunk_size + max_in_flight_tokens
             return cdiv(min(num_tokens, MAX_MODEL_LEN), spec.block_size)
         if isinstance(spec, MambaSpec) and not self.keeps_all_states:
-            return 3 + upstream.num_checkpoint_blocks(spec)
+            # Steps of a pipeline that compute one prompt each leave a state behind,
+            # which is more than upstream counts.
+            num_states = 3 + max(0, max_in_flight_steps - 2)
+            return num_states + upstream.num_checkpoint_blocks(spec)
         return cdiv(MAX_MODEL_LEN, self.block_size)
 
 
@@ -116,11 +119,12 @@ class Layout:
             for group in self.groups
         )
 
-    def min_blocks(self, max_in_flight_tokens: int) -> int:
+    def min_blocks(self, max_in_flight_tokens: int, max_in_flight_steps: int) -> int:
         """Device blocks with which the longest request can run alone."""
         # Beside those of the groups: the null block, and copies on write.
         return 1 + sum(
-            1 + group.max_blocks(max_in_flight_tokens) for group in self.groups
+            1 + group.max_blocks(max_in_flight_tokens, max_in_flight_steps)
+            for group in self.groups
         )
 
     def kv_cache_groups(self) -> list[KVCacheGroupSpec]:

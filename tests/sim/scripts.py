@@ -7,9 +7,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from vllm.v1.kv_tier.policy import POLICIES
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+
 from .content import VOCAB
-from .engine import Engine, Setup
+from .engine import Engine
 from .layouts import LAYOUTS, MAX_MODEL_LEN
+from .scheduler import TUNING, Setup
 
 # Prompts begin with one of these. The second leaves the first halfway.
 _FIRST = [(7 * i) % 15 + 1 for i in range(24)]
@@ -36,6 +40,7 @@ class Add:
     use_lora: bool = False
     priority: int = 0
     copies: int = 1
+    hints: dict[str, Any] | None = None
 
     def run(self, engine: Engine) -> None:
         base = DOCUMENTS[self.base % len(DOCUMENTS)][: self.length]
@@ -47,7 +52,12 @@ class Add:
         salt = "a" if self.has_salt else None
         for _ in range(self.copies):
             engine.add(
-                prompt.copy(), self.max_tokens, salt, self.use_lora, self.priority
+                prompt.copy(),
+                self.max_tokens,
+                salt,
+                self.use_lora,
+                self.priority,
+                self.hints,
             )
 
 
@@ -111,7 +121,7 @@ def random_setup(rng: Random) -> Setup:
         spare_blocks=rng.randint(0, 10),
         num_slots=rng.randint(1, 40),
         store_policy=rng.choice(["write_back", "write_through"]),
-        eviction_policy=rng.choice(["s3fifo", "lru", "arc"]),
+        eviction_policy=rng.choice(list(POLICIES)),
         load_time=rng.choice([0, 0.2, 0.5, 1, 2]),
         max_stall=rng.choice([0, 0, 1, 3]),
         is_async=rng.random() < 0.5,
@@ -122,7 +132,42 @@ def random_setup(rng: Random) -> Setup:
         retention=rng.choice([None, None, 0, 2]),
         reserve_full_isl=rng.random() < 0.5,
         join_time=rng.choice([0, 0, 1, 3]),
+        tuning=random_tuning(rng),
     )
+
+
+def random_tuning(rng: Random) -> SchedulingTuning:
+    """Numbers that suit this small engine, extreme ones among them."""
+    choose = rng.choice
+    return replace(
+        TUNING,
+        num_recent=choose([0, 2, 16]),
+        max_waits=choose([0, 1, 4]),
+        min_prefetch=choose([1, 1, 2, 4]),
+        max_prefetch=choose([1, 3, 2048]),
+        spare=choose([0.0, 0.0, 0.1, 0.3]),
+        claim_within_s=choose([0.0, 1.0, 5.0]),
+        min_stores=choose([0, 1, 128]),
+        idle_stores=choose([0, 1, 256]),
+        stores_beside_loads=choose([0, 1, 32]),
+        min_looks=choose([0, 4, 512]),
+        looks_beside_loads=choose([0, 4, 128]),
+        clean_part=choose([0.0, 0.3, 0.75, 1.0]),
+        look_anew_steps=choose([0, 3, 1000]),
+        alloc_rate_decay=choose([0.0, 0.9]),
+        max_failed_loads=choose([1, 3, 1000]),
+        retry_loads_s=choose([0.0, 3.0, 10.0]),
+    )
+
+
+def random_hints(rng: Random) -> dict[str, Any] | None:
+    if rng.random() < 0.5:
+        return None
+    hints: dict[str, Any] = {"release": rng.random() < 0.4}
+    if rng.random() < 0.7:
+        # The last is no name.
+        hints["conversation"] = rng.choice(["a", "b", "c", 4])
+    return hints
 
 
 def random_action(rng: Random) -> Action:
@@ -137,6 +182,7 @@ def random_action(rng: Random) -> Action:
             use_lora=rng.random() < 0.1,
             priority=rng.randint(0, 2),
             copies=rng.choice([1, 1, 1, 1, 2, 3]),
+            hints=random_hints(rng),
         )
     if kind < 0.95:
         return Steps(

@@ -15,30 +15,33 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_tier.calibrate import CopyEngines
-from vllm.v1.kv_tier.checksum import SlotChecksums
-from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer
-from vllm.v1.kv_tier.lane import Copy
-from vllm.v1.kv_tier.layer_waits import LayerWaits
-from vllm.v1.kv_tier.plan import StepPlan, Times
-from vllm.v1.kv_tier.regions import Region
-from vllm.v1.kv_tier.streams import Copies, CopyOrder, CudaStreams
+from vllm.v1.kv_tier.copying.calibrate import CopyEngines
+from vllm.v1.kv_tier.memory.regions import Region
+from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.rank.copy_order import Copy
+from vllm.v1.kv_tier.rank.layers import LayerWaits
+from vllm.v1.kv_tier.rank.streams import CudaStreams
+from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.worker import HostTier
 
 from . import upstream
 from .content import EMPTY, GARBAGE, Violation
-from .engine import Engine, Setup
-from .fake_cuda import PATIENCE_S, Event, FakeCuda, pause
-from .worker import Step, Worker, after
-
-NUM_LAYERS = 6
-# Two layers of one block make a part of a load, else each one.
-_LAYER_BYTES = 32 << 20
+from .engine import Engine
+from .fake_cuda import PATIENCE_S, Event, FakeCuda
+from .scheduler import Setup
+from .step import Step
+from .stream_copies import (
+    LAYER_BYTES,
+    NUM_LAYERS,
+    SMALL_PARTS,
+    FakeChecksums,
+    FakeCopyEngine,
+    WatchedOrder,
+)
+from .worker import Worker
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,22 @@ class StreamEngine(Engine):
         cuda: Where the worker runs.
         luck: See there.
         seed: Of when memory is looked at, and of what the worker does at random.
+        tuning: Of the worker.
 
     """
 
-    def __init__(self, setup: Setup, cuda: FakeCuda, luck: Luck, seed: int = 0) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        cuda: FakeCuda,
+        luck: Luck,
+        seed: int = 0,
+        tuning: RankTuning = SMALL_PARTS,
+    ) -> None:
         super().__init__(setup)
         self._rng = Random(seed)
         self._worker: StreamWorker = StreamWorker(
-            setup, self._roots, cuda, luck, self._rng
+            setup, self._roots, cuda, luck, self._rng, tuning
         )
 
     def drain(self) -> None:
@@ -131,6 +142,7 @@ class StreamWorker(Worker):
         cuda: FakeCuda,
         luck: Luck,
         rng: Random,
+        tuning: RankTuning = SMALL_PARTS,
     ) -> None:
         super().__init__(setup.layout, setup.num_blocks, setup.num_slots, roots)
         self.cuda = cuda
@@ -149,20 +161,22 @@ class StreamWorker(Worker):
         self._misread: dict[int, set[str]] = defaultdict(set)
         self._sampled: dict[int, list[list[int]]] = {}
         self._ends: dict[int, Event] = {}
-        shape = (setup.num_blocks, _LAYER_BYTES)
+        shape = (setup.num_blocks, LAYER_BYTES)
         blocks = torch.empty(shape, dtype=torch.uint8, device="meta")
         slots = torch.empty(setup.num_slots, 0, dtype=torch.uint8, device="meta")
         regions = [Region(blocks) for _ in range(NUM_LAYERS)]
-        engine = _Engine(self, regions, slots)
+        engine = FakeCopyEngine(self, regions, slots)
         waits = None
         if luck.layerwise:
             layers = {str(i): i for i in range(NUM_LAYERS)}
             waits = LayerWaits(layers, max_decode_tokens=-1)
         self._waits = waits
-        self._order = _Watched(self, CudaStreams(torch.device("cpu"), waits))
+        self._order = WatchedOrder(
+            self, CudaStreams(torch.device("cpu"), waits, tuning)
+        )
         engines = CopyEngines(engine, engine, engine, 1.0, 1.0)
-        sums = _Checksums(self, setup.num_slots) if luck.verify else None
-        self._tier = HostTier(regions, engines, self._order, waits, sums)
+        sums = FakeChecksums(self, setup.num_slots) if luck.verify else None
+        self._tier = HostTier(regions, engines, self._order, waits, sums, tuning)
 
     def _more_memory(self, size: int) -> list[list[list[int]]]:
         return [
@@ -254,7 +268,8 @@ class StreamWorker(Worker):
 
     def unreported(self) -> object:
         """Failures that no output has told of."""
-        return self._tier._report
+        report = self._tier._report
+        return None if report.is_empty else report
 
     # ------------------------------------------------------------------ compute
 
@@ -327,153 +342,12 @@ class StreamWorker(Worker):
             if kind == "load":
                 del self.loading[seq]
 
-        def watched(after_part: Callable[[], None]) -> None:
+        def watched(between_parts: Callable[[], None]) -> None:
             self.of_thread.copy = kind, step
             try:
-                run(after_part)
+                run(between_parts)
             finally:
                 self.cuda.launch(end)
                 launched.set()
 
         return watched
-
-
-class _Checksums(SlotChecksums):
-    """Of simulated slots."""
-
-    def __init__(self, worker: StreamWorker, num_slots: int) -> None:
-        super().__init__(torch.empty(num_slots, 0), torch.device("cuda", 0))
-        self._slots = worker.slots
-
-    def _sum(self, slot: int) -> bytes:
-        return repr([memory[slot] for memory in self._slots]).encode()
-
-
-class _Watched(CopyOrder):
-    """The order of another, and what it does with the copies."""
-
-    step: Step
-
-    def __init__(self, worker: StreamWorker, order: CudaStreams) -> None:
-        self._worker = worker
-        self._order = order
-        self._asked: set[tuple[str, int]] = set()
-        self._told: Times = {}
-
-    def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
-        for kind, pairs in (
-            ("store", plan.store_slots),
-            ("clean", plan.clean_slots),
-            ("load", plan.load_slots),
-            ("load_ahead", plan.ahead_slots),
-        ):
-            if pairs:
-                self._asked.add((kind, plan.seq))
-                if kind == "load":
-                    self._asked.add(("stall", plan.seq))
-                run = self._worker.watched(kind, self.step, getattr(copies, kind))
-                setattr(copies, kind, run)
-        self._order.begin_step(plan, copies, layerwise)
-
-    def end_step(self) -> bool:
-        return self._order.end_step()
-
-    def give_up(self) -> dict[int, list[int]]:
-        return self._order.give_up()
-
-    def finish(self) -> None:
-        self._order.finish()
-
-    def take_times(
-        self, num_tokens: int
-    ) -> tuple[tuple[int, float], tuple[int, float]]:
-        loads, prefill = self._order.take_times(num_tokens)
-        if loads[1] < 0 or prefill[1] < 0:
-            raise Violation("plan", f"times run backwards: {loads}, {prefill}")
-        # Simulated time is another one.
-        return (0, 0.0), (0, 0.0)
-
-    def take_copy_times(self) -> Times:
-        times = self._order.take_copy_times()
-        for key, (num_blocks, seconds) in times.items():
-            if num_blocks < 1 or seconds < 0 or key in self._told:
-                raise Violation("plan", f"{key} took {seconds} again: {num_blocks}")
-        self._told.update(times)
-        return times
-
-    def check_told(self) -> None:
-        # A copy has ended a moment before its lane says so.
-        self._order.finish()
-        self._order._forget_ended()
-        self.take_copy_times()
-        if silent := self._asked - self._told.keys():
-            raise Violation("plan", f"nothing was told of {silent}")
-
-
-class _Engine(CopyEngine):
-    def __init__(
-        self, worker: StreamWorker, regions: list[Region], slots: torch.Tensor
-    ) -> None:
-        super().__init__(regions, slots)
-        self._worker = worker
-
-    def launch_s(self, num_pieces: int) -> float:
-        return 1.0 if self._worker.luck.launches_long else 0.0
-
-    def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
-        worker = self._worker
-        kind, step = worker.of_thread.copy
-        fail_at = NUM_LAYERS
-        if step.fail == ("load" if to_device else "store"):
-            fail_at = worker.rng.randrange(NUM_LAYERS)
-        return _Transfer(worker, kind, step.plan, pairs.T.tolist(), fail_at)
-
-
-class _Transfer(Transfer):
-    """Fails at a layer, and leaves garbage from there on."""
-
-    def __init__(
-        self,
-        worker: StreamWorker,
-        kind: str,
-        plan: StepPlan,
-        pairs: list[tuple[int, int]],
-        fail_at: int,
-    ) -> None:
-        self._worker = worker
-        self._kind = kind
-        self._plan = plan
-        self._pairs = pairs
-        self._fail_at = fail_at
-
-    def copy(self, regions: range) -> None:
-        worker = self._worker
-        if worker.hang is not None:
-            worker.hang.reach(self._kind)
-        pause(worker.rng, worker.luck.slowest_launch_s)
-        for layer in regions:
-            if layer == self._fail_at:
-                for rest in range(layer, NUM_LAYERS):
-                    worker.cuda.launch(partial(self._run, rest, True))
-                raise RuntimeError("simulated")
-            worker.cuda.launch(partial(self._run, layer, False))
-
-    def _run(self, layer: int, fails: bool) -> None:
-        worker, plan = self._worker, self._plan
-        device, host = worker.layers[layer], worker.slots[layer]
-        if self._kind in ("store", "clean"):
-            compute, loads = after(plan, self._kind == "clean")
-            worker.need(plan, self._kind, compute, loads=loads, ahead=loads)
-            for block, slot in self._pairs:
-                host[slot] = device[block].copy()
-                if fails:
-                    host[slot] = [GARBAGE] * len(host[slot])
-            return
-        stores, ahead = plan.load_after_stores, plan.load_after_loads
-        worker.need(plan, self._kind, plan.load_after_compute, stores, ahead=ahead)
-        for block, slot in self._pairs:
-            device[block] = host[slot].copy()
-            if fails:
-                device[block] = [GARBAGE] * len(device[block])
-        if self._kind == "load":
-            worker.loading[plan.seq].discard(layer)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from .engine import Engine, Setup
+from .engine import Engine
+from .scheduler import Setup
 from .scripts import random_action, random_setup
-from .worker import Step
+from .step import Step
 
 SETUPS, ACTIONS = 30, 60
 

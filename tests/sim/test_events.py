@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.follower import Follower, Mismatch, Subscriber
+from tests.follower import Follower, Mismatch, Subscriber, replayed
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
@@ -26,11 +26,14 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     maybe_convert_block_hash,
 )
-from vllm.v1.kv_tier.events import PublishingBlockPool
+from vllm.v1.kv_tier.scheduling import events as tier_events
+from vllm.v1.kv_tier.scheduling.events import TierEvents
+from vllm.v1.kv_tier.scheduling.publishing import PublishingBlockPool
 
 from . import upstream
-from .engine import Conversation, Engine, Setup
+from .engine import Conversation, Engine
 from .layouts import LAYOUTS, Layout
+from .scheduler import Setup
 from .scripts import random_action, random_setup
 
 FOLLOWED = [
@@ -42,6 +45,9 @@ FOLLOWED = [
 STEPS = 900
 """For each layout, so that there are more than 10,000."""
 
+BUFFER_STEPS = 8
+"""Batches that are kept for replays."""
+
 
 class FollowedEngine(Engine):
     """Publishes events, and compares what they say with the pool."""
@@ -49,8 +55,13 @@ class FollowedEngine(Engine):
     def __init__(self, setup: Setup) -> None:
         self.prefixes: dict[Any, tuple[list[int], str | None]] = {}
         endpoint = f"inproc://{id(self)}"
+        self._replay_endpoint = f"{endpoint}-replay"
         events = KVEventsConfig(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=endpoint,
+            replay_endpoint=self._replay_endpoint,
+            buffer_steps=BUFFER_STEPS,
         )
         super().__init__(replace(setup, kv_events=events))
         publisher = self._scheduler.kv_event_publisher
@@ -61,6 +72,9 @@ class FollowedEngine(Engine):
         self.pool = pool
         self.subscriber = Subscriber(endpoint)
         self.follower = Follower()
+        self.late: Follower | None = None
+        """Knows nothing of what was told before the last reset of all."""
+        self.num_late = 0
         self.num_compared = 0
         self._num_published = 0
         publish = publisher.publish
@@ -75,17 +89,28 @@ class FollowedEngine(Engine):
         self.publisher.shutdown()
         self.subscriber.close()
 
+    def replay(self, last: int | None = None) -> list[int]:
+        """Numbers of the batches that are sent again when somebody asks for the `last`
+        ones, or for all."""
+        since = 0 if last is None else self._num_published - last
+        return replayed(self._replay_endpoint, since)
+
     def compare(self) -> None:
         while self.subscriber.num_batches < self._num_published:
             events = self.subscriber.receive(timeout_s=30)
             if events is None:
                 raise Mismatch("no event came")
             self.follower.follow(events)
+            if any(isinstance(event, AllBlocksCleared) for event in events):
+                self.late = Follower()
+                self.num_late += 1
+            if self.late is not None:
+                self.late.follow(events)
             for event in events:
                 if isinstance(event, BlockStored):
                     self._check_truth(event)
         pool, follower = self.pool, self.follower
-        device = {key: len(blocks) for key, blocks in upstream.cached_blocks(pool)}
+        device = {key: 1 for key, _ in upstream.cached_blocks(pool)}
         host = {key: 1 for key in pool.host._slots}
         for medium, keys in (("GPU", device), ("CPU", host)):
             held = Counter(
@@ -99,14 +124,16 @@ class FollowedEngine(Engine):
                     f"{medium}: not told of {held - follower.held(medium)}, "
                     f"told too much: {follower.held(medium) - held}"
                 )
-        if pool._descriptions.keys() != device.keys() | host.keys():
+            if self.late is not None and held != self.late.held(medium):
+                raise Mismatch(f"{medium}: not told anew")
+        if pool.events._descriptions.keys() != device.keys() | host.keys():
             raise Mismatch("descriptions are kept of other blocks")
         self.num_compared += 1
 
     def _process_oldest(self) -> None:
         super()._process_oldest()
         # A reset is published with the step after it.
-        if not self.pool.kv_event_queue:
+        if not self.pool.kv_event_queue and not self.pool.events._touched:
             self.compare()
 
     def _learn_hashes(self, conversation: Conversation) -> None:
@@ -135,8 +162,18 @@ class FollowedEngine(Engine):
                 raise Mismatch(f"not the LoRA {lora}: {event}")
 
 
-def run(layout: Layout, num_steps: int, seed: int) -> Counter[str]:
-    """Two engines of random settings, followed. Returns the events by kind."""
+def run(
+    layout: Layout, num_steps: int, seed: int, replay_each: int = 0
+) -> Counter[str]:
+    """Two engines of random settings, followed. Returns the events by kind.
+
+    Args:
+        layout: Of both engines.
+        num_steps: Of both together.
+        seed: Of settings and actions.
+        replay_each: Steps after which somebody asks for a replay of all; 0: nobody.
+
+    """
     rng = Random(seed)
     kinds: Counter[str] = Counter()
     num_compared = 0
@@ -145,8 +182,12 @@ def run(layout: Layout, num_steps: int, seed: int) -> Counter[str]:
         # A host that has room for all would forget nothing.
         setup = replace(setup, num_slots=min(setup.num_slots, 12))
         engine = FollowedEngine(setup)
+        num_asked = 0
         try:
             while engine._num_steps < num_steps / 2:
+                if replay_each and engine._num_steps // replay_each > num_asked:
+                    num_asked += 1
+                    engine.replay()
                 random_action(rng).run(engine)
             engine.drain()
             engine.follower.follow(engine.pool.take_events())
@@ -155,7 +196,7 @@ def run(layout: Layout, num_steps: int, seed: int) -> Counter[str]:
             num_compared += engine.num_compared
         finally:
             engine.close()
-    assert num_compared > 0.8 * num_steps
+    assert num_compared > (0.4 if replay_each else 0.8) * num_steps
     return kinds
 
 
@@ -168,47 +209,71 @@ def test_events_tell_what_both_tiers_hold(layout: Layout) -> None:
     assert kinds["AllBlocksCleared"] > 1
 
 
+@pytest.mark.parametrize("layout", FOLLOWED[:3], ids=repr)
+def test_who_comes_too_late_for_a_replay_is_told_all(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts, while everything goes on."""
+    monkeypatch.setattr(tier_events, "TOLD_AT_ONCE", 12)
+    kinds = run(layout, STEPS, LAYOUTS.index(layout), replay_each=25)
+    assert kinds["AllBlocksCleared"] > 25
+
+
+def test_who_is_in_time_for_a_replay_is_told_no_more() -> None:
+    engine = FollowedEngine(replace(random_setup(Random(0)), layout=FOLLOWED[0]))
+    try:
+        for i in range(3 * BUFFER_STEPS):
+            engine.add(list(range(20 * i, 20 * i + 16)), max_tokens=1)
+            engine.step()
+        engine.compare()
+        assert len(engine.replay(last=BUFFER_STEPS)) == BUFFER_STEPS
+        engine.add(list(range(1000, 1016)), max_tokens=1)
+        engine.step()
+        engine.step()
+        assert engine.num_late == 0
+    finally:
+        engine.close()
+
+
 # --------------------------------------------------------------- negative controls
 
 
-def _forget_slot_silently(pool: PublishingBlockPool, slot: object) -> None:
+def _silent(events: TierEvents, of: object) -> None:
     pass
 
 
-def _load_silently(pool: PublishingBlockPool, *args: object, **kw: object) -> int:
-    return super(PublishingBlockPool, pool)._load(*args, **kw)  # type: ignore
-
-
-def _clear_twice(pool: PublishingBlockPool) -> None:
-    """Removes each slot after everything was cleared."""
-    super(PublishingBlockPool, pool)._clear_host()
-    pool._descriptions.clear()
+def _keep_told(events: TierEvents) -> None:
+    """Takes followers for knowing still what was cleared."""
+    events._descriptions.clear()
+    events._touched.clear()
 
 
 def _swap_tokens(
-    pool: PublishingBlockPool,
+    events: TierEvents,
     keys: object,
     medium: str,
-    emit: Callable = (PublishingBlockPool._emit_stored),
+    tell: Callable = TierEvents._tell_stored,
 ) -> None:
-    num_events = len(pool.kv_event_queue)
-    emit(pool, keys, medium)
-    for event in pool.kv_event_queue[num_events:]:
+    queue = events._pool.kv_event_queue
+    num_events = len(queue)
+    tell(events, keys, medium)
+    for event in queue[num_events:]:
         assert isinstance(event, BlockStored)
         event.token_ids.reverse()
 
 
 BUGS = {
-    "_slot_forgotten": _forget_slot_silently,
-    "_load": _load_silently,
-    "_clear_host": _clear_twice,
-    "_emit_stored": _swap_tokens,
+    "forgotten": _silent,
+    "loaded": _silent,
+    "all_cleared": _keep_told,
+    "removed_from_device": _silent,
+    "_tell_stored": _swap_tokens,
 }
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_wrong_stream_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PublishingBlockPool, name, BUGS[name])
+    monkeypatch.setattr(TierEvents, name, BUGS[name])
     with pytest.raises(Mismatch):
         run(FOLLOWED[2], STEPS, seed=2)
 
@@ -219,7 +284,7 @@ def test_a_lost_event_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_but_one(pool: PublishingBlockPool) -> list:
         events = take_events(pool)
         stored = [e for e in events if not isinstance(e, AllBlocksCleared)]
-        return events if len(stored) < 20 else events[1:]
+        return events if len(stored) < 4 else events[1:]
 
     monkeypatch.setattr(PublishingBlockPool, "take_events", all_but_one)
     with pytest.raises(Mismatch):

@@ -3,8 +3,8 @@
 
 import pytest
 
-from .engine import Setup
 from .layouts import ALL
+from .scheduler import Setup
 from .scripts import Add, Script, Steps
 
 _BY_NAME = {layout.name: layout for layout in ALL}

@@ -8,25 +8,19 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.kv_tier import streams
 from vllm.v1.kv_tier.pool import TieredBlockPool
 
 from .content import Violation
 from .fake_cuda import PACES, FakeCuda, Pace
 from .scripts import random_script
+from .stream_copies import SMALL_PARTS
 from .stream_worker import Hang, Luck, StreamEngine
 from .test_streams import _collect_fast as _collect_fast
-from .test_streams import _end_lanes
+from .test_streams import _end_threads
 
 BUSY = {"load_time": 1.0, "max_stall": 0.0, "is_async": True, "spare_blocks": 30}
 MIN_SCRIPTS, MAX_SCRIPTS = 4, 40
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_LIMIT_S", 0.1)
-    monkeypatch.setattr(streams, "_GRACE_S", 0.05)
-    monkeypatch.setattr(streams, "_OLD_S", 0.05)
+IMPATIENT = replace(SMALL_PARTS, limit_s=0.1, grace_s=0.05, old_s=0.05)
 
 
 @pytest.fixture
@@ -52,7 +46,9 @@ def _play(
     with patch.context() as inner:
         cuda.install(inner)
         script = random_script(rng)
-        engine = StreamEngine(replace(script.setup, **BUSY), cuda, luck, seed)
+        engine = StreamEngine(
+            replace(script.setup, **BUSY), cuda, luck, seed, IMPATIENT
+        )
         hang = Hang(kind, skip=rng.randrange(3))
         engine._worker.hang = hang
         error: BaseException | None = None
@@ -70,7 +66,7 @@ def _play(
         hang.release()
         is_off = engine._worker.is_off
         engine._worker = None  # type: ignore[assignment]
-        _end_lanes(cuda)
+        _end_threads(cuda)
     if error is not None:
         raise error
     return engine if is_off else None
@@ -101,8 +97,8 @@ def test_the_engine_lives(
         assert "does not end" in error
         pool: Any = engine._scheduler.kv_cache_manager.block_pool
         assert pool.take_stats().slots_total == 0
-        num_lost += len(pool._withdrawn)
-        assert pool.num_gpu_blocks == len(pool.blocks) - len(pool._withdrawn)
+        num_lost += len(pool.lost.withdrawn)
+        assert pool.num_gpu_blocks == len(pool.blocks) - len(pool.lost.withdrawn)
     assert num_hung
     assert num_lost or kind != "load_ahead"
 

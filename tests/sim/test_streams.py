@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real streams and lanes under random scripts, on a device of no fixed order.
+"""The real streams and threads under random scripts, on a device of no fixed order.
 
 No thread of the host may wait for ever, no copy may come before what its fences ask
 for, and every forward pass must read what it should.
@@ -20,21 +20,22 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.kv_tier import streams
-from vllm.v1.kv_tier.checksum import SlotChecksums
-from vllm.v1.kv_tier.lane import Job, Lane
+from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.streams import Copies, CudaStreams
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.rank import streams
+from vllm.v1.kv_tier.rank.copy_order import Copies
+from vllm.v1.kv_tier.rank.copy_thread import CopyThread, Job
+from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.streams import CudaStreams
 
 from . import upstream
 from .content import Violation
-from .engine import Setup
 from .fake_cuda import PACES, PATIENCE_S, Event, FakeCuda, Pace, Stream, Stuck
 from .layouts import LAYOUTS
+from .scheduler import Setup
 from .scripts import Steps, random_script
+from .step import Step
 from .stream_worker import Luck, StreamEngine, StreamWorker
-from .worker import Step
 
 NUM_SCRIPTS = 10
 NUM_PLAYS = 6
@@ -77,7 +78,7 @@ def _play(
     engine.drain()
 
 
-def _end_lanes(cuda: FakeCuda) -> None:
+def _end_threads(cuda: FakeCuda) -> None:
     """Nothing holds the streams any more: their threads end.
 
     Returns when they have ended. What is queued still, after an error, is dropped.
@@ -85,9 +86,9 @@ def _end_lanes(cuda: FakeCuda) -> None:
     end = time.monotonic() + 5.0
     while True:
         gc.collect()
-        if not _lanes():
+        if not _copy_threads():
             return
-        assert time.monotonic() < end, "threads of lanes do not end"
+        assert time.monotonic() < end, "threads do not end"
         # These hold the streams too.
         cuda.wait_for_all()
         cuda.errors.clear()
@@ -97,20 +98,20 @@ def _end_lanes(cuda: FakeCuda) -> None:
 _STUCK: set[threading.Thread] = set()
 
 
-def _lanes() -> list[threading.Thread]:
-    lanes = (each for each in threading.enumerate() if each.name.startswith("kv-tier"))
-    return [each for each in lanes if each not in _STUCK]
+def _copy_threads() -> list[threading.Thread]:
+    found = (each for each in threading.enumerate() if each.name.startswith("kv-tier"))
+    return [each for each in found if each not in _STUCK]
 
 
 @contextmanager
 def _device(pace: Pace, seed: int, patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """A device on which nothing may go wrong, and no lane be left."""
+    """A device on which nothing may go wrong, and no thread be left."""
     cuda = FakeCuda(pace, seed)
     with patch.context() as inner:
         cuda.install(inner)
         yield cuda
         cuda.check()
-        _end_lanes(cuda)
+        _end_threads(cuda)
 
 
 @pytest.mark.parametrize("pace", PACES)
@@ -162,7 +163,7 @@ def test_nothing_is_left_to_copy_when_the_engine_sleeps(
             num_left += worker.finish()
             assert not any(worker.pending.values())
             worker.settled()
-            # Its lanes go when it does.
+            # Its threads go when it does.
             del worker
     assert num_left > 0
 
@@ -231,9 +232,9 @@ def _checks(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
     """Plans whose loads will have been refused, and slots that were checked."""
     refused: list[int] = []
     checked: list[int] = []
-    load_failed, check = HostTier._load_failed, SlotChecksums.check
+    load_failed, check = ReportDraft.load_failed, SlotChecksums.check
 
-    def note_refused(self: HostTier, kind: str, seq: int) -> None:
+    def note_refused(self: ReportDraft, kind: str, seq: int) -> None:
         refused.append(seq)
         load_failed(self, kind, seq)
 
@@ -241,7 +242,7 @@ def _checks(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
         checked.extend(slots)
         check(self, slots)
 
-    patch.setattr(HostTier, "_load_failed", note_refused)
+    patch.setattr(ReportDraft, "load_failed", note_refused)
     patch.setattr(SlotChecksums, "check", note_checked)
     return refused, checked
 
@@ -276,11 +277,11 @@ def test_a_connector_finds_its_blocks_left_alone(
         order = CudaStreams(torch.device("cpu"), None)
         stored: list[int] = []
 
-        def store(after_part: Callable[[], None]) -> None:
+        def store(between_parts: Callable[[], None]) -> None:
             cuda.launch(partial(stored.append, 1))
-            after_part()
+            between_parts()
 
-        def nothing(after_part: Callable[[], None]) -> None: ...
+        def nothing(between_parts: Callable[[], None]) -> None: ...
 
         plan = StepPlan(1, store_blocks=[1], store_slots=[1], compute_after_stores=1)
         plan.connector_writes = writes
@@ -317,7 +318,7 @@ def gate_on_any_load(patch: pytest.MonkeyPatch) -> None:
         for load in last_load:
             load.wait_on_host()
 
-    class GatedLane(Lane):
+    class GatedThread(CopyThread):
         def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
             self.name = name
             if name == "kv-tier-ahead":
@@ -329,7 +330,7 @@ def gate_on_any_load(patch: pytest.MonkeyPatch) -> None:
                 last_load[:] = [job]
             return super().submit(job)
 
-    patch.setattr(streams, "Lane", GatedLane)
+    patch.setattr(streams, "CopyThread", GatedThread)
     patch.setattr(Job, "hurry", lambda self: None)
 
 
@@ -374,8 +375,8 @@ def _find(
                 found.__context__ = found.__cause__ = None
             if isinstance(found, Stuck):
                 # Whatever waits in their queues, nobody will end it.
-                _STUCK.update(_lanes())
-            _end_lanes(cuda)
+                _STUCK.update(_copy_threads())
+            _end_threads(cuda)
         if found is not None:
             assert isinstance(found, kind), found
             return

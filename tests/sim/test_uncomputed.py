@@ -19,11 +19,11 @@ from patchtool.tree import upstream_tree
 ROOT = Path(__file__).parents[2]
 
 
-def run(*paths: Path) -> dict[str, int]:
-    """What `uncomputed` prints, with `paths` before all others."""
+def run(*paths: Path, module: str = "tests.sim.uncomputed") -> dict[str, int]:
+    """What a module prints, with `paths` before all others."""
     found = [*paths, ROOT / "scripts" / "bench", ROOT]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.sim.uncomputed"],
+        [sys.executable, "-m", module],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, found))},
         cwd=ROOT,
         capture_output=True,

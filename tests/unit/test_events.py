@@ -18,9 +18,9 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
-from vllm.v1.kv_tier.events import PublishingBlockPool
 from vllm.v1.kv_tier.plan import StepReport
 from vllm.v1.kv_tier.pool import TieredBlockPool, make_block_pool
+from vllm.v1.kv_tier.scheduling.publishing import PublishingBlockPool
 from vllm.v1.request import Request
 
 from ..names import init_none_hash, sha256
@@ -91,9 +91,13 @@ class Publisher:
 
 
 def request(tokens: range, lora: str | None = None) -> Request:
+    return request_of(list(tokens), lora)
+
+
+def request_of(tokens: list[int], lora: str | None = None) -> Request:
     return upstream.make_request(
         request_id="r",
-        prompt_token_ids=list(tokens),
+        prompt_token_ids=tokens,
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         lora_request=LoRARequest(lora, 7, "nowhere") if lora else None,
@@ -117,10 +121,12 @@ def test_a_chain_goes_to_the_host_and_back() -> None:
     tier.evict_all()
     told = tier.told()
     stored = [e for e in told if isinstance(e, BlockStored)]
-    assert {e.medium for e in stored} == {"CPU"}
-    assert {h for e in stored for h in e.block_hashes} == set(hashes(one))
+    # The last block of the chain went first; it is told as a chain all the same.
+    assert [(e.medium, e.block_hashes) for e in stored] == [("CPU", hashes(one))]
     removed = [e for e in told if isinstance(e, BlockRemoved)]
-    assert [e.medium for e in removed] == ["GPU"] * 3
+    assert [(e.medium, set(e.block_hashes)) for e in removed] == [
+        ("GPU", set(hashes(one)))
+    ]
     tier.promote(one)
     (promoted,) = tier.told()
     # One event for the chain, and the very one that the computation sent.
@@ -145,6 +151,50 @@ def test_a_store_describes_its_own_blocks_only() -> None:
     assert stored[0].parent_block_hash == (hashes(one)[i - 1] if i else None)
 
 
+def test_branches_are_told_behind_what_they_branch_off() -> None:
+    """A router that does not know a parent drops its children."""
+    tier = Publisher(num_blocks=9)
+    trunk, other = list(range(12)), [*range(8), *range(20, 28)]
+    tier.compute(request_of(trunk))
+    tier.compute(request_of(other))
+    tier.evict_all()
+    told = [e for e in tier.told() if isinstance(e, BlockStored)]
+    stored = [e for e in told if e.medium == "CPU"]
+    assert [len(e.block_hashes) for e in stored] in ([3, 2], [4, 1])
+    known: set[Any] = {None}
+    for event in stored:
+        assert event.parent_block_hash in known
+        known.update(event.block_hashes)
+    assert len(known) == 6
+
+
+def test_a_block_that_the_device_has_twice_is_stored_and_removed_once() -> None:
+    """Routers that do not count would forget the second one with the first."""
+    tier = Publisher(num_blocks=4, num_slots=0)
+    one = request(range(8))
+    tier.compute(one)
+    tier.compute(one)
+    (stored,) = tier.told()
+    assert stored.block_hashes == hashes(one)
+    tier.pool.begin_step()
+    blocks = tier.pool.get_new_blocks(2)
+    assert tier.told() == []
+    tier.pool.get_new_blocks(2)
+    (removed,) = tier.told()
+    assert isinstance(removed, BlockRemoved)
+    assert set(removed.block_hashes) == set(hashes(one))
+    assert len(blocks) == 2 and tier.pool.events.num_described == 0
+
+
+def test_what_came_and_went_between_two_steps_is_not_told() -> None:
+    tier = Publisher(num_blocks=1, num_slots=1)
+    for first in (0, 10, 20):
+        tier.compute(request(range(first, first + 4)))
+    told = tier.told()
+    hosted = [h for e in told if e.medium == "CPU" for h in e.block_hashes]
+    assert hosted == hashes(request(range(10, 14)))
+
+
 def test_a_slot_that_makes_room_is_removed() -> None:
     tier = Publisher(num_blocks=1, num_slots=1)
     one, two = request(range(4)), request(range(10, 14))
@@ -155,11 +205,11 @@ def test_a_slot_that_makes_room_is_removed() -> None:
     tier.evict_all()
     kinds = [(type(e), e.medium, e.block_hashes[0]) for e in tier.told()]
     assert kinds == [
-        (BlockRemoved, "CPU", hashes(one)[0]),
-        (BlockStored, "CPU", hashes(two)[0]),
         (BlockRemoved, "GPU", hashes(two)[0]),
+        (BlockStored, "CPU", hashes(two)[0]),
+        (BlockRemoved, "CPU", hashes(one)[0]),
     ]
-    assert len(tier.pool._descriptions) == 1
+    assert tier.pool.events.num_described == 1
 
 
 def test_a_failed_store_is_taken_back() -> None:
@@ -171,7 +221,7 @@ def test_a_failed_store_is_taken_back() -> None:
     tier.pool.apply_report(StepReport(None, {slot.index: slot.store_seq}))
     (removed,) = tier.told()
     assert isinstance(removed, BlockRemoved) and removed.medium == "CPU"
-    assert not tier.follower.blocks and not tier.pool._descriptions
+    assert not tier.follower.blocks and tier.pool.events.num_described == 0
 
 
 def test_a_reset_clears_both_tiers_at_once() -> None:
@@ -182,7 +232,7 @@ def test_a_reset_clears_both_tiers_at_once() -> None:
     tier.told()
     assert tier.pool.reset_prefix_cache()
     assert [type(e) for e in tier.told()] == [AllBlocksCleared]
-    assert not tier.follower.blocks and not tier.pool._descriptions
+    assert not tier.follower.blocks and tier.pool.events.num_described == 0
     # And it goes on.
     tier.compute(request(range(8)))
     tier.told()

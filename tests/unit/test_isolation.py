@@ -5,10 +5,10 @@ reach: bytes are not wiped, keys are."""
 import pytest
 import torch
 
-from vllm.v1.kv_tier.host_table import HostSlot
 from vllm.v1.kv_tier.plan import StepReport
+from vllm.v1.kv_tier.scheduling.slots import HostSlot
 
-from .test_worker import NUM_SLOTS, Rank, same
+from .rank import NUM_SLOTS, Rank, same
 from .tier import Tier, assert_nothing_leaks, is_empty, loads, loads_ahead, stores
 
 NAMES = "abcd"

@@ -9,14 +9,9 @@ import pytest
 import torch
 
 from vllm.config import CompilationConfig, KVTransferConfig, ParallelConfig
-from vllm.v1.kv_tier import layer_waits
-from vllm.v1.kv_tier.layer_waits import (
-    LayerWaits,
-    make_layer_waits,
-    set_layer_waits,
-    wait_for_layer_load,
-)
-from vllm.v1.kv_tier.regions import build_regions
+from vllm.v1.kv_tier.layer_waits import set_layer_waits, wait_for_layer_load
+from vllm.v1.kv_tier.memory.regions import build_regions
+from vllm.v1.kv_tier.rank.layers import LayerWaits, make_layer_waits
 
 CUDAGraphMode = pytest.importorskip(
     "vllm.config.compilation", reason="steps of this release wait for all their loads"
@@ -66,7 +61,7 @@ class Step:
 @pytest.fixture(autouse=True)
 def compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: COMPUTE)
-    monkeypatch.setattr(layer_waits, "_waits", None)
+    set_layer_waits(None)
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.v1.kv_tier import numa
-from vllm.v1.kv_tier.numa import gpu_node, prefer_node, usable_cpus
-from vllm.v1.kv_tier.pages import anonymous, touch
+from vllm.v1.kv_tier.memory.numa import gpu_node, prefer_node, usable_cpus
+from vllm.v1.kv_tier.memory.pages import anonymous, touch
 
 GPU = torch.device("cuda", 3)
 NODES = Path("/sys/devices/system/node")
@@ -20,7 +19,6 @@ NODES = Path("/sys/devices/system/node")
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A /sys of two nodes; GPU 3 is at 0001:ab:0c.0, node 1."""
     properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xAB, pci_device_id=12)
-    monkeypatch.setattr(numa, "_SYS", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {GPU: properties}.get)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2, 40)))
     write(tmp_path, "devices/system/node/node0/cpulist", "0-15,32-47\n")
@@ -37,31 +35,31 @@ def write(folder: Path, name: str, text: str) -> None:
 
 
 def test_a_gpu_has_a_node(machine: Path) -> None:
-    assert gpu_node(GPU) == 1
+    assert gpu_node(GPU, machine) == 1
 
 
 def test_a_node_that_is_unknown_or_the_only_one_does_not_count(machine: Path) -> None:
     numa_node = machine / "bus/pci/devices/0001:ab:0c.0/numa_node"
     for text in ("-1\n", "2\n"):
         numa_node.write_text(text)
-        assert gpu_node(GPU) is None
+        assert gpu_node(GPU, machine) is None
     numa_node.unlink()
-    assert gpu_node(GPU) is None
+    assert gpu_node(GPU, machine) is None
     numa_node.write_text("0\n")
-    assert gpu_node(GPU) == 0
+    assert gpu_node(GPU, machine) == 0
     (machine / "devices/system/node/node1").rename(machine / "gone")
-    assert gpu_node(GPU) is None
+    assert gpu_node(GPU, machine) is None
 
 
 def test_cpus_of_a_node_that_may_be_used(machine: Path) -> None:
-    assert usable_cpus(0) == {*range(2, 16), *range(32, 40)}
-    assert usable_cpus(1) == set(range(16, 32))
-    assert usable_cpus(None) == set(range(2, 40))
+    assert usable_cpus(0, machine) == {*range(2, 16), *range(32, 40)}
+    assert usable_cpus(1, machine) == set(range(16, 32))
+    assert usable_cpus(None, machine) == set(range(2, 40))
 
 
 def test_a_node_of_memory_only_has_no_cpus(machine: Path) -> None:
     write(machine, "devices/system/node/node1/cpulist", "\n")
-    assert usable_cpus(1) == set()
+    assert usable_cpus(1, machine) == set()
 
 
 @pytest.mark.skipif(not NODES.exists(), reason="a kernel without NUMA")

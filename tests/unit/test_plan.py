@@ -7,8 +7,8 @@ from copy import deepcopy
 import pytest
 
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
-from vllm.v1.kv_tier.plan import StepReport, Times, merge_reports
-from vllm.v1.kv_tier.worker import with_report
+from vllm.v1.kv_tier.plan import CopyTime, PrefillTime, StepReport, Times, merge_reports
+from vllm.v1.kv_tier.rank.report import with_report
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from ..sim import upstream
@@ -18,12 +18,18 @@ LOAD_5 = StepReport(failed_load_seq=5)
 STORE = StepReport(failed_store_slots={7: 4})
 
 
-def loads(num_blocks: int, seconds: float) -> StepReport:
-    return StepReport(loads=(num_blocks, seconds))
-
-
 def prefill(num_tokens: int, seconds: float) -> StepReport:
-    return StepReport(prefill=(num_tokens, seconds))
+    return StepReport(prefill=PrefillTime(num_tokens, seconds))
+
+
+def times(**copies: tuple[int, float]) -> StepReport:
+    """Kind and plan as in `store_1`."""
+    keys = [name.rsplit("_", 1) for name in copies]
+    return StepReport(
+        times={
+            (kind, int(seq)): CopyTime(*copies[f"{kind}_{seq}"]) for kind, seq in keys
+        }
+    )
 
 
 def output() -> ModelRunnerOutput:
@@ -41,30 +47,20 @@ def output() -> ModelRunnerOutput:
         ([STORE, LOAD_5], StepReport(5, {7: 4})),
         ([STORE, StepReport(None, {8: 4})], StepReport(None, {7: 4, 8: 4})),
         ([StepReport()], StepReport()),
-        # Blocks and seconds of the slowest rank, for loads and prefill apart.
-        ([loads(4, 2.0), None], loads(4, 2.0)),
-        ([loads(4, 2.0), LOAD_3], StepReport(3, loads=(4, 2.0))),
-        ([LOAD_3, loads(4, 2.0)], StepReport(3, loads=(4, 2.0))),
-        ([loads(4, 2.0), loads(1, 1.0)], loads(1, 1.0)),
-        ([loads(1, 1.0), loads(4, 2.0)], loads(1, 1.0)),
-        ([loads(4, 2.0), loads(9, 3.0), loads(2, 0.9)], loads(4, 2.0)),
-        (
-            [StepReport(loads=(1, 1.0), prefill=(9, 1.0)), prefill(9, 2.0)],
-            StepReport(loads=(1, 1.0), prefill=(9, 2.0)),
-        ),
+        # Tokens and seconds of the slowest rank.
+        ([prefill(4, 2.0), None], prefill(4, 2.0)),
+        ([prefill(4, 2.0), LOAD_3], StepReport(3, prefill=PrefillTime(4, 2.0))),
+        ([LOAD_3, prefill(4, 2.0)], StepReport(3, prefill=PrefillTime(4, 2.0))),
+        ([prefill(4, 2.0), prefill(1, 1.0)], prefill(1, 1.0)),
+        ([prefill(1, 1.0), prefill(4, 2.0)], prefill(1, 1.0)),
+        ([prefill(4, 2.0), prefill(9, 3.0), prefill(2, 0.9)], prefill(4, 2.0)),
         # A copy moved what it moved everywhere.
         (
             [
-                StepReport(times={("store", 1): (4, 2.0), ("load", 1): (1, 1.0)}),
-                StepReport(times={("store", 1): (0, 3.0), ("load", 2): (1, 1.0)}),
+                times(store_1=(4, 2.0), load_1=(1, 1.0)),
+                times(store_1=(0, 3.0), load_2=(1, 1.0)),
             ],
-            StepReport(
-                times={
-                    ("store", 1): (0, 3.0),
-                    ("load", 1): (1, 1.0),
-                    ("load", 2): (1, 1.0),
-                }
-            ),
+            times(store_1=(0, 3.0), load_1=(1, 1.0), load_2=(1, 1.0)),
         ),
         (
             [
@@ -153,9 +149,9 @@ def times_of(found: ModelRunnerOutput | None) -> Times:
 def test_times_wait_until_all_ranks_have_told_theirs() -> None:
     """Ranks see in different steps that a copy has ended."""
     aggregator = StepReportAggregator()
-    fast = StepReport(times={("store", 1): (4, 1.0), ("load", 2): (1, 1.0)})
-    slow = StepReport(times={("store", 1): (4, 3.0)})
-    late = StepReport(times={("load", 2): (1, 2.0)})
+    fast = times(store_1=(4, 1.0), load_2=(1, 1.0))
+    slow = times(store_1=(4, 3.0))
+    late = times(load_2=(1, 2.0))
     assert times_of(aggregator.aggregate(told(fast, slow))) == {("store", 1): (4, 3.0)}
     assert times_of(aggregator.aggregate(told(None, None))) == {}
     assert times_of(aggregator.aggregate(told(None, late))) == {("load", 2): (1, 2.0)}
@@ -164,11 +160,11 @@ def test_times_wait_until_all_ranks_have_told_theirs() -> None:
 
 def test_times_wait_for_an_output_too() -> None:
     aggregator = StepReportAggregator()
-    times: Times = {("store", 1): (4, 1.0)}
-    _, other = told(None, StepReport(times=times))
+    report = times(store_1=(4, 1.0))
+    _, other = told(None, report)
     assert aggregator.aggregate([None, other], output_rank=0) is None
-    found = aggregator.aggregate(told(StepReport(times=times), LOAD_3), output_rank=0)
-    assert times_of(found) == times
+    found = aggregator.aggregate(told(report, LOAD_3), output_rank=0)
+    assert times_of(found) == report.times
     assert found is not None and found.kv_tier_report is not None
     assert found.kv_tier_report.failed_load_seq == 3
 
@@ -176,8 +172,8 @@ def test_times_wait_for_an_output_too() -> None:
 def test_a_rank_that_never_tells_does_not_fill_memory() -> None:
     aggregator = StepReportAggregator()
     for seq in range(3000):
-        report = StepReport(times={("store", seq): (1, 1.0)})
+        report = times(**{f"store_{seq}": (1, 1.0)})
         assert times_of(aggregator.aggregate(told(report, None))) == {}
     assert len(aggregator._times) == len(aggregator._num_told) <= 1000
-    both = StepReport(times={("store", 3000): (1, 1.0)})
+    both = times(store_3000=(1, 1.0))
     assert times_of(aggregator.aggregate(told(both, both))) == both.times

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.kv_tier import layer_waits, start
+from vllm.v1.kv_tier import start
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
 from vllm.v1.kv_tier.config import GiB, KVTierConfig
-from vllm.v1.kv_tier.layer_waits import LayerWaits
+from vllm.v1.kv_tier.layer_waits import set_layer_waits, wait_for_layer_load
+from vllm.v1.kv_tier.rank.layers import LayerWaits
 from vllm.v1.kv_tier.start import start_kv_tier
 
 NUM_BLOCKS = 4
@@ -43,6 +44,8 @@ def run(
     num_bytes: int,
     block_sizes: Sequence[int] = (16,),
     is_last_stage: bool = True,
+    decode_context_parallel_size: int = 1,
+    dcp_sharded: Sequence[bool] = (),
     **settings: Any,
 ) -> SimpleNamespace:
     config = KVTierConfig(size_bytes=num_bytes, **settings)
@@ -51,8 +54,12 @@ def run(
     )
     stage = SimpleNamespace(is_last_rank=is_last_stage)
     monkeypatch.setattr(start, "get_pp_group", lambda: stage)
-    parallel = SimpleNamespace(nnodes=1)
+    parallel = SimpleNamespace(
+        nnodes=1, decode_context_parallel_size=decode_context_parallel_size
+    )
     specs = [SimpleNamespace(block_size=size) for size in block_sizes]
+    for spec, is_sharded in zip(specs, dcp_sharded):
+        spec.dcp_sharded = is_sharded
     kv_cache_config = SimpleNamespace(
         num_blocks=NUM_BLOCKS,
         kv_tier=None,
@@ -98,6 +105,34 @@ def test_tokens_of_a_block_where_groups_have_blocks_of_their_own(
     assert config.kv_tier.tokens_per_block == pytest.approx(num_tokens)
 
 
+@pytest.mark.parametrize(
+    "block_sizes, sharded, num_tokens",
+    [
+        # Releases before layers could stay whole.
+        ([16], [], 64),
+        ([16], [True], 64),
+        ([16], [False], 16),
+        ([16, 16], [True, False], 12.8),
+    ],
+)
+def test_tokens_of_a_block_whose_tokens_ranks_share(
+    monkeypatch: pytest.MonkeyPatch,
+    block_sizes: list[int],
+    sharded: list[bool],
+    num_tokens: float,
+) -> None:
+    """As upstream's managers count them, with decode context parallelism of four."""
+    config = run(
+        monkeypatch,
+        Executor(1),
+        100 * BLOCK_BYTES,
+        block_sizes,
+        decode_context_parallel_size=4,
+        dcp_sharded=sharded,
+    )
+    assert config.kv_tier.tokens_per_block == pytest.approx(num_tokens)
+
+
 def test_a_copy_engine_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="copy_engine 'dma' cannot be used here"):
         run(monkeypatch, Executor(1), 100 * BLOCK_BYTES, copy_engine="dma")
@@ -105,9 +140,16 @@ def test_a_copy_engine_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_streams_no_layer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an engine that this process ran before left there is gone."""
-    monkeypatch.setattr(layer_waits, "_waits", LayerWaits({}, 1))
+
+    class Left:
+        def wait(self, stream: torch.cuda.Stream) -> None:
+            raise AssertionError
+
+    waits = LayerWaits({"layer": 0}, 1)
+    waits.arm([range(1)], [Left()])
+    set_layer_waits(waits)
     run(monkeypatch, Executor(1), 100 * BLOCK_BYTES)
-    assert layer_waits._waits is None
+    wait_for_layer_load("layer")
 
 
 def test_reports_are_merged_where_there_are_several_ranks(

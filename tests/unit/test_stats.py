@@ -18,7 +18,7 @@ from vllm.v1.kv_tier.metrics import (
     KVTierProm,
     device_hits,
 )
-from vllm.v1.kv_tier.plan import StepReport
+from vllm.v1.kv_tier.plan import CopyTime, StepReport
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
@@ -72,6 +72,14 @@ def test_counters_add_up_and_gauges_follow(published: Published) -> None:
     assert tier("used_bytes") == 40
 
 
+def test_slots_have_their_former_name(published: Published) -> None:
+    """As a counter: it stays when the tier is switched off."""
+    for num_slots in (7, 7, 0):
+        published.observe(KVTierStats(slots_total=num_slots))
+        assert published.tier("host_slots") == num_slots
+        assert published.tier("slots_total") == 7
+
+
 def test_engines_count_apart(published: Published) -> None:
     published.observe(KVTierStats(stored_blocks=5), 1)
     assert published.tier("stored_blocks_total", 1) == 5
@@ -91,6 +99,16 @@ def test_every_metric_is_there_from_the_start(published: Published) -> None:
         for value in metric.values or (None,):
             label = {metric.label: value} if value else {}
             assert published.tier(metric.name + suffix, **label) == 0
+
+
+def test_upstreams_own_reader_knows_every_kind(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`LLM.get_metrics()` raises for a type that it does not know."""
+    reader = pytest.importorskip("vllm.v1.metrics.reader")
+    monkeypatch.setattr(reader, "REGISTRY", published.registry)
+    names = {metric.name for metric in reader.get_metrics_snapshot()}
+    assert names >= {PREFIX + metric.name for metric in METRICS}
 
 
 def test_every_count_is_published(published: Published) -> None:
@@ -115,10 +133,10 @@ def test_copies_requests_and_failures(published: Published) -> None:
     stats.record_report(
         StepReport(
             times={
-                ("store", 1): (100, 0.01),
-                ("store", 2): (100, 0.2),
-                ("load", 2): (0, 0.5),
-                ("stall", 2): (1, 0.25),
+                ("store", 1): CopyTime(100, 0.01),
+                ("store", 2): CopyTime(100, 0.2),
+                ("load", 2): CopyTime(0, 0.5),
+                ("stall", 2): CopyTime(1, 0.25),
             },
             failures=Counter(load=1),
         )
@@ -215,7 +233,7 @@ def test_samples_that_nobody_takes_do_not_fill_memory() -> None:
     stats = KVTierStats()
     for seq in range(5000):
         stats.record_hit(Request(0), 48, 32)
-        stats.record_report(StepReport(times={("store", seq): (1, 1.0)}))
+        stats.record_report(StepReport(times={("store", seq): CopyTime(1, 1.0)}))
     assert len(stats.request_hits) == len(stats.times) == 1000
     assert stats.host_hit_tokens == 5000 * 32
 
@@ -224,12 +242,13 @@ def test_samples_that_nobody_takes_do_not_fill_memory() -> None:
 
 
 def test_a_store_without_a_slot_is_refused_and_its_block_lost() -> None:
-    tier = Tier(num_blocks=2, num_slots=1)
-    tier.computed("ab")
+    tier = Tier(num_blocks=3, num_slots=1)
+    tier.computed("abc")
     tier.begin()
-    tier.pool.get_new_blocks(2)
+    tier.pool.get_new_blocks(3)
     stats = tier.pool.take_stats()
-    assert (stats.refused_no_slot, stats.dropped_blocks) == (1, 1)
+    # Not as many as are stored.
+    assert (stats.refused_no_slot, stats.dropped_blocks) == (2, 2)
     assert stats.slots_used == 1
 
 
@@ -243,7 +262,7 @@ def test_a_slot_that_the_plan_uses_is_not_replaced() -> None:
     block = tier.pool.get_new_blocks(1)[0]
     tier.cache("b", [block])
     tier.pool.cached_block_hashes_by_block[block.block_id] = {slot.keys[0]}
-    assert not tier.pool._queue_store(block)
+    assert not tier.pool.storer.store(block, before_eviction=False)
     stats = tier.pool.take_stats()
     assert stats.refused_pinned == 1 and stats.promoted_blocks == 1
 

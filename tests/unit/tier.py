@@ -11,9 +11,11 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
-from vllm.v1.kv_tier.host_table import HostSlot
-from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.pool import TieredBlockPool
+from vllm.v1.kv_tier.scheduling.slots import HostSlot
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.scheduling.writing import Cleaner
 
 from ..names import block_hash
 
@@ -29,6 +31,13 @@ def hashes(names: str) -> list[BlockHash]:
     return [hash_of(name) for name in names]
 
 
+class Asking:
+    """What the tier must know of a request."""
+
+    def __init__(self, num_preemptions: int) -> None:
+        self.num_preemptions = num_preemptions
+
+
 class Tier:
     """A pool of `num_blocks` usable device blocks, driven step by step.
 
@@ -42,6 +51,7 @@ class Tier:
         hash_block_size: int = BLOCK,
         load_s: float = 0.0,
         layerwise: bool = False,
+        tuning: dict[str, Any] | None = None,
         **config: Any,
     ) -> None:
         # Its order is the easiest to foretell.
@@ -53,6 +63,7 @@ class Tier:
             load_s=load_s,
             tokens_per_block=BLOCK,
             layerwise=layerwise,
+            tuning=SchedulingTuning(**tuning or {}),
         )
         self.pool = TieredBlockPool(
             layout,
@@ -62,10 +73,11 @@ class Tier:
         )
         self.host = self.pool.host
         self.now = 0.0
-        self.num_requests = 0
-        # Whether the last promotion lets those behind it pass.
+        # All that asked, so that none counts as aborted.
+        self.requests: list[Asking] = []
+        # Whether the last promotion waits for loads.
         self.deferred = False
-        self.pool.loads.clock = lambda: self.now
+        self.pool.costs.clock = lambda: self.now
 
     # Parts of a step.
 
@@ -108,6 +120,7 @@ class Tier:
         num_tokens: int | None = None,
         num_new_tokens: int = 2,
         among_others: bool = False,
+        request: Any = None,
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:
         """Admit a request that hit, `among_others` in the step or alone in it."""
         skips = list(skipped_tokens) or [0] * len(groups)
@@ -117,14 +130,12 @@ class Tier:
         ]
         if num_tokens is None:
             num_tokens = max(map(len, groups)) * BLOCK
-        self.num_requests += 1
-        request: Any = SimpleNamespace(
-            request_id=f"r{self.num_requests}", num_preemptions=num_preemptions
-        )
+        request = request or Asking(num_preemptions)
+        self.requests.append(request)
         promoted = self.pool.promote(
             request, managers, groups, num_tokens, 0, num_new_tokens, among_others
         )
-        self.deferred = self.pool.defers(request)
+        self.deferred = promoted is None and self.pool.waiting.is_loading(request)
         return promoted
 
     def promote(
@@ -163,6 +174,19 @@ class Tier:
         assert all(self.where(n) == "host" for n in names)
         return plan
 
+    def forget_rate(self) -> None:
+        """What the cleaner has learned of the steps until now."""
+        writer = self.pool.writer
+        assert isinstance(writer, Cleaner)
+        writer.alloc_rate = 0.0
+        self.pool.free.cursor = None
+
+    def drop(self, name: str) -> None:
+        """The host loses a block, as when its store failed."""
+        slot = self.slot(name)
+        failed = {slot.index: slot.store_seq}
+        self.pool.apply_report(StepReport(failed_store_slots=failed))
+
     def idle(self, num_steps: int = 1) -> list[StepPlan]:
         plans = []
         for _ in range(num_steps):
@@ -180,6 +204,11 @@ def stores(plan: StepPlan) -> dict[int, int]:
     slots = plan.store_slots + plan.clean_slots
     assert len(slots) == len(set(slots))
     return dict(zip(slots, plan.store_blocks + plan.clean_blocks, strict=True))
+
+
+def cleaned(plan: StepPlan) -> set[int]:
+    """Device blocks."""
+    return set(stores(plan).values())
 
 
 def loads(plan: StepPlan) -> dict[int, int]:

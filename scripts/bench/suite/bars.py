@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .model import SHAPES
+from .scales import SCALES
 from .table import Results
-from .workloads import SCALES
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random-weight Llamas whose greedy outputs depend on the whole prompt."""
+"""Random-weight models whose greedy outputs depend on the whole prompt."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama, in elements."""
+    """Sizes of a decoder, in elements."""
 
     hidden: int
     inner: int
@@ -24,6 +24,8 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
+    max_len: int = 65536
+    """Positions that it knows, in tokens."""
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values that one token takes in all layers."""
@@ -38,14 +40,58 @@ SHAPES = {
 }
 
 
+@dataclass(frozen=True)
+class Family:
+    """An architecture, and the gains of its random weights.
+
+    They keep greedy decoding lively: attention that picks some positions out of many,
+    layers that add up to more than the last token's own embedding, and logits that are
+    far enough apart for the rounding of a sum not to change the choice.
+    """
+
+    config: dict[str, Any]
+    """What `config.json` says beside the sizes."""
+    gains: dict[str, float] = field(default_factory=dict)
+    """By projection, in units of its input's standard deviation; 1 if not named."""
+    head_norm: float | None = None
+    """Weight of the norms of queries and keys; None: there are none."""
+    logit_std: float = 4.0
+
+
+LLAMA = Family(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 2.0},
+)
+QWEN3 = Family(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+    },
+    {"o_proj": 1.5, "down_proj": 1.5},
+    # Logits of the attention have a standard deviation of 2.25.
+    head_norm=1.5,
+    logit_std=3.0,
+)
+
+
 def weights(
-    shape: Shape, device: "torch.device | str", dtype: "torch.dtype", seed: int = 0
+    shape: Shape,
+    device: "torch.device | str",
+    dtype: "torch.dtype",
+    seed: int = 0,
+    family: Family = LLAMA,
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Name and value of every parameter, made on `device` one at a time.
 
-    The gains keep greedy decoding lively: attention that picks some positions out of
-    many, and logits that are far apart. The same seed gives the same bits on the same
-    kind of device.
+    The same seed gives the same bits on the same kind of device.
     """
     import torch
 
@@ -58,28 +104,37 @@ def weights(
     ones = torch.ones(shape.hidden, device=device, dtype=dtype)
     hidden, inner = shape.hidden, shape.inner
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    projections = {
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
     for i in range(shape.layers):
         p = f"model.layers.{i}."
-        yield p + "self_attn.q_proj.weight", normal(q, hidden, 2.0)
-        yield p + "self_attn.k_proj.weight", normal(kv, hidden, 2.0)
-        yield p + "self_attn.v_proj.weight", normal(kv, hidden, 1.0)
-        yield p + "self_attn.o_proj.weight", normal(hidden, q, 2.0)
-        yield p + "mlp.gate_proj.weight", normal(inner, hidden, 1.0)
-        yield p + "mlp.up_proj.weight", normal(inner, hidden, 1.0)
-        yield p + "mlp.down_proj.weight", normal(hidden, inner, 1.0)
+        for name, (rows, columns) in projections.items():
+            gain = family.gains.get(name.partition(".")[2], 1.0)
+            yield f"{p}{name}.weight", normal(rows, columns, gain)
+        if family.head_norm is not None:
+            norm = torch.full_like(ones[: shape.head_dim], family.head_norm)
+            yield p + "self_attn.q_norm.weight", norm
+            yield p + "self_attn.k_norm.weight", norm
         yield p + "input_layernorm.weight", ones
         yield p + "post_attention_layernorm.weight", ones
     yield "model.embed_tokens.weight", normal(shape.vocab, hidden, hidden**0.5)
     yield "model.norm.weight", ones
-    yield "lm_head.weight", normal(shape.vocab, hidden, 4.0)
+    yield "lm_head.weight", normal(shape.vocab, hidden, family.logit_std)
 
 
-def write_config(folder: Path, shape: Shape, dtype: str) -> None:
+def write_config(
+    folder: Path, shape: Shape, dtype: str, family: Family = LLAMA
+) -> None:
     """Write `config.json`; `dtype` is torch's name of it, such as "bfloat16"."""
     folder.mkdir(parents=True, exist_ok=True)
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    config = family.config | {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.inner,
         "num_hidden_layers": shape.layers,
@@ -87,10 +142,8 @@ def write_config(folder: Path, shape: Shape, dtype: str) -> None:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab,
-        "max_position_embeddings": 65536,
-        "rope_theta": 500000.0,
+        "max_position_embeddings": shape.max_len,
         "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "bos_token_id": 1,
@@ -99,21 +152,48 @@ def write_config(folder: Path, shape: Shape, dtype: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_model(folder: Path, shape: Shape, device: str) -> None:
-    """Write a model folder: bfloat16 if made on "cuda", float32 if on "cpu"."""
+def write_model(
+    folder: Path,
+    shape: Shape,
+    device: str,
+    family: Family = LLAMA,
+    said: Iterable[int] | None = None,
+    seed: int = 0,
+) -> int:
+    """Write a model folder: bfloat16 if made on "cuda", float32 if on "cpu".
+
+    Args:
+        folder: Made if missing.
+        shape: The sizes.
+        device: Where the weights are made.
+        family: The architecture.
+        said: Token ids that the model may say; None: all. The rows of all others are
+            zero in the output layer, so that a greedy choice never falls on them.
+        seed: The same seed gives the same bytes.
+
+    Returns:
+        The number of parameters.
+
+    """
     import torch
     from safetensors.torch import save_file
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    write_config(folder, shape, str(dtype).removeprefix("torch."))
+    write_config(folder, shape, str(dtype).removeprefix("torch."), family)
     files: dict[str, dict[str, torch.Tensor]] = {}
     names: dict[str, str] = {}
-    for name, tensor in weights(shape, device, dtype):
+    for name, tensor in weights(shape, device, dtype, seed, family):
         layer = name.split(".")[2] if name.startswith("model.layers.") else None
         names[name] = f"layer-{layer}.safetensors" if layer else "rest.safetensors"
         # A tensor of its own: one file must not hold two names of one memory.
-        files.setdefault(names[name], {})[name] = tensor.to("cpu", copy=True)
+        kept = files.setdefault(names[name], {})[name] = tensor.to("cpu", copy=True)
+        if name == "lm_head.weight" and said is not None:
+            silent = torch.ones(shape.vocab, dtype=torch.bool)
+            silent[sorted(set(said))] = False
+            kept[silent] = 0
     for file, tensors in files.items():
-        save_file(tensors, folder / file)
+        # Transformers wants to know who wrote it.
+        save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": names}
     (folder / INDEX).write_text(json.dumps(index))
+    return sum(tensor.numel() for some in files.values() for tensor in some.values())

@@ -22,7 +22,8 @@ from .client import Answer, Client
 from .loader import LOAD_FORMAT
 from .model import SHAPES, write_config
 from .records import append, write_outputs
-from .workloads import SCALES, Workload, evict, tokens
+from .scales import SCALES, Workload
+from .workloads import evict, tokens
 
 
 @dataclass(frozen=True)
@@ -132,54 +133,62 @@ async def run(job: Job) -> None:
             "machine": machine(),
             "block_size": engine.vllm_config.cache_config.block_size,
         }
-        append(
-            out,
-            about
-            | {
-                "status": "started",
-                "start_s": round(started - begun, 2),
-                "warm_up_s": round(time.perf_counter() - started, 2),
-                "llm": job.llm,
-            },
-        )
-        took: dict[str, float] = {}
-        for name, repeat, parameters, digest in job.cells:
-            about |= {"workload": name, "repeat": repeat, "cell": digest}
-            if time.time() + took.get(name, 0.0) > job.ends:
-                append(out, about | {"status": "not reached", "reason": "time limit"})
-                continue
-            begun = time.time()
-            client.logprobs = name in job.logprobs
-            # The prompts of earlier cells are garbage now, not in the middle of this.
-            gc.collect()
-            gc.freeze()
-            try:
-                outcome = await workload_of(job, name, parameters).run(client, repeat)
-            except (RuntimeError, ValueError) as error:
-                append(out, about | {"status": "failed", "reason": str(error)})
-                if engine.errored:
-                    raise
-                continue
-            took[name] = time.time() - begun
-            file = f"outputs/{job.config}-{name}-{repeat}-{int(begun)}.json.gz"
-            write_outputs(out / file, outcome.answers)
-            append(
-                out,
-                about
-                | {
-                    "status": "ok",
-                    "parameters": parameters,
-                    "logprobs": client.logprobs,
-                    "began": round(begun, 1),
-                    "took_s": round(took[name], 2),
-                    "metrics": {k: round(v, 5) for k, v in outcome.metrics.items()},
-                    "requests": len(outcome.answers),
-                    "distinct_tokens": distinct(outcome.answers),
-                    "outputs": file,
-                },
-            )
+        times = {
+            "start_s": round(started - begun, 2),
+            "warm_up_s": round(time.perf_counter() - started, 2),
+        }
+        append(out, about | {"status": "started", **times, "llm": job.llm})
+        await run_cells(job, engine, client, about)
     finally:
         engine.shutdown()
+
+
+async def run_cells(
+    job: Job, engine: Any, client: Client, about: dict[str, Any]
+) -> None:
+    """Run the job's cells one after the other, and write what each gave.
+
+    Args:
+        job: Whose cells.
+        engine: That `client` asks.
+        client: Asks for the cells.
+        about: What the record of every cell begins with.
+
+    """
+    out = Path(job.out)
+    took: dict[str, float] = {}
+    for name, repeat, parameters, digest in job.cells:
+        about |= {"workload": name, "repeat": repeat, "cell": digest}
+        if time.time() + took.get(name, 0.0) > job.ends:
+            append(out, about | {"status": "not reached", "reason": "time limit"})
+            continue
+        begun = time.time()
+        client.logprobs = name in job.logprobs
+        # The prompts of earlier cells are garbage now, not in the middle of this.
+        gc.collect()
+        gc.freeze()
+        try:
+            outcome = await workload_of(job, name, parameters).run(client, repeat)
+        except (RuntimeError, ValueError) as error:
+            append(out, about | {"status": "failed", "reason": str(error)})
+            if engine.errored:
+                raise
+            continue
+        took[name] = time.time() - begun
+        file = f"outputs/{job.config}-{name}-{repeat}-{int(begun)}.json.gz"
+        write_outputs(out / file, outcome.answers)
+        found = {
+            "status": "ok",
+            "parameters": parameters,
+            "logprobs": client.logprobs,
+            "began": round(begun, 1),
+            "took_s": round(took[name], 2),
+            "metrics": {k: round(v, 5) for k, v in outcome.metrics.items()},
+            "requests": len(outcome.answers),
+            "distinct_tokens": distinct(outcome.answers),
+            "outputs": file,
+        }
+        append(out, about | found)
 
 
 def distinct(answers: list[Answer]) -> int:

@@ -4,17 +4,14 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from .style import INK, figure, tidy
 from .table import Results
 
 PLAIN = ("#9aa5b1", "#c9d0d6", "#5c6770")
 OURS = ("#1f77b4", "#2a9d8f", "#264653")
 THEIRS = ("#e9c46a", "#f4a261", "#e76f51", "#b5651d", "#8d5a97")
-GRID = "#e6e9ed"
 
 SESSIONS = ("output_tokens_per_s", "later_ttft_ms.mean", "later_ttft_ms.p99")
 BARS = {
@@ -30,7 +27,6 @@ BARS = {
 
 def draw(results: Results, folder: Path) -> Iterator[Path]:
     """Write a PNG for every workload; yields their paths."""
-    matplotlib.use("Agg")
     for workload in results.workloads():
         path = folder / f"{workload}.png"
         if workload == "latency":
@@ -49,15 +45,9 @@ def _colors(results: Results) -> dict[str, str]:
     return colors
 
 
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", color=GRID)
-
-
 def _draw_latency(results: Results, path: Path) -> None:
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    axes = figure.subplots()
+    made = figure(9, 5)
+    axes = made.subplots()
     axes.set_title(
         "Idle engine: time to first token of an evicted prefix, ms "
         "(median, bars: least and most)",
@@ -94,18 +84,18 @@ def _draw_latency(results: Results, path: Path) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
     axes.set_xlabel("tokens of the prefix")
-    _tidy(axes)
+    tidy(axes)
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path)
+    made.savefig(path)
 
 
 def _draw_bars(
     results: Results, workload: str, metrics: Sequence[str], path: Path
 ) -> None:
-    figure = Figure(figsize=(4.2 * len(metrics), 4.4), dpi=150, layout="constrained")
-    figure.suptitle(f"{workload} (bar: median, dot: one run)", fontsize=11)
+    made = figure(4.2 * len(metrics), 4.4)
+    made.suptitle(f"{workload} (bar: median, dot: one run)", fontsize=11)
     colors = _colors(results)
-    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    panels = made.subplots(1, len(metrics), squeeze=False)[0]
     for axes, metric in zip(panels, metrics):
         axes.set_title(metric, size=10)
         shown = [c for c in colors if results.values(workload, metric, c)]
@@ -113,7 +103,7 @@ def _draw_bars(
             values = results.values(workload, metric, config)
             median = results.median(workload, metric, config)
             axes.bar(at, median, 0.7, color=colors[config])
-            axes.plot([at] * len(values), values, ".", color="#222222", markersize=4)
+            axes.plot([at] * len(values), values, ".", color=INK, markersize=4)
         axes.set_xticks(range(len(shown)), shown, rotation=40, ha="right", fontsize=8)
-        _tidy(axes)
-    figure.savefig(path)
+        tidy(axes)
+    made.savefig(path)

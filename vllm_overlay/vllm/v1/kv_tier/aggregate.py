@@ -5,11 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from vllm.v1.kv_tier.plan import StepReport, Times, merge_reports, merge_times
-from vllm.v1.kv_tier.worker import with_report
+from vllm.v1.kv_tier.rank.report import with_report
 from vllm.v1.outputs import ModelRunnerOutput
-
-# Copies that some ranks have told of: if others never do, memory must not fill up.
-_MAX_TIMES = 1000
 
 
 class StepReportAggregator:
@@ -17,9 +14,15 @@ class StepReportAggregator:
 
     A multi-process executor returns one rank's output only, but a copy may fail
     on any.
+
+    Args:
+        max_times: Copies that some ranks have told of: if others never do, memory must
+            not fill up.
+
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_times: int = 1000) -> None:
+        self._max_times = max_times
         self._waiting: StepReport | None = None
         # What not all ranks have told of yet, and how many have.
         self._times: Times = {}
@@ -54,7 +57,7 @@ class StepReportAggregator:
             merge_times(self._times, report.times)
         all_told = [k for k in self._times if self._num_told[k] == num_ranks]
         told = {key: self._times[key] for key in all_told}
-        too_many = list(self._times)[: max(0, len(self._times) - _MAX_TIMES)]
+        too_many = list(self._times)[: max(0, len(self._times) - self._max_times)]
         for key in (*all_told, *too_many):
             self._times.pop(key, None)
             self._num_told.pop(key, None)

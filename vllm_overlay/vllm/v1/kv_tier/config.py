@@ -3,12 +3,15 @@
 
 import dataclasses
 import math
+import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vllm import envs
-from vllm.v1.kv_tier.host_memory import available_host_bytes, total_host_bytes
+from vllm.v1.kv_tier.memory.limits import available_host_bytes, total_host_bytes
 from vllm.v1.kv_tier.policy import make_policy
+from vllm.v1.kv_tier.scheduling.takers import takes_plans
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -189,7 +192,15 @@ class KVTierConfig:
                 f"{executor}: a failed copy on one rank would not be seen by the "
                 "scheduler. Use mp (or uni on one device)."
             )
+        if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):
+            raise ValueError(
+                f"{backend} is not supported with --enable-fault-tolerance: a step "
+                "that is given up takes the ranks' reports of failed copies with it. "
+                "Remove one of them."
+            )
+        self._check_scheduler(vllm_config.scheduler_config.scheduler_cls)
         self._check_platform()
+        self._check_stages(vllm_config)
         if self.check_memory and self.size_bytes > total_host_bytes():
             raise ValueError(
                 f"--kv-offloading-size {self.size_bytes / GiB:g} is larger than the "
@@ -197,6 +208,25 @@ class KVTierConfig:
                 "Lower it, or set "
                 "--kv-offloading-config '{\"check_memory\": false}' where memory "
                 "grows on demand."
+            )
+
+    @staticmethod
+    def _check_scheduler(scheduler: str | type | None) -> None:
+        if isinstance(scheduler, str):
+            if scheduler.startswith("vllm."):
+                return
+            try:
+                scheduler = pkgutil.resolve_name(scheduler)
+            except (ImportError, AttributeError, ValueError):
+                # Upstream says so when it needs the class.
+                return
+        if isinstance(scheduler, type) and not takes_plans(scheduler):
+            raise ValueError(
+                f"--kv-offloading-backend {BACKEND} does nothing with --scheduler-cls "
+                f"{scheduler.__module__}.{scheduler.__qualname__}: its schedule() "
+                "neither hands on to upstream's nor sends the tier's plan "
+                "(output.kv_tier_plan = self.kv_cache_manager.kv_tier.take_plan()). "
+                "Call super().schedule(), send the plan, or remove one of the two."
             )
 
     @staticmethod
@@ -208,6 +238,28 @@ class KVTierConfig:
                 f"--kv-offloading-backend {BACKEND} runs on CUDA, ROCm and CPU, not "
                 f"on {current_platform.device_name or current_platform.device_type}. "
                 "Remove the backend."
+            )
+
+    @staticmethod
+    def _check_stages(vllm_config: "VllmConfig") -> None:
+        """Refuse the one case in which a step writes blocks after the next has begun.
+
+        The first stages of a pipeline hear of accepted tokens as many steps later as
+        there are stages, and only then move Mamba states to the blocks that have been
+        hashed since. They do so as a part of the later step, behind the tier's back: a
+        store would read too early, and a load could be overwritten.
+        """
+        if (
+            vllm_config.parallel_config.pipeline_parallel_size > 1
+            and vllm_config.speculative_config is not None
+            and getattr(vllm_config, "use_v2_model_runner", False)
+            and getattr(vllm_config.cache_config, "mamba_cache_mode", None) == "align"
+        ):
+            raise ValueError(
+                f"--kv-offloading-backend {BACKEND} is not supported with pipeline "
+                "parallelism, speculative decoding and --mamba-cache-mode align "
+                "together: the first stages write Mamba states of a step during later "
+                "ones. Remove one of them, or the backend."
             )
 
     def check_available_memory(self, num_engines: int = 1) -> None:
@@ -280,6 +332,8 @@ class KVTierLayout:
     groups of layers have blocks of their own."""
     layerwise: bool = False
     """Whether layers wait for their own part of the loads of a step, on all ranks."""
+    tuning: SchedulingTuning = SchedulingTuning()
+    """No setting: what tests choose otherwise."""
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

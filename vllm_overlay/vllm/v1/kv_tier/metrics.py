@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host tier in vLLM's stat loggers: `vllm:kv_tier_*` and the periodic log line."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -43,7 +42,14 @@ METRICS = (
         "gauge",
         "Host slots that hold a KV block.",
     ),
-    Metric("slots_total", "gauge", "Host slots."),
+    Metric("host_slots", "gauge", "Host slots."),
+    # Dashboards of core.1 have this name, which Prometheus keeps for counters.
+    Metric(
+        "slots",
+        "counter",
+        "Host slots allocated since the start: what host_slots was called before. "
+        "Gone in the next version.",
+    ),
     Metric("slot_bytes", "gauge", "Bytes of one host slot, all ranks together."),
     Metric("used_bytes", "gauge", "Bytes of the host slots that hold a KV block."),
     Metric("total_bytes", "gauge", "Bytes of all host slots."),
@@ -145,8 +151,18 @@ METRICS = (
     Metric(
         "passed_over_blocks",
         "counter",
-        "KV blocks that the device evicted before they had been used often enough to "
-        "be stored (store_from_use).",
+        "KV blocks that the device evicted and that were not worth a slot: not used "
+        "often enough (store_from_use), or of a conversation that is over.",
+    ),
+    Metric(
+        "released_blocks",
+        "counter",
+        "KV blocks, on the device or the host, of conversations that a hint released.",
+    ),
+    Metric(
+        "refused_hints",
+        "counter",
+        "Requests whose hints were not understood, and ignored.",
     ),
     Metric(
         "cleaner_backlog_blocks",
@@ -212,6 +228,7 @@ class KVTierProm:
             if hits_by_source is not None
         }
         self._metrics: dict[str, Any] = {}
+        self._allocated = dict.fromkeys(per_engine_labelvalues, 0)
         self._children: dict[tuple[str, int, str], Any] = {}
         for metric in METRICS:
             cls: Any = counter_cls
@@ -221,8 +238,8 @@ class KVTierProm:
             elif metric.kind == "histogram":
                 cls, options = histogram_cls, {"buckets": metric.buckets}
             names = [*labelnames, metric.label] if metric.label else labelnames
-            made = cls(PREFIX + metric.name, metric.text, names, **options)
-            self._metrics[metric.name] = made
+            name = PREFIX + metric.name
+            self._metrics[metric.name] = cls(name, metric.text, names, **options)
             for engine in per_engine_labelvalues:
                 for value in metric.values or ("",):
                     self._child(metric.name, engine, value)
@@ -243,15 +260,17 @@ class KVTierProm:
             hits = scheduler_stats.prefix_cache_stats.hits
             self._host_hits[engine].inc(hits - device_hits(scheduler_stats))
         counts = _counts(stats)
+        counts["slots"] = max(0, stats.slots_total - self._allocated[engine])
+        self._allocated[engine] += counts["slots"]
         for metric in METRICS:
             value = counts.get(metric.name)
             if value is None:
                 continue
             child = self._child(metric.name, engine)
-            if metric.kind == "gauge":
-                child.set(value)
-            elif value:
+            if metric.kind == "counter":
                 child.inc(value)
+            else:
+                child.set(value)
         for reason, count in (
             ("no_slot", stats.refused_no_slot),
             ("pinned", stats.refused_pinned),
@@ -271,10 +290,11 @@ class KVTierProm:
                 self._child("copy_bytes_per_second", engine, kind).observe(rate)
 
 
-def _counts(stats: KVTierStats) -> Mapping[str, float]:
+def _counts(stats: KVTierStats) -> dict[str, Any]:
     """Values of the metrics without labels of their own."""
     size = stats.slot_bytes
     return vars(stats) | {
+        "host_slots": stats.slots_total,
         "used_bytes": stats.slots_used * size,
         "total_bytes": stats.slots_total * size,
         "stored_bytes": stats.stored_blocks * size,

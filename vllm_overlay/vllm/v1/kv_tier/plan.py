@@ -9,6 +9,7 @@ forward passes must have ended before memory that they use is used again.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass
@@ -64,11 +65,71 @@ class StepPlan:
     clean_after_loads: int = 0
     """As the two above, for `clean_blocks`."""
 
+    def check(self) -> None:
+        """Assert what holds for every plan, in time that does not grow with it.
 
-Times = dict[tuple[str, int], tuple[int, float]]
-"""By kind and `seq` of the plan: blocks of copies that ended (0: they failed), and the
-seconds that they took. Kinds are `store`, `clean`, `load`, `load_ahead`; and `stall`:
-the seconds that a forward pass waited for loads."""
+        Both ends call it: who makes a plan, and who carries it out.
+        """
+        for slots, blocks in self.pairs():
+            assert len(slots) == len(blocks), f"Slots and blocks differ: {self}"
+        for fence in (
+            self.compute_after_stores,
+            self.compute_after_loads,
+            self.load_after_stores,
+            self.load_after_loads,
+            self.load_after_compute,
+            self.store_after_compute,
+            self.store_after_loads,
+            self.clean_after_compute,
+            self.clean_after_loads,
+        ):
+            assert 0 <= fence <= self.seq, f"A fence for a later plan: {self}"
+
+    def check_copies(self) -> None:
+        """As `check`, for each copy: none to a place that another one writes to, and
+        none from a block or slot that another one fills without a fence between."""
+        stored, cleaned, loaded, ahead = map(list, self.pairs())
+        filled_slots = [*stored[0], *cleaned[0]]
+        filled_blocks = [*loaded[1], *ahead[1]]
+        assert len({*filled_slots}) == len(filled_slots), "A slot is filled twice"
+        assert len({*filled_blocks}) == len(filled_blocks), "A block is loaded twice"
+        read_slots, read_blocks = {*loaded[0], *ahead[0]}, {*stored[1]}
+        assert not read_slots & {*cleaned[0]}, "A load of what is stored after it"
+        assert not {*cleaned[1]} & {*filled_blocks}, "A store of what is loaded"
+        if read_slots & {*stored[0]} or read_blocks & {*filled_blocks}:
+            assert self.load_after_stores == self.seq, "A load beside its store"
+
+    def pairs(self) -> tuple[tuple[list[int], list[int]], ...]:
+        """Slots and blocks of stores, of those of `clean_blocks`, of loads and of loads
+        ahead."""
+        return (
+            (self.store_slots, self.store_blocks),
+            (self.clean_slots, self.clean_blocks),
+            (self.load_slots, self.load_blocks),
+            (self.ahead_slots, self.ahead_blocks),
+        )
+
+
+class CopyTime(NamedTuple):
+    """How long copies took that ended together."""
+
+    num_blocks: int
+    """0: the copies failed."""
+    seconds: float
+
+
+class PrefillTime(NamedTuple):
+    """How long a step took that was mostly prefill."""
+
+    num_tokens: int
+    """0: there was none."""
+    seconds: float
+
+
+Times = dict[tuple[str, int], CopyTime]
+"""How long copies took that ended, by their kind and the `seq` of their plan. Kinds are
+`store`, `clean`, `load`, `load_ahead`; and `stall`: the seconds that a forward pass
+waited for loads."""
 
 
 @dataclass
@@ -79,14 +140,11 @@ class StepReport:
     """Lowest `seq` of a plan with a failed load on some rank."""
     failed_store_slots: dict[int, int] = field(default_factory=dict)
     """Host slot to `seq` of the store that failed to fill it on some rank."""
-    loads: tuple[int, float] = (0, 0.0)
-    """Blocks of loads ahead that ended, and the seconds that they took."""
     lost_blocks: list[int] | None = None
     """A copy hangs on some rank, and that rank copies no more: device blocks that its
     loads may still write to, at any time."""
-    prefill: tuple[int, float] = (0, 0.0)
-    """Tokens of steps that were mostly prefill and waited for no load, and the
-    seconds that they took."""
+    prefill: PrefillTime = PrefillTime(0, 0.0)
+    """Of steps that waited for no load."""
     joins: dict[int, float] = field(default_factory=dict)
     """Seconds to launch a step in which requests joined with little to compute, which
     is less than it took, by the bit length of its number of tokens."""
@@ -110,7 +168,6 @@ def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
         if report.lost_blocks is not None:
             merged.lost_blocks = (merged.lost_blocks or []) + report.lost_blocks
         # The slowest rank is what a step waits for.
-        merged.loads = _slower(merged.loads, report.loads)
         merged.prefill = _slower(merged.prefill, report.prefill)
         for size, seconds in report.joins.items():
             merged.joins[size] = max(seconds, merged.joins.get(size, 0.0))
@@ -122,10 +179,15 @@ def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
 
 def merge_times(times: Times, others: Times) -> None:
     """Take what `others` says into `times`: the slowest counts, and every failure."""
-    for key, (num_blocks, seconds) in others.items():
-        known = times.get(key, (num_blocks, seconds))
-        times[key] = min(known[0], num_blocks), max(known[1], seconds)
+    for key, other in others.items():
+        known = times.get(key, other)
+        times[key] = CopyTime(
+            min(known.num_blocks, other.num_blocks), max(known.seconds, other.seconds)
+        )
 
 
-def _slower(a: tuple[int, float], b: tuple[int, float]) -> tuple[int, float]:
-    return a if a[1] * max(b[0], 1) >= b[1] * max(a[0], 1) and a[0] else b
+def _slower(a: PrefillTime, b: PrefillTime) -> PrefillTime:
+    if not a.num_tokens:
+        return b
+    a_takes_longer = a.seconds * max(b.num_tokens, 1) >= b.seconds * a.num_tokens
+    return a if a_takes_longer else b

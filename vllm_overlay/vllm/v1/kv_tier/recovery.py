@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler does when loads failed: what they were for starts over."""
+"""What the scheduler does when loads failed or never end.
+
+What failed loads were for starts over. Device blocks that a load may overwrite whenever
+it likes are gone: what no longer fits the rest ends with an error.
+"""
 
 import time
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_tier.pool import TieredBlockPool
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
+logger = init_logger(__name__)
+
 # Of a request whose prompt comes in parts, in releases that have such requests.
 _BETWEEN_INPUTS = getattr(RequestStatus, "WAITING_FOR_STREAMING_REQ", None)
+
+# Not all releases can say that it was no fault of the client.
+_FAILED = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
 
 
 def start_over(scheduler: "Scheduler") -> None:
@@ -39,3 +52,68 @@ def start_over(scheduler: "Scheduler") -> None:
         request.num_computed_tokens = 0
     # Not all releases ask who was in the step before.
     getattr(scheduler, "prev_step_scheduled_req_ids", set()).clear()
+
+
+def end_what_cannot_fit(
+    scheduler: "Scheduler", outputs: dict[int, list[EngineCoreOutput]]
+) -> None:
+    """End requests that need more device blocks than are left; they would wait for
+    ever. Does nothing while no block is lost.
+
+    Answers that grow beyond what fits end as at `max_model_len`, which is lowered.
+
+    Args:
+        scheduler: In `update_from_output`.
+        outputs: By client, what it will hear of; the errors are added.
+
+    """
+    tier = scheduler.kv_cache_manager.kv_tier
+    if not isinstance(tier, TieredBlockPool) or not tier.num_lost_blocks:
+        return
+    num_tokens = _most_tokens(scheduler)
+    if num_tokens < scheduler.max_model_len:
+        scheduler.max_model_len = num_tokens
+        logger.error(
+            "KV tier: %d device blocks are lost to copies that do not end. Requests "
+            "of more than %d tokens no longer fit and get an error. Restart the "
+            "engine.",
+            tier.num_lost_blocks,
+            num_tokens,
+        )
+    running = {request.request_id for request in scheduler.running}
+    for request in list(scheduler.requests.values()):
+        if (
+            request.num_tokens < scheduler.max_model_len
+            or request.request_id in running
+            or request.is_finished()
+        ):
+            continue
+        scheduler.finish_requests(request.request_id, _FAILED)
+        outputs[getattr(request, "client_index", 0)].append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+            )
+        )
+
+
+def _most_tokens(scheduler: "Scheduler") -> int:
+    """Tokens of the longest request that fits the device blocks that are left."""
+    manager = scheduler.kv_cache_manager
+    tier = manager.kv_tier
+    assert tier is not None
+    num_blocks = tier.num_gpu_blocks - 1 - len(tier.lost.in_use)
+    step_tokens = scheduler.max_num_scheduled_tokens
+
+    def blocks_for(num_tokens: int) -> int:
+        # Windows hold what a step computes, and what it reads of the steps before.
+        return sum(
+            -(-num_tokens // each.block_size)
+            - each.get_num_skipped_tokens(max(0, num_tokens - step_tokens))
+            // each.block_size
+            for each in manager.coordinator.single_type_managers
+        )
+
+    lengths = range(scheduler.max_model_len + 1)
+    return bisect_right(lengths, num_blocks, key=blocks_for) - 1

@@ -13,9 +13,10 @@ from vllm.v1.kv_tier.config import (
     KVTierLayout,
     is_one_machine,
 )
-from vllm.v1.kv_tier.copy_engine import slot_bytes
-from vllm.v1.kv_tier.layer_waits import make_layer_waits, set_layer_waits
-from vllm.v1.kv_tier.regions import build_regions
+from vllm.v1.kv_tier.copying.engine import slot_bytes
+from vllm.v1.kv_tier.layer_waits import set_layer_waits
+from vllm.v1.kv_tier.memory.regions import build_regions
+from vllm.v1.kv_tier.rank.layers import make_layer_waits
 from vllm.v1.kv_tier.worker import HostTier
 
 if TYPE_CHECKING:
@@ -76,13 +77,12 @@ def start_kv_tier(
     )
     if len(per_rank) > 1:
         executor.kv_tier_aggregator = StepReportAggregator()
-    block_sizes = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
     kv_cache_config.kv_tier = KVTierLayout(
         config,
         num_slots,
         block_bytes,
         load_s=max(load_s for load_s, _ in ranks),
-        tokens_per_block=1 / sum(1 / size for size in block_sizes),
+        tokens_per_block=_tokens_per_block(vllm_config, kv_cache_config),
         layerwise=all(layerwise for _, layerwise in ranks),
     )
     logger.info(
@@ -95,6 +95,22 @@ def start_kv_tier(
         config.store_policy,
         config.eviction_policy,
     )
+
+
+def _tokens_per_block(vllm_config: "VllmConfig", kv_cache_config: Any) -> float:
+    """Tokens whose KV takes one block, over all groups of layers together."""
+    # With decode context parallelism each rank has its share of a block's tokens, so
+    # that the block stands for as many more. Not all releases have it, nor layers
+    # that stay whole.
+    parallel = vllm_config.parallel_config
+    num_shares = getattr(parallel, "decode_context_parallel_size", 1)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    blocks_per_token = sum(
+        1
+        / (spec.block_size * (num_shares if getattr(spec, "dcp_sharded", True) else 1))
+        for spec in specs
+    )
+    return 1 / blocks_per_token
 
 
 # These two run on the ranks. `wrapper` is a WorkerWrapperBase.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the host tier did, from the pool to the stat loggers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ class KVTierStats:
     """Blocks that the device evicted and the host could not take."""
     passed_over_blocks: int = 0
     """Blocks that the device evicted before they had been used often enough."""
+    released_blocks: int = 0
+    """Blocks of conversations that are over, wherever they lay."""
+    refused_hints: int = 0
+    """Requests whose hints were not understood, and ignored."""
     slots_used: int = 0
     slots_total: int = 0
     slot_bytes: int = 0
@@ -52,6 +56,12 @@ class KVTierStats:
     """Device and host hit tokens of each new request that hit something."""
     times: list[tuple[str, int, float]] = field(default_factory=list)
     """(kind, blocks, seconds), as in `StepReport`."""
+
+    def take(self) -> "KVTierStats":
+        """What was counted since the last call. Counting begins anew."""
+        taken = replace(self)
+        vars(self).update(vars(KVTierStats()))
+        return taken
 
     def record_hit(
         self, request: "Request", num_tokens: int, num_host_tokens: int

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make carry`: one change of a series, made in all other series."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import places
+from .carrying import Carried, State, carry, missing_lines, review, states
+from .config import Layout, Patch, ToolError, read_series, say, version_key
+from .hunks import Edit, Files, diff, parse, parse_diff
+from .series import rewrite, set_date
+
+
+@dataclass
+class Outcome:
+    """What became of the change in one series."""
+
+    tag: str
+    changed: list[str] = field(default_factory=list)
+    relocated: int = 0
+    stops: list[str] = field(default_factory=list)
+    details: str = ""
+    unseen: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if self.stops:
+            return f"{self.tag}: NOT carried\n" + "\n".join(
+                f"  {s}" for s in self.stops
+            )
+        what = ", ".join(name[:4] for name in self.changed) or "as it is"
+        moved = f", {self.relocated} edits relocated" if self.relocated else ""
+        return f"{self.tag}: {what}{moved}"
+
+
+def _git_show(layout: Layout, base: str, name: str) -> str | None:
+    """A file of patches/ as it was in a commit; None if there was none."""
+    command = ["git", "-C", str(layout.root), "show", f"{base}:patches/{name}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return None if result.returncode else result.stdout
+
+
+@contextmanager
+def _former(layout: Layout, source: str, base: str) -> Iterator[list[Patch]]:
+    """The series of a tag as it was in a commit."""
+    listed = _git_show(layout, base, f"{source}/series")
+    if listed is None:
+        raise ToolError(f"BASE={base} has no series of {source}")
+    with tempfile.TemporaryDirectory() as folder:
+        patches = []
+        for name in listed.split():
+            path = Path(folder) / name
+            path.write_text(_git_show(layout, base, f"{source}/{name}") or "")
+            patches.append(Patch(path))
+        yield patches
+
+
+def _patch_named(patches: list[Patch], name: str) -> Patch | None:
+    found = [patch for patch in patches if patch.name.startswith(name)]
+    if len(found) > 1:
+        raise ToolError(f"PATCH={name} may be {', '.join(p.name for p in found)}")
+    return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a patch of the source makes of its files now and what it made before."""
+
+    source: str
+    patch: Patch
+    edits: list[Edit]
+    before: Files
+    after: Files
+    former_header: str | None
+    """None: the patch is new."""
+    behind: str | None
+    """The patch that a new one follows."""
+
+
+def find_change(layout: Layout, source: str, name: str, base: str) -> Change:
+    """The change of a patch since a commit.
+
+    Raises:
+        ToolError: there is no such patch, or it is as it was.
+    """
+    series = read_series(layout, source)
+    patch = _patch_named(series, name)
+    if patch is None:
+        raise ToolError(f"patches/{source} has no patch {name}…")
+    with _former(layout, source, base) as patches:
+        names = {file for p in [*series, *patches] for file in p.files}
+        found = {s.patch.name: s for s in states(layout, source, more=names)}
+        now = found[patch.name]
+        former = next((p for p in patches if p.name == patch.name), None)
+        if former is None:
+            number = series.index(patch)
+            behind = series[number - 1].name if number else None
+            edits = parse(patch)
+            return Change(source, patch, edits, now.before, now.after, None, behind)
+        if former.text == patch.text:
+            raise ToolError(f"{source}/{patch.name} is as it was in {base}")
+        found = {s.patch.name: s for s in states(layout, source, patches, names)}
+        then, header = found[patch.name], former.header
+        # On the files of today: patches before it may have changed as well.
+        before = carry(parse(former), then.before, then.after, now.before)
+    if before.stopped:
+        raise ToolError(
+            f"{source}/{patch.name} and a patch before it changed the same lines since "
+            f"{base}; commit and carry them one after the other"
+        )
+    edits = parse_diff(diff(before.after, now.after))
+    return Change(source, patch, edits, before.after, now.after, header, None)
+
+
+def _new_header(change: Change, header: str) -> str | None:
+    """The header of the same patch of another series; None if it must be written."""
+    was, now = change.former_header, change.patch.header
+    if was is None:
+        return now
+    if was == now:
+        return header
+    # The date is of each series.
+    lines = [
+        [line for line in text.splitlines() if not line.startswith("Last-Update:")]
+        for text in (was, header)
+    ]
+    return now if lines[0] == lines[1] else None
+
+
+def _carry_to(layout: Layout, change: Change, tag: str, base: str) -> Outcome:
+    """Make the change in one series, and place its later patches anew."""
+    outcome = Outcome(tag)
+    name = change.patch.name
+    path = layout.patches / tag / name
+    text = path.read_text() if path.is_file() else None
+    is_kept = _git_show(layout, base, f"{tag}/series") is not None
+    if is_kept and text != _git_show(layout, base, f"{tag}/{name}"):
+        outcome.stops.append(f"{name} has changed since {base} already")
+        return outcome
+    old = states(layout, tag, more={edit.file for edit in change.edits})
+    names = [state.patch.name for state in old]
+    if change.former_header is None:
+        at = names.index(change.behind) + 1 if change.behind in names else len(names)
+        before = files = old[at - 1].after if at else old[0].before
+        header, rest = change.patch.header, old[at:]
+    elif text is None:
+        outcome.stops.append(f"there is no {name}")
+        return outcome
+    else:
+        state = old[names.index(name)]
+        before, files = state.before, state.after
+        header, rest = state.patch.header, old[names.index(name) + 1 :]
+    new_header = _new_header(change, header)
+    if new_header is None:
+        outcome.stops.append("its header differs; change it by hand")
+    carried = carry(change.edits, change.before, change.after, files)
+    what = State(change.patch, change.before, change.after)
+    _judge(outcome, change.source, what, carried)
+    texts = {path: (new_header or header) + diff(before, carried.after)}
+    now = carried.after
+    for state in rest:
+        moved = carry(parse(state.patch), state.before, state.after, now)
+        _judge(outcome, tag, state, moved)
+        texts[state.patch.path] = state.patch.header + diff(moved.before, moved.after)
+        now = moved.after
+    if not outcome.stops:
+        _write(layout, change, tag, texts, outcome)
+    return outcome
+
+
+def _judge(outcome: Outcome, release: str, state: State, carried: Carried) -> None:
+    """Note what stopped, and what a person should look at."""
+    name = state.patch.name
+    for place in carried.stopped:
+        where = f"{place.edit.file}, {place.scope or 'module'}"
+        outcome.stops.append(f"{name[:4]} {where}: {place.why}")
+    outcome.relocated += len(carried.relocated)
+    outcome.unseen += [places.mark(name, place.edit) for place in carried.relocated]
+    for place in carried.placements:
+        if not place.exact:
+            outcome.details += f"\n## {outcome.tag}: {name}\n"
+            outcome.details += review(release, state, carried, place)
+
+
+def _write(
+    layout: Layout, change: Change, tag: str, texts: dict[Path, str], outcome: Outcome
+) -> None:
+    """Write the patches of one series, all or none, as `quilt refresh` does."""
+    folder = layout.patches / tag
+    kept = {p: p.read_text() for p in folder.iterdir() if p.is_file()}
+    for path, text in texts.items():
+        path.write_text(text)
+    series = layout.series(tag)
+    if change.former_header is None:
+        names = kept[series].splitlines()
+        at = names.index(change.behind) + 1 if change.behind in names else len(names)
+        series.write_text("\n".join([*names[:at], change.patch.name, *names[at:], ""]))
+    own = folder / change.patch.name
+    try:
+        rewrite(layout, tag)
+        for path in (texts.keys() & kept.keys()) - {own}:
+            if lost := missing_lines(kept[path], path.read_text()):
+                raise ToolError(f"{path.name} would lose {sorted(lost)}")
+    except ToolError as error:
+        for path in texts.keys() - kept.keys():
+            path.unlink()
+        for path, text in kept.items():
+            path.write_text(text)
+        outcome.stops.append(str(error))
+        return
+    if kept.get(own) != own.read_text():
+        set_date(Patch(own))
+    places.write(layout, tag, outcome.unseen)
+    changed = [p for p in texts if kept.get(p) != p.read_text()]
+    outcome.changed = sorted(path.name for path in changed)
+
+
+def carry_change(
+    layout: Layout, source: str, name: str, base: str, tags: list[str]
+) -> Path:
+    """Make the change of one patch since a commit in other series, by default in all.
+
+    A series in which an edit has no place is left as it is.
+
+    Returns:
+        The report, with every relocated edit.
+
+    Raises:
+        ToolError: nothing changed, or a series was left as it is.
+    """
+    change = find_change(layout, source, name, base)
+    set_date(change.patch)
+    # Whoever changed it by hand has seen it.
+    places.accept(layout, source)
+    wanted = tags or [t for t in layout.tags() if t != source]
+    say(f"{change.patch.name} of {source}, {len(change.edits)} edits since {base}:")
+    outcomes = []
+    for tag in sorted(wanted, key=version_key, reverse=True):
+        outcomes.append(_carry_to(layout, change, tag, base))
+        say(str(outcomes[-1]))
+    report = layout.build / "carry" / "report.md"
+    shutil.rmtree(report.parent, ignore_errors=True)
+    report.parent.mkdir(parents=True)
+    summary = "".join(f"- {outcome}\n" for outcome in outcomes)
+    details = "".join(outcome.details for outcome in outcomes)
+    title = f"# {change.patch.name}, carried from {source}\n\n"
+    report.write_text(title + summary + details)
+    if any(outcome.relocated for outcome in outcomes):
+        where = report.relative_to(layout.root)
+        say(f"Look at what was relocated, in {where}, then `make places TAG=` for each")
+    if left := [outcome.tag for outcome in outcomes if outcome.stops]:
+        raise ToolError(
+            f"left as they are: {', '.join(left)}. Change them by hand as "
+            "docs/rebase.md says, or mend what stops and run it again for these: "
+            f"TAGS={','.join(left)}"
+        )
+    return report

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`patches/seams.toml`: what every series must do to upstream, and what of upstream the
+overlay relies on; checked by syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .carrying import State, read_files, states
+from .config import Layout, ToolError, tomllib, version_key
+from .hunks import Edit, parse
+from .source import read_source
+from .tree import upstream_tree
+
+TABLE = "seams.toml"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One thing that every series does.
+
+    file, scope: where; several where releases differ. code: a pattern that one line
+    matches that is added there. needs: `file:name` of what upstream must define for it.
+    test: what fails without it. since: the oldest release that has it. twice: tags of
+    releases with two such places.
+    """
+
+    name: str
+    patch: str
+    file: tuple[str, ...]
+    scope: tuple[str, ...]
+    code: str
+    test: str
+    why: str = ""
+    needs: tuple[str, ...] = ()
+    since: str = "v0.0.0"
+    twice: tuple[str, ...] = ()
+
+    def matches(self, edit: Edit) -> list[int]:
+        """The added lines of an edit that are this seam's, by number."""
+        return [n for n, line in enumerate(edit.added) if re.search(self.code, line)]
+
+    def is_in(self, tag: str) -> bool:
+        return version_key(self.since) <= version_key(tag)
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Names of a class or module of upstream that the overlay calls or overrides."""
+
+    file: tuple[str, ...]
+    names: tuple[str, ...]
+    by: str
+    since: str = "v0.0.0"
+
+
+def _tuple(value: object) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
+
+
+def load(layout: Layout) -> tuple[list[Seam], list[Needed]]:
+    """The table.
+
+    Raises:
+        ToolError: it is missing, or has a key that is not known.
+    """
+    path = layout.patches / TABLE
+    try:
+        data = tomllib.loads(path.read_text()) if path.is_file() else {}
+        several = ("file", "scope", "needs", "names", "twice")
+        rows: dict[str, list[dict[str, Any]]] = {
+            kind: [
+                {k: _tuple(v) if k in several else v for k, v in row.items()}
+                for row in data.get(kind, [])
+            ]
+            for kind in ("seam", "upstream")
+        }
+        return (
+            [Seam(**row) for row in rows["seam"]],
+            [Needed(**row) for row in rows["upstream"]],
+        )
+    except (TypeError, tomllib.TOMLDecodeError) as error:
+        raise ToolError(f"patches/{TABLE}: {error}") from error
+
+
+@lru_cache(maxsize=512)
+def defined(name: str, text: str) -> frozenset[str]:
+    """What a file defines: functions, classes, fields, and attributes of `self`."""
+    return frozenset(_of(read_source(name, text).tree, ""))
+
+
+def _of(node: ast.AST, prefix: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield f"{prefix}{child.name}"
+            yield from _of(child, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{prefix}{child.name}"
+            arguments = [*child.args.args, *child.args.kwonlyargs]
+            yield from (f"{prefix}{child.name}({a.arg})" for a in arguments)
+            yield from _attributes(child, prefix)
+        elif isinstance(child, ast.Assign | ast.AnnAssign):
+            targets = getattr(child, "targets", None) or [child.target]  # type: ignore[union-attr]
+            yield from (f"{prefix}{t.id}" for t in targets if hasattr(t, "id"))
+        elif isinstance(child, ast.ImportFrom | ast.Import):
+            yield from (f"{prefix}{a.asname or a.name}" for a in child.names)
+        else:
+            yield from _of(child, prefix)
+
+
+def _attributes(function: ast.AST, prefix: str) -> Iterator[str]:
+    for node in ast.walk(function):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            yield f"{prefix}{node.attr}"
+
+
+def _edits(series: list[State], seam: Seam) -> Iterator[tuple[State, Edit]]:
+    """Where a series has what the seam's edit adds."""
+    for state in series:
+        if state.patch.name.startswith(seam.patch):
+            for edit in parse(state.patch):
+                if edit.file in seam.file and seam.matches(edit):
+                    yield state, edit
+
+
+def _scope(state: State, edit: Edit, seam: Seam) -> str:
+    """The scope of the line of an edit that is the seam's."""
+    text = state.after.get(edit.file) or ""
+    source = read_source(edit.file, text)
+    shift = sum(
+        len(e.added) - len(e.removed)
+        for e in parse(state.patch)
+        if e.file == edit.file and e.first < edit.first
+    )
+    return source.scope_at(edit.first + shift + seam.matches(edit)[0]).name
+
+
+def _missing(
+    wanted: Mapping[tuple[str, ...], set[str]], files: Mapping[str, str | None]
+) -> list[str]:
+    """Names that none of their files defines."""
+    lost = []
+    for alternatives, names in wanted.items():
+        known: set[str] = set()
+        for file in alternatives:
+            if (text := files.get(file)) is not None:
+                known |= defined(file, text)
+        lost += [f"{alternatives[0]}:{name}" for name in sorted(names - known)]
+    return lost
+
+
+def check(layout: Layout, tag: str) -> str:
+    """Compare a series, and its release, with the table.
+
+    Raises:
+        ToolError: a seam is missing, there twice, or in another scope; or a name of
+            upstream is missing.
+    """
+    seams, needed = load(layout)
+    seams = [seam for seam in seams if seam.is_in(tag)]
+    series = states(layout, tag)
+    for seam in seams:
+        found = list(_edits(series, seam))
+        count = sum(len(seam.matches(edit)) for _, edit in found)
+        if count != 1 + (tag in seam.twice):
+            raise ToolError(
+                f"{tag}: the seam `{seam.name}` of {seam.patch} is there {count} "
+                f"times; {seam.test} fails without it"
+            )
+        if scope := ({_scope(*each, seam) for each in found} - set(seam.scope)):
+            raise ToolError(
+                f"{tag}: the seam `{seam.name}` of {seam.patch} is in "
+                f"{', '.join(scope)} and not in {' or '.join(seam.scope)}"
+            )
+    wanted: dict[tuple[str, ...], set[str]] = {}
+    for seam in seams:
+        for need in seam.needs:
+            file, _, name = need.partition(":")
+            wanted.setdefault((file,), set()).add(name)
+    for row in needed:
+        if version_key(row.since) <= version_key(tag):
+            wanted.setdefault(row.file, set()).update(row.names)
+    files = read_files(upstream_tree(layout, tag), {f for fs in wanted for f in fs})
+    # Prerequisites bring what a release lacks.
+    files |= {
+        k: v for k, v in (series[-1].after if series else {}).items() if k in files
+    }
+    if lost := _missing(wanted, files):
+        raise ToolError(f"{tag}: the series or the overlay needs {', '.join(lost)}")
+    names = sum(len(found) for found in wanted.values())
+    return (
+        f"{len(seams)} seams once and in their scopes, {names} names of upstream there"
+    )
+
+
+def check_tests(layout: Layout) -> list[str]:
+    """Tests that the table names and that are not there."""
+    lost = []
+    for seam in load(layout)[0]:
+        file, _, name = seam.test.partition("::")
+        path = Path(layout.root) / file
+        if not path.is_file() or f"def {name.split('[')[0]}(" not in path.read_text():
+            lost.append(seam.test)
+    return lost

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier beside the programs of others: routers, containers, clusters."""

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alert rules and dashboard in ops/: they load, fire, and ask for what is there.
+
+The dashboard's queries run against a real Prometheus in tests/e2e/test_seen.py.
+"""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+from tests.promtool import asked, lint, needs_promtool, promtool
+from vllm.v1.kv_tier.metrics import METRICS, PREFIX, KVTierProm
+
+OPS = Path(__file__).parents[2] / "ops"
+UPSTREAM = {
+    "vllm:prefix_cache_queries_total",
+    "vllm:time_to_first_token_seconds_bucket",
+}
+
+
+@needs_promtool
+def test_the_rules_load() -> None:
+    run = promtool("check", "rules", OPS / "alerts.yml")
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@needs_promtool
+def test_the_rules_fire_when_they_should() -> None:
+    run = promtool("test", "rules", OPS / "alerts_test.yml")
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def page() -> str:
+    """The tier's part of /metrics, without a server."""
+    registry = CollectorRegistry()
+    own: dict[str, Any] = {"registry": registry}
+
+    KVTierProm(
+        partial(Counter, **own),  # type: ignore[arg-type]
+        partial(Gauge, **own),  # type: ignore[arg-type]
+        partial(Histogram, **own),  # type: ignore[arg-type]
+        None,
+        ["model_name", "engine"],
+        {0: ["m", "0"]},
+    )
+    return generate_latest(registry).decode()
+
+
+@needs_promtool
+def test_promtool_has_nothing_against_the_metrics() -> None:
+    assert "vllm:kv_tier_slots_total{" in page(), "the former name"
+    assert lint(page()) == []
+
+
+@needs_promtool
+def test_promtool_notices_a_gauge_with_the_name_of_a_counter() -> None:
+    old = re.sub(r"kv_tier_host_slots\b", "kv_tier_host_slots_total", page())
+    assert len(lint(old)) == 1
+
+
+def published() -> set[str]:
+    suffixes = {
+        "counter": ("_total",),
+        "gauge": ("",),
+        "histogram": ("_bucket", "_sum", "_count"),
+    }
+    return {PREFIX + m.name + s for m in METRICS for s in suffixes[m.kind]} | UPSTREAM
+
+
+def test_the_rules_ask_for_what_is_published() -> None:
+    names = asked((OPS / "alerts.yml").read_text())
+    # Named in a text, not asked for.
+    names.discard("vllm:kv_tier_copy_bytes_per_second_bucket")
+    assert names and names <= published()
+    assert names <= asked((OPS / "alerts_test.yml").read_text()), "untested"
+
+
+def test_the_dashboard_asks_for_what_is_published() -> None:
+    text = (OPS / "grafana.json").read_text()
+    assert asked(text) <= published()
+    dashboard = json.loads(text)
+    labels = {m.label for m in METRICS if m.label} | {"le"}
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            used = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert used <= labels
+            assert all(re.search(rf"by \([^)]*\b{u}\b", target["expr"]) for u in used)
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(
+        dashboard["panels"]
+    )
+
+
+def test_every_kind_of_metric_is_on_the_dashboard() -> None:
+    """But those that another one on it tells, too."""
+    told = {
+        *("slots_used", "slots", "host_slots", "slot_bytes", "request_hit_tokens"),
+        *("stored_blocks", "loaded_blocks", "loaded_ahead_blocks"),
+        *("resumed_device_hit_tokens", "resumed_host_hit_tokens"),
+    }
+    names = asked((OPS / "grafana.json").read_text())
+    shown = {m.name for m in METRICS if any(PREFIX + m.name in n for n in names)}
+    assert shown | told == {m.name for m in METRICS}

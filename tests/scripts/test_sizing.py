@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizing tool: what it counts must be what a plain model of caches counts."""
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reference import ROOT
+from size import table, tiers
+from sizing.kv_bytes import kv_bytes_per_token
+from sizing.replay import Engine, Outcome, Replay, Tier, replay
+from sizing.trace import (
+    Call,
+    Senders,
+    conversations,
+    read_trace,
+    unbounded_hit_rate,
+)
+from vllm.v1.kv_tier.policy import POLICIES
+
+BLOCK_BYTES = 1 << 20
+
+
+def engine(device_blocks: int, block_size: int = 512, **more: Any) -> Engine:
+    fields: dict[str, Any] = {
+        "block_size": block_size,
+        "block_bytes": BLOCK_BYTES,
+        "device_bytes": device_blocks * BLOCK_BYTES,
+        "prefill_tokens_per_s": 1e6,
+        "seconds_per_output_token": 1e-3,
+        "max_running": 64,
+    }
+    return Engine(**fields | more)
+
+
+def call(at: float, ids: list[int], output_tokens: int = 1, tail: int = 0) -> Call:
+    """A request whose prompt ends `tail` tokens before its last id does."""
+    return Call(at, 512 * len(ids) - tail, output_tokens, tuple(ids))
+
+
+def chat(num_calls: int, seed: int = 0) -> list[Call]:
+    """Conversations that go on now and then; a common head."""
+    rng = random.Random(seed)
+    new = iter(range(1, 10**6))
+    talks: list[list[int]] = [[0]]
+    calls = []
+    for i in range(num_calls):
+        if rng.random() < 0.3:
+            talks.append([0])
+        talk = rng.choice(talks)
+        talk += [next(new) for _ in range(rng.randint(1, 4))]
+        calls.append(call(0.1 * i, talk, rng.randint(1, 40), rng.randint(0, 500)))
+    return calls
+
+
+def write(path: Path, calls: list[Call]) -> Path:
+    lines = (
+        {
+            "timestamp": round(1e3 * c.arrival_s),
+            "input_length": c.input_tokens,
+            "output_length": c.output_tokens,
+            "hash_ids": c.hash_ids,
+        }
+        for c in calls
+    )
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_blocks_smaller_than_an_id_share_what_the_ids_share() -> None:
+    a, b = call(0, [1, 2], tail=200), call(0, [1, 3])
+    assert len(a.block_ids(512)) == 2 and len(a.block_ids(128)) == 7
+    common = set(a.block_ids(128)) & set(b.block_ids(128))
+    assert common == set(call(0, [1]).block_ids(128))
+
+
+def test_the_unbounded_rate_counts_prefixes_only() -> None:
+    calls = [call(0, [1, 2, 3]), call(1, [1, 2, 4]), call(2, [9, 2, 3])]
+    assert unbounded_hit_rate(calls, 512) == pytest.approx(2 / 9)
+
+
+@pytest.mark.parametrize("block_size", [512, 128])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_host_that_holds_everything_is_the_unbounded_cache(
+    policy: str, block_size: int
+) -> None:
+    calls = chat(120)
+    per_id = 512 // block_size
+    tier = Tier(10_000 * per_id * BLOCK_BYTES, policy)
+    # Conversations are long: what runs at once must not wait for blocks of its own.
+    found = replay(engine(300 * per_id, block_size), tier, calls)
+    assert found.hit_rate == pytest.approx(unbounded_hit_rate(calls, block_size))
+    assert found.too_long == 0
+
+
+def test_without_a_tier_the_device_alone_answers() -> None:
+    calls = chat(120)
+    small, large = (replay(engine(n), Tier(0), calls) for n in (150, 10_000))
+    assert small.host_hits == large.host_hits == 0
+    assert small.hit_rate < large.hit_rate
+    assert large.hit_rate == pytest.approx(unbounded_hit_rate(calls, 512))
+
+
+@pytest.mark.parametrize("store_policy", ["write_back", "write_through"])
+def test_more_host_memory_has_more_hits(store_policy: Any) -> None:
+    calls = chat(200)
+    rates = [
+        replay(engine(150), Tier(n * BLOCK_BYTES, "lru", store_policy), calls).hit_rate
+        for n in (0, 20, 100, 1000)
+    ]
+    assert rates[0] < rates[2] < rates[3] and rates == sorted(rates)
+
+
+def test_running_requests_hold_their_blocks() -> None:
+    # Each takes 4 blocks for 10 s; there are 6.
+    calls = [call(0, [i, i + 100, i + 200], 10_000, tail=100) for i in range(3)]
+    calls = [Call(c.arrival_s, c.input_tokens, 512, c.hash_ids) for c in calls]
+    run = Replay(engine(6, seconds_per_output_token=10 / 512), Tier(0))
+    run.run(calls)
+    ends = [end for end, *_ in run._running]
+    assert len(ends) == 1 and 29 < ends[0] < 31
+
+
+def test_conversations_begin_behind_what_many_share() -> None:
+    # 20 conversations behind one system prompt, two turns each.
+    turns = [[0, i, i + 1, i + 2][:n] for n in (3, 4) for i in range(100, 300, 10)]
+    calls = [call(second, ids) for second, ids in enumerate(turns)]
+    assert conversations(calls) == 2 * list(range(100, 300, 10))
+
+
+def test_who_says_that_a_conversation_is_over() -> None:
+    names = 20 * [1, 2, 3, 4] + [5]
+    last = {76, 77, 78, 79, 80}
+    assert Senders().last_calls(names) == set()
+    assert Senders(told=1.0).last_calls(names) == last
+    assert Senders(told=0.5).last_calls(names) < last
+    wrong = Senders(told=1.0, wrong=0.4).last_calls(names)
+    assert len(wrong) == 5 and len(wrong - last) == 2
+    # One call alone cannot come too early.
+    assert 80 in Senders(told=1.0, wrong=1.0).last_calls(names)
+
+
+def test_hints_keep_what_returns() -> None:
+    """Chats that go on, among questions that are asked once."""
+    numbers = iter(range(10**6, 10**7))
+    calls = []
+    for turn in range(10):
+        for chat in range(4):
+            calls.append(call(0.0, [1000 * chat + i for i in range(turn + 2)]))
+            for _ in range(3):
+                calls.append(call(0.0, [next(numbers) for _ in range(6)]))
+    calls = [replace(c, arrival_s=float(i)) for i, c in enumerate(calls)]
+    none, told, wrong = (
+        replay(
+            engine(16), Tier(48 * BLOCK_BYTES, "lru", senders=senders), calls
+        ).hit_rate
+        for senders in (Senders(), Senders(1.0), Senders(1.0, 1.0))
+    )
+    assert told == unbounded_hit_rate(calls, 512)
+    assert told > wrong > none
+
+
+def test_a_request_that_can_never_run_is_left_out() -> None:
+    found = replay(engine(4), Tier(0), [call(0, [1, 2, 3, 4, 5]), call(1, [1])])
+    assert (found.too_long, found.prompt_blocks) == (1, 1)
+
+
+def test_wrong_lines_of_a_trace_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", chat(3))
+    assert len(read_trace(path)) == 3
+    path.write_text(path.read_text() + '\n{"timestamp": 1}')
+    with pytest.raises(ValueError, match="line 4.*hash_ids"):
+        read_trace(path)
+    path.write_text('{"timestamp":0,"input_length":9,"output_length":1,"hash_ids":[]}')
+    with pytest.raises(ValueError, match="line 1.*0 hash_ids"):
+        read_trace(path)
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 1000,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    "tp, dtype, expected",
+    [
+        (1, "auto", 2 * 32 * 8 * 128 * 2),
+        (8, "fp8", 2 * 32 * 8 * 128),
+        # Two ranks have a copy of each head.
+        (16, "auto", 2 * 32 * 16 * 128 * 2),
+    ],
+)
+def test_bytes_of_a_token(tmp_path: Path, tp: int, dtype: str, expected: int) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    assert kv_bytes_per_token(file, tp, dtype) == (expected, "")
+    assert kv_bytes_per_token(tmp_path, tp, dtype) == (expected, "")
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such config.json"):
+        kv_bytes_per_token(tmp_path, 1, "auto")
+
+
+def test_the_table_has_a_row_for_each_pair() -> None:
+    cases = tiers([0, 1, 2], ["lru", "arc"], ["write_back"])
+    assert len(cases) == 5 and cases[-1] == Tier(0)
+    outcomes = [Outcome(t, 100, 5, t.host_bytes >> 30, 0, 0, 0, 0) for t in cases]
+    lines = table(outcomes).splitlines()
+    assert lines[0] == "| GiB | 0 | 1 | 2 |"
+    assert lines[2] == "| lru, write_back | 5.0 + 0.0 | 5.0 + 1.0 | 5.0 + 2.0 |"
+    assert len(lines) == 4
+
+
+def test_the_command_writes_table_numbers_and_picture(tmp_path: Path) -> None:
+    trace = write(tmp_path / "trace.jsonl", chat(60))
+    command = [sys.executable, str(ROOT / "scripts" / "size.py")]
+    command += ["--trace", str(trace), "--kv-bytes-per-token", "2048"]
+    command += ["--device-gib", "0.15", "--host-gib", "0", "0.125", "8"]
+    command += ["--out", str(tmp_path / "out"), "--jobs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "| s3fifo, write_through |" in done.stdout and "13/13" in done.stderr
+    assert "leaked" not in done.stderr
+    result = json.loads((tmp_path / "out" / "size.json").read_text())
+    best = max(o["device_hit_rate"] + o["host_hit_rate"] for o in result["outcomes"])
+    assert best == pytest.approx(result["unbounded_hit_rate"])
+    assert (tmp_path / "out" / "size.png").stat().st_size > 10_000
+    wrong = subprocess.run(
+        [*command, "--model", str(tmp_path)], capture_output=True, text=True
+    )
+    assert wrong.returncode == 2 and "either --model or" in wrong.stderr

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes on simulated memory: what they read must be right."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from ..names import cdiv
+from . import upstream
+from .content import EMPTY, GARBAGE, VOCAB, Sequence, Violation
+from .layouts import Group, Layout
+from .step import Step
+
+
+@dataclass
+class _Request:
+    sequence: Sequence
+    tables: list[list[int]]
+    """Device block ids of each group."""
+    state_index: int | None = None
+    """Index in the tables of the block with the running state (Mamba)."""
+
+    def copy(self) -> "_Request":
+        tables = [table.copy() for table in self.tables]
+        return _Request(self.sequence.copy(), tables, self.state_index)
+
+
+class ForwardPasses:
+    """Device memory of one rank, and the forward passes that read and write it.
+
+    Args:
+        layout: Groups of the model.
+        num_blocks: Device blocks.
+        roots: By request id, what its KV depends on beside its tokens.
+
+    """
+
+    def __init__(self, layout: Layout, num_blocks: int, roots: dict[str, int]) -> None:
+        self._roots = roots
+        self._layout = layout
+        self._width = layout.block_size
+        self.device = [[EMPTY] * self._width for _ in range(num_blocks)]
+        self._requests: dict[str, _Request] = {}
+
+    def _forward(self, step: Step) -> list[list[int]]:
+        """Returns the tokens that each request of `step` samples."""
+        output = step.output
+        computed = self._update_requests(step)
+        scheduled = output.num_scheduled_tokens
+        if step.fail == "compute":
+            step.spoiled.update(list(scheduled)[:1])
+        for req_id in scheduled:
+            if not self._begin_states(req_id, computed[req_id], scheduled[req_id]):
+                self._spoil(step, req_id)
+        sampled: list[list[int]] = []
+        for req_id, num_tokens in scheduled.items():
+            request = self._requests[req_id]
+            start, end = computed[req_id], computed[req_id] + num_tokens
+            if not self._is_read_right(request, start):
+                self._spoil(step, req_id)
+            is_spoiled = req_id in step.spoiled
+            self._write(request, start, end, is_spoiled)
+            tokens = request.sequence.tokens
+            sampled.append([])
+            if end >= len(tokens):
+                token = request.sequence.next_token()
+                if is_spoiled:
+                    token = (token + 1) % VOCAB
+                request.sequence.append(token)
+                sampled[-1].append(token)
+        return sampled
+
+    def _update_requests(self, step: Step) -> dict[str, int]:
+        """Take over what is new.
+
+        Returns:
+            Number of computed tokens of every scheduled request.
+
+        """
+        output = step.output
+        computed: dict[str, int] = {}
+        for req_id in output.finished_req_ids:
+            self._requests.pop(req_id, None)
+        for new in output.scheduled_new_reqs:
+            tokens = upstream.prefill_tokens(new)
+            self._begin(step, new.req_id, tokens, new.block_ids)
+            computed[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for i, req_id in enumerate(cached.req_ids):
+            block_ids = cached.new_block_ids[i]
+            computed[req_id] = cached.num_computed_tokens[i]
+            request = self._requests[req_id]
+            tokens = upstream.resumed_tokens(cached, req_id)
+            if tokens is not None:
+                self._begin(step, req_id, tokens, block_ids)
+            elif block_ids is not None:
+                for table, new_ids in zip(request.tables, block_ids, strict=True):
+                    table.extend(new_ids)
+        return computed
+
+    def _begin(
+        self,
+        step: Step,
+        req_id: str,
+        tokens: list[int],
+        block_ids: Seq[Seq[int]],
+    ) -> None:
+        root = self._roots[req_id]
+        sequence = Sequence(root, len(self._layout.groups), step.epoch, tokens)
+        self._requests[req_id] = _Request(sequence, [list(ids) for ids in block_ids])
+
+    def _spoil(self, step: Step, req_id: str) -> None:
+        if not step.is_void:
+            raise Violation("read", f"{req_id} reads a wrong value in {step}")
+        step.spoiled.add(req_id)
+
+    def _begin_states(self, req_id: str, start: int, num_tokens: int) -> bool:
+        """Bring running states to the blocks that this step writes.
+
+        Returns:
+            Whether they are the right ones.
+
+        """
+        request = self._requests[req_id]
+        before, is_right = request.state_index, True
+        for g, group in enumerate(self._layout.groups):
+            if group.first_read is not None:
+                continue
+            size, table = group.block_size, request.tables[g]
+            if group.keeps_all_states:
+                want = request.sequence.values[g][start - 1] if start else None
+                state = self.device[table[(start - 1) // size]][0] if start else None
+                is_right &= state == want
+                continue
+            source = (start - 1) // size if before is None else before
+            target = (start + num_tokens - 1) // size
+            request.state_index = target
+            if source not in (-1, target):
+                self.device[table[target]] = self.device[table[source]].copy()
+            if start > 0:
+                want = request.sequence.values[g][start - 1]
+                is_right &= self.device[table[target]][0] == want
+        return is_right
+
+    def _is_read_right(self, request: _Request, start: int) -> bool:
+        for group, table, values in zip(
+            self._layout.groups, request.tables, request.sequence.values, strict=True
+        ):
+            if group.first_read is None:
+                continue
+            size = group.block_size
+            position = group.first_read(start)
+            while position < start:
+                index, offset = divmod(position, size)
+                end = min(start, (index + 1) * size)
+                have = self.device[table[index]][offset : offset + end - position]
+                if have != values[position:end]:
+                    return False
+                position = end
+        return True
+
+    def _write(self, request: _Request, start: int, end: int, is_spoiled: bool) -> None:
+        for group, table, values in zip(
+            self._layout.groups, request.tables, request.sequence.values, strict=True
+        ):
+            size = group.block_size
+            if group.keeps_all_states:
+                for i in range(start // size, cdiv(end, size)):
+                    state = (
+                        GARBAGE if is_spoiled else values[min((i + 1) * size, end) - 1]
+                    )
+                    block = self._writable(table[i])
+                    self.device[block] = [state] * self._width
+                continue
+            if group.first_read is None:
+                state = GARBAGE if is_spoiled else values[end - 1]
+                block = self._writable(table[(end - 1) // size])
+                self.device[block] = [state] * self._width
+                self._write_checkpoint(group, table, values, start, end, is_spoiled)
+                continue
+            for position in range(start, end):
+                block = self._writable(table[position // size])
+                value = GARBAGE if is_spoiled else values[position]
+                self.device[block][position % size] = value
+
+    def _write_checkpoint(
+        self,
+        group: Group,
+        table: list[int],
+        values: list[int],
+        start: int,
+        end: int,
+        is_spoiled: bool,
+    ) -> None:
+        """Keep a state from inside the chunk, where the backend does."""
+        spec = group.spec
+        assert isinstance(spec, MambaSpec)
+        if not upstream.num_checkpoint_blocks(spec):
+            return
+        offset, index = upstream.prefill_checkpoint(
+            spec, start, end, self._layout.hash_block_size, self._layout.hit_alignment
+        )
+        # A request that needs no checkpoint has the null block there.
+        if index >= 0 and table[index] != 0:
+            state = GARBAGE if is_spoiled else values[start + offset - 1]
+            self.device[table[index]] = [state] * self._width
+
+    @staticmethod
+    def _writable(block: int) -> int:
+        if block == 0:
+            raise Violation("read", "a forward pass writes the null block")
+        return block

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates and fences of single steps: who waits for whom, and who does not. Random steps
+are in `test_streams`."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.v1.kv_tier.rank.layers import LayerWaits
+
+from .fake_cuda import FakeCuda
+from .stream_steps import AHEAD, CLEAN, FOR_EVER_S, LOAD, STORE, Rank, comes
+from .stream_steps import _collect_fast as _collect_fast
+from .stream_steps import cuda as cuda
+
+# ------------------------------------------------------------------------- gates
+
+
+def test_a_store_is_held_up_until_its_step_is_launched(cuda: FakeCuda) -> None:
+    rank = Rank(cuda, gate_s=FOR_EVER_S)
+    rank.begin(**STORE)
+    assert not comes(rank.order._stored[1], 0.1)
+    rank.order.end_step()
+    assert comes(rank.order._stored[1])
+
+
+def test_a_store_is_not_held_up_for_ever(cuda: FakeCuda) -> None:
+    rank = Rank(cuda, gate_s=0.05)
+    rank.begin(**STORE)
+    assert comes(rank.order._stored[1])
+
+
+def test_a_store_that_loads_ahead_wait_for_is_not_held_up(cuda: FakeCuda) -> None:
+    rank = Rank(cuda, gate_s=FOR_EVER_S)
+    rank.begin(**STORE)
+    rank.begin(**AHEAD, load_after_stores=1)
+    assert comes(rank.order._loaded_ahead[2])
+    assert rank.ran == [("store", 1), ("ahead", 2)]
+
+
+def test_nothing_is_held_up_when_all_must_end(cuda: FakeCuda) -> None:
+    rank = Rank(cuda, gate_s=FOR_EVER_S)
+    rank.begin(**STORE)
+    rank.begin(**STORE)
+    rank.order.finish()
+    assert rank.ran == [("store", 1), ("store", 2)]
+
+
+def test_loads_ahead_let_those_of_the_step_go_first(cuda: FakeCuda) -> None:
+    rank = Rank(cuda)
+    rank.step(**LOAD, **AHEAD)
+    assert comes(rank.order._loaded_ahead[1])
+    assert rank.ran == [("load", 1), ("ahead", 1)]
+
+
+def test_threads_get_their_turn(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's lock changes hands soon, and the kernels of loads go first."""
+    before = sys.getswitchinterval()
+    make, priorities = torch.cuda.Stream, list[int]()
+
+    def stream(device: torch.device, priority: int = 0) -> Any:
+        priorities.append(priority)
+        return make(device, priority)
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    try:
+        for seconds, expected in ((5e-3, 5e-4), (1e-4, 1e-4)):
+            sys.setswitchinterval(seconds)
+            Rank(cuda, switch_interval_s=5e-4)
+            assert sys.getswitchinterval() == pytest.approx(expected, rel=0.05)
+    finally:
+        sys.setswitchinterval(before)
+    assert priorities == 2 * [0, 0, -1]
+
+
+# ------------------------------------------------------------------------ fences
+
+
+def test_a_step_does_not_wait_for_what_is_stored_for_later_ones(
+    cuda: FakeCuda,
+) -> None:
+    rank = Rank(cuda)
+    rank.step(**CLEAN, **STORE, compute_after_stores=1)
+    rank.compute()
+    assert rank.ran == [("store", 1), ("forward", 1)]
+
+
+def test_a_fence_is_for_no_later_copy(cuda: FakeCuda) -> None:
+    rank = Rank(cuda)
+    rank.step(**AHEAD)
+    rank.step(**AHEAD)
+    rank.step(compute_after_loads=1)
+    rank.compute()
+    assert ("ahead", 1) in rank.ran and ("ahead", 2) not in rank.ran
+
+
+def test_what_follows_a_layer_that_did_not_wait(cuda: FakeCuda) -> None:
+    rank = Rank(cuda, LayerWaits({"a": 0}, max_decode_tokens=1))
+    rank.begin(layerwise=True, **LOAD)
+    assert rank.order.end_step() is False
+    rank.launch("forward", 1)
+    rank.compute()
+    assert rank.ran == [("load", 1), ("forward", 1)]
+    # Where the step waits, no layer does.
+    rank.step(**LOAD)
+
+
+@pytest.mark.parametrize("launches_long", [False, True])
+def test_a_layer_waits_for_its_loads(launches_long: bool, cuda: FakeCuda) -> None:
+    waits = LayerWaits({"a": 0}, max_decode_tokens=1)
+    rank = Rank(cuda, waits)
+    rank.begin(layerwise=True, launches_long=launches_long, **LOAD)
+    waits.wait("a")
+    rank.launch("forward", 1)
+    assert rank.order.end_step() is True
+    rank.compute()
+    assert rank.ran == [("load", 1), ("forward", 1)]
+
+
+def test_a_store_waits_for_the_forward_pass_of_its_fence(cuda: FakeCuda) -> None:
+    rank = Rank(cuda)
+    rank.step()
+    rank.step(**STORE, store_after_compute=1)
+    assert comes(rank.order._stored[2])
+    assert rank.ran == [("forward", 1), ("store", 2)]
+
+
+def test_a_forward_pass_waits_for_what_was_stored_for_it(cuda: FakeCuda) -> None:
+    rank = Rank(cuda)
+    rank.step(**CLEAN)
+    rank.step(compute_after_stores=1)
+    rank.compute()
+    assert rank.ran[-2:] == [("clean", 1), ("forward", 2)]
+
+
+def test_little_is_kept_of_steps_that_have_ended(cuda: FakeCuda) -> None:
+    rank = Rank(cuda)
+    for _ in range(6):
+        rank.step(**LOAD)
+        rank.compute()
+    rank.step()
+    # The end of the one before, which stands for all others, and its own begin.
+    assert len(rank.order._begun) == 2
+    assert not rank.order._filling

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make carry`: one change, made in all series; and series that cannot take it left."""
+
+import subprocess
+
+import pytest
+
+from patchtool.carryall import carry_change
+from patchtool.carrying import states
+from patchtool.check import check_tag
+from patchtool.config import ToolError, load_pins, read_series
+from patchtool.newtag import choose_source, new_tag, try_series
+from patchtool.tree import upstream_tree
+from tests.tooling.project import COUNT, TAG, Index, Project
+from tests.tooling.test_new_tag import NEW, publish
+
+
+def git(project: Project, *args: str) -> None:
+    name = ["-c", "user.name=x", "-c", "user.email=x@x"]
+    subprocess.run(["git", "-C", project.layout.root, *name, *args], check=True)
+
+
+@pytest.fixture
+def both(project: Project, index: Index) -> Project:
+    """A series of two releases, in a repository."""
+    changed = "# Numbers\n" + COUNT.replace("return 4", "return 4 + 0")
+    publish(index, {"vllm/count.py": changed})
+    new_tag(project.layout, TAG, NEW, resume=False)
+    git(project, "init", "-q")
+    (project.layout.root / ".gitignore").write_text("build\n")
+    git(project, "add", "-A")
+    git(project, "commit", "-qm", "series")
+    return project
+
+
+def text(project: Project, tag: str, number: int) -> str:
+    (path,) = (project.layout.patches / tag).glob(f"000{number}-*.patch")
+    return path.read_text()
+
+
+def change(project: Project, number: int, old: str, new: str) -> None:
+    (path,) = (project.layout.patches / NEW).glob(f"000{number}-*.patch")
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def carry(project: Project, name: str) -> str:
+    return carry_change(project.layout, NEW, name, "HEAD", []).read_text()
+
+
+def test_a_changed_patch(both: Project) -> None:
+    change(both, 1, "return 22", "return 222")
+    report = carry(both, "0001")
+    assert "+    return 222" in text(both, TAG, 1)
+    assert "@@ -3,7 +3,7 @@" in text(both, TAG, 1)
+    assert f"- {TAG}: 0001" in report
+    for tag in (TAG, NEW):
+        assert "Last-Update: 2026-01-01" not in text(both, tag, 1)
+        assert check_tag(both.layout, tag) == []
+    # It is not made twice.
+    with pytest.raises(ToolError, match=f"left as they are: {TAG}"):
+        carry(both, "0001")
+    assert text(both, TAG, 1).count("+    return") == 1
+
+
+def test_a_changed_reason(both: Project) -> None:
+    change(both, 2, "Because the tests need it.", "Because of something else.")
+    carry(both, "0002")
+    assert " Because of something else.\n" in text(both, TAG, 2)
+    assert check_tag(both.layout, TAG) == []
+
+
+def test_a_new_patch_before_another(both: Project) -> None:
+    first = text(both, NEW, 1)
+    new = first.replace("Description: first", "Description: new").replace(
+        first[first.index("@@") :],
+        "@@ -8,4 +8,4 @@ def two():\n \n \n def three():\n"
+        "-    return 3\n+    return 33\n",
+    )
+    folder = both.layout.patches / NEW
+    (folder / "0003-new.patch").write_text(new)
+    names = ["0001-first.patch", "0003-new.patch", "0002-second.patch"]
+    (folder / "series").write_text("\n".join([*names, ""]))
+    carry(both, "0003")
+    assert [p.name for p in read_series(both.layout, TAG)] == names
+    assert "@@ -7,7 +7,7 @@" in text(both, TAG, 3)
+    assert check_tag(both.layout, TAG) == []
+
+
+def test_a_series_that_cannot_take_it_stays(
+    both: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(
+        both,
+        1,
+        text(both, NEW, 1)[text(both, NEW, 1).index("@@") :],
+        "@@ -12,4 +12,4 @@ def three():\n \n \n def four():\n"
+        "-    return 4 + 0\n+    return 44\n",
+    )
+    before = text(both, TAG, 1)
+    with pytest.raises(ToolError, match=f"left as they are: {TAG}"):
+        carry(both, "0001")
+    out = capsys.readouterr().out
+    assert "0001 vllm/count.py, four: upstream changed lines that it replaces" in out
+    assert text(both, TAG, 1) == before
+    assert check_tag(both.layout, TAG) == []
+
+
+def test_nothing_changed(both: Project) -> None:
+    with pytest.raises(ToolError, match="is as it was in HEAD"):
+        carry(both, "0001")
+    with pytest.raises(ToolError, match="has no patch 0007"):
+        carry(both, "0007")
+
+
+def test_the_series_to_start_from(
+    both: Project, index: Index, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of which the fewest edits stop, whether newer or older."""
+    pins = load_pins(both.layout, NEW)
+    assert choose_source(both.layout, pins) == TAG
+    assert f"from {TAG}: 0 edits stop, 0 are relocated" in capsys.readouterr().out
+    tree = upstream_tree(both.layout, NEW)
+    path = tree / "vllm/count.py"
+    path.write_text(path.read_text().replace("return 2", "return two"))
+    assert try_series(states(both.layout, TAG), tree) == (1, 0)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks loaded ahead: how many wait for their request, and for how long."""
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.scheduling.costs import QueuedLoad
+from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
+
+from .tier import Tier
+
+
+def prefetched(tier: Tier, num_blocks: int) -> tuple[Prefetches, list[KVCacheBlock]]:
+    """They come at 3, and are kept until 4."""
+    blocks = [KVCacheBlock(i) for i in range(num_blocks)]
+    prefetches = tier.pool.prefetches
+    prefetches.add(QueuedLoad("load_ahead", 1, num_blocks, 3.0), blocks)
+    return prefetches, blocks
+
+
+def test_what_is_claimed_is_not_kept_any_more() -> None:
+    prefetches, blocks = prefetched(Tier(8), 4)
+    prefetches.claim(blocks[:1])
+    assert prefetches.num_kept() == 3
+    assert [prefetches.is_kept(b) for b in blocks] == [False, True, True, True]
+    # Twice is as good as once.
+    prefetches.claim(blocks[:2])
+    assert prefetches.num_kept() == 2
+    assert prefetches.num_kept(without=blocks[:3]) == 1
+
+
+def test_each_and_all_are_kept_equally_long() -> None:
+    tier = Tier(8)
+    prefetches, blocks = prefetched(tier, 2)
+    for now, is_kept in ((3.9, True), (4.0, False), (4.1, False)):
+        tier.now = now
+        assert [prefetches.is_kept(b) for b in blocks] == [is_kept] * 2
+        assert prefetches.num_kept() == 2 * is_kept

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations that are over make room first, on the device and on the host."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from .tier import BLOCK, Asking, Tier, assert_nothing_leaks, hashes, stores
+
+
+class Turn(Asking):
+    """A request with hints."""
+
+    def __init__(self, name: str, tokens: str, **hints: Any) -> None:
+        super().__init__(num_preemptions=0)
+        self.request_id = name
+        self.block_hashes = hashes(tokens)
+        self.kv_transfer_params = {"kv_tier": hints} if hints else None
+        self.cache_salt: str | None = None
+        self.has_ended = False
+
+    def is_finished(self) -> bool:
+        return self.has_ended
+
+
+def serve(tier: Tier, turn: Turn, tokens: str, num_hits: int = 0) -> None:
+    """A step that computes what `tokens` has beyond its hit; the turn ends with it."""
+    tier.begin()
+    blocks: list[KVCacheBlock] = []
+    if num_hits:
+        (group,) = tier.promote(tier.find(tokens[:num_hits]), request=turn)
+        tier.pool.touch(group)
+        blocks += group
+    blocks += tier.pool.get_new_blocks(len(tokens) - num_hits)
+    tier.pool.cache_full_blocks(turn, blocks, num_hits, len(blocks), BLOCK, 0)  # type: ignore[arg-type]
+    tier.end()
+    tier.free(reversed(blocks))
+    turn.has_ended = True
+
+
+def victims(tier: Tier, num_blocks: int, names: str) -> str:
+    """Which of `names` leave the device when a step takes so many blocks."""
+    before = [name for name in names if tier.where(name) == "device"]
+    tier.begin()
+    blocks = tier.pool.get_new_blocks(num_blocks)
+    tier.end()
+    tier.free(blocks)
+    return "".join(name for name in before if tier.where(name) != "device")
+
+
+def test_a_released_conversation_leaves_the_device_first() -> None:
+    tier = Tier(8)
+    serve(tier, Turn("1", "ab"), "ab")
+    serve(tier, Turn("2", "cdef", release=True), "cdef")
+    tier.begin()
+    blocks = []
+    # From the end to the head, and before what is older.
+    for left in ("abcde", "abcd", "abc", "ab"):
+        blocks += tier.pool.get_new_blocks(1)
+        assert [n for n in "abcdef" if tier.where(n) == "device"] == list(left)
+    tier.end()
+    tier.free(blocks)
+    assert_nothing_leaks(tier)
+
+
+def test_without_a_hint_the_oldest_leave_first() -> None:
+    tier = Tier(8)
+    serve(tier, Turn("1", "ab"), "ab")
+    serve(tier, Turn("2", "cdef"), "cdef")
+    assert victims(tier, 3, "abcdef") == "b"
+
+
+def test_what_is_released_is_not_stored() -> None:
+    tier = Tier(4)
+    serve(tier, Turn("1", "abcd", release=True), "abcd")
+    tier.begin()
+    assert len(tier.pool.get_new_blocks(4)) == 4
+    assert not stores(tier.end())
+    assert [tier.where(n) for n in "abcd"] == 4 * ["nowhere"]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
+def test_a_released_conversation_leaves_the_host_first(policy: str) -> None:
+    tier = Tier(4, 6, eviction_policy=policy)
+    tier.demoted("xy")
+    turn = Turn("1", "abcd", conversation="c")
+    serve(tier, turn, "abcd")
+    victims(tier, 4, "")
+    assert [tier.where(n) for n in "abcdxy"] == 6 * ["host"]
+    serve(tier, Turn("2", "abcd", conversation="c", release=True), "abcd", 4)
+    tier.computed("efgh")
+    victims(tier, 4, "")
+    assert [tier.where(n) for n in "abcd"] == 4 * ["nowhere"]
+    assert [tier.where(n) for n in "efghxy"] == 6 * ["host"]
+
+
+@pytest.mark.parametrize(
+    "other", [{}, {"conversation": "d"}, {"conversation": "d", "release": True}]
+)
+def test_what_others_have_used_stays(other: dict[str, Any]) -> None:
+    tier = Tier(12)
+    serve(tier, Turn("1", "abcd", conversation="c"), "abcd")
+    serve(tier, Turn("2", "abxy", **other), "abxy", 2)
+    serve(tier, Turn("3", "abcdef", conversation="c", release=True), "abcdef", 4)
+    gone = victims(tier, 8, "abcdefxy")
+    assert set("cdef") <= set(gone)
+    assert not set("ab") & set(gone)
+
+
+def test_salts_keep_conversations_apart() -> None:
+    tier = Tier(8)
+    turn = Turn("1", "abcd", conversation="c")
+    turn.cache_salt = "mine"
+    serve(tier, turn, "abcd")
+    serve(tier, Turn("2", "xy", conversation="c", release=True), "xy")
+    assert victims(tier, 4, "abcdxy") == "xy"
+
+
+def test_a_conversation_that_comes_back_is_like_any_other() -> None:
+    tier = Tier(8)
+    serve(tier, Turn("1", "ab"), "ab")
+    serve(tier, Turn("2", "cdef", release=True), "cdef")
+    tier.idle()
+    serve(tier, Turn("3", "cdef"), "cdef", 4)
+    assert victims(tier, 4, "abcdef") == "ab"
+    # Worth a slot again, too.
+    victims(tier, 8, "")
+    assert [tier.where(n) for n in "cdef"] == 4 * ["host"]
+
+
+def test_slots_that_are_used_again_stay() -> None:
+    tier = Tier(4, 5)
+    serve(tier, Turn("1", "abcd", conversation="c"), "abcd")
+    victims(tier, 4, "")
+    serve(tier, Turn("2", "abcd", conversation="c", release=True), "abcd", 4)
+    victims(tier, 4, "")
+    serve(tier, Turn("3", "abcd"), "abcd", 4)
+    tier.computed("e")
+    victims(tier, 4, "")
+    tier.computed("f")
+    victims(tier, 4, "")
+    # One has to go, by the order of the policy: the one that was stored first.
+    assert [tier.where(n) for n in "ef"] == 2 * ["host"]
+    assert [tier.where(n) for n in "abcd"].count("host") == 3
+
+
+def test_a_block_keeps_no_mark_of_what_it_held() -> None:
+    tier = Tier(4)
+    serve(tier, Turn("1", "abcd", release=True), "abcd")
+    victims(tier, 4, "")
+    tier.demoted("efgh")
+
+
+def test_what_a_running_request_holds_is_left_alone() -> None:
+    tier = Tier(8)
+    turn = Turn("1", "abcd", conversation="c")
+    tier.begin()
+    running = tier.pool.get_new_blocks(4)
+    tier.pool.cache_full_blocks(turn, running, 0, 4, BLOCK, 0)  # type: ignore[arg-type]
+    tier.end()
+    serve(tier, Turn("2", "x", conversation="c", release=True), "x")
+    assert victims(tier, 1, "abcdx") == "x"
+    tier.free(running)
+    assert_nothing_leaks(tier)
+
+
+def test_blocks_that_wait_for_a_request_are_left_alone() -> None:
+    tier = Tier(8, load_s=1.0, max_load_stall_ms=0)
+    serve(tier, Turn("1", "abcd", conversation="c"), "abcd")
+    victims(tier, 8, "")
+    tier.begin()
+    assert tier.try_promote(tier.find("abcd"), among_others=True) is None
+    tier.end()
+    serve(tier, Turn("2", "xyz", conversation="c", release=True), "xyz")
+    assert victims(tier, 4, "abcdxyz") == "xyz"
+
+
+def test_a_bad_hint_is_counted_and_ignored() -> None:
+    tier = Tier(8)
+    serve(tier, Turn("1", "ab"), "ab")
+    serve(tier, Turn("2", "cdef", release="yes"), "cdef")
+    assert victims(tier, 3, "abcdef") == "b"
+    stats = tier.pool.take_stats()
+    assert (stats.refused_hints, stats.released_blocks) == (1, 0)
+
+
+def test_blocks_are_counted_wherever_they_lay() -> None:
+    tier = Tier(4)
+    serve(tier, Turn("1", "abcd", conversation="c"), "abcd")
+    victims(tier, 2, "")
+    last = Turn("2", "ab", conversation="c", release=True)
+    serve(tier, last, "ab", 2)
+    tier.idle()
+    assert tier.pool.take_stats().released_blocks == 4
+
+
+def _names(blocks: Sequence[KVCacheBlock]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+def test_the_next_victims_come_in_order() -> None:
+    tier = Tier(6)
+    queue = tier.pool.free_block_queue
+    blocks = queue.get_all_free_blocks()
+    chosen = [blocks[4], blocks[2], blocks[5]]
+    tier.pool.free.put_first(chosen)
+    rest = [blocks[0], blocks[1], blocks[3]]
+    assert _names(queue.get_all_free_blocks()) == _names([*chosen, *rest])
+    assert_nothing_leaks(tier)
+    assert tier.pool.get_new_blocks(6) == [*chosen, *rest]

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots of the host table: who holds them, and when they are free again."""
+
+import pytest
+
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.kv_tier.policy import LRU
+from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
+
+from ..names import block_hash
+
+
+def key(name: str, group_id: int = 0):
+    return make_block_hash_with_group_id(block_hash(name.encode()), group_id)
+
+
+def table(num_slots: int) -> SlotTable:
+    return SlotTable(num_slots, LRU(num_slots))
+
+
+def insert(host: SlotTable, name: str, seq: int = 1) -> HostSlot:
+    """In the plan in the making."""
+    slot = host.insert((key(name),), 32, seq)
+    assert slot is not None and host.is_pinned(slot)
+    return slot
+
+
+def inserted(host: SlotTable, name: str, seq: int = 1) -> HostSlot:
+    """In an earlier plan."""
+    slot = insert(host, name, seq)
+    host.unpin_all()
+    return slot
+
+
+def test_a_slot_is_found_by_its_keys_and_index() -> None:
+    host = table(2)
+    keys = key("a"), key("a", 1)
+    slot = host.insert(keys, 48, seq=7)
+    assert slot is not None
+    assert [host.get(k) for k in keys] == [slot, slot]
+    assert host.at(slot.index) is slot
+    assert host.filled() == [slot] and len(host) == 1
+    assert (slot.store_seq, slot.block_hash, slot.block_hash_num_tokens) == (
+        7,
+        keys[0],
+        48,
+    )
+    assert host.get(key("b")) is None and host.at(1 - slot.index) is None
+
+
+def test_a_slot_counts_as_a_block_to_allocate() -> None:
+    slot = insert(table(1), "a")
+    assert slot.ref_cnt == 0 and not slot.is_null and slot.block_id == -1
+
+
+def test_slots_are_distinct_until_one_must_make_room() -> None:
+    host = table(3)
+    slots = [inserted(host, n) for n in "abc"]
+    assert {s.index for s in slots} == {0, 1, 2}
+    assert host.num_evicted == 0
+    d = insert(host, "d")
+    assert d.index == slots[0].index
+    assert host.get(key("a")) is None and host.num_evicted == 1 and len(host) == 3
+
+
+def test_eviction_follows_use() -> None:
+    host = table(2)
+    a, b = inserted(host, "a"), inserted(host, "b")
+    host.pin([a])
+    host.mark_loaded([a], 5)
+    host.unpin_all()
+    assert insert(host, "c").index == b.index
+
+
+def test_a_pinned_slot_makes_no_room() -> None:
+    host = table(2)
+    a, b = inserted(host, "a"), inserted(host, "b")
+    host.pin([a])
+    assert insert(host, "c").index == b.index
+    assert host.insert((key("d"),), 32, 1) is None
+    assert len(host) == 2 and host.get(key("d")) is None
+    host.unpin_all()
+    assert insert(host, "d").index == a.index
+
+
+def test_a_slot_removed_while_pinned_is_not_reused_in_the_plan() -> None:
+    host = table(1)
+    a = insert(host, "a")
+    host.remove(a)
+    assert host.get(key("a")) is None and len(host) == 0
+    assert host.insert((key("b"),), 32, 1) is None
+    host.unpin_all()
+    assert insert(host, "b").index == a.index
+
+
+def test_a_key_may_come_back_while_its_old_slot_is_in_use() -> None:
+    host = table(2)
+    old = inserted(host, "a")
+    host.pin([old])
+    host.remove(old)
+    new = insert(host, "a")
+    assert new.index != old.index
+    host.unpin_all()
+    assert host.get(key("a")) is new
+    assert insert(host, "b").index == old.index
+
+
+def test_a_removed_slot_is_free_at_once_when_no_copy_uses_it() -> None:
+    host = table(1)
+    a = inserted(host, "a")
+    host.remove(a)
+    assert insert(host, "b").index == a.index
+    assert host.num_evicted == 0
+
+
+def test_all_keys_of_an_evicted_slot_are_gone() -> None:
+    host = table(1)
+    host.insert((key("a"), key("a", 1)), 32, 1)
+    host.unpin_all()
+    insert(host, "b")
+    assert host.get(key("a")) is None and host.get(key("a", 1)) is None
+
+
+def test_the_last_load_outlives_the_content() -> None:
+    host = table(1)
+    a = inserted(host, "a")
+    assert host.last_load(a) == 0
+    host.mark_loaded([a], 5)
+    assert host.last_load(a) == 5
+    b = insert(host, "b", seq=6)
+    assert b.index == a.index
+    # The new content was never loaded, but a store must wait for that load.
+    assert host.last_load(b) == 5
+
+
+def test_no_slot_leaks() -> None:
+    host = table(4)
+    for i in range(50):
+        slot = inserted(host, f"k{i}")
+        if i % 3 == 0:
+            host.pin([slot])
+        if i % 5 == 0:
+            host.remove(slot)
+        if i % 2 == 0:
+            host.unpin_all()
+    host.unpin_all()
+    for slot in host.filled():
+        host.remove(slot)
+    slots = [insert(host, n) for n in "abcd"]
+    assert sorted(s.index for s in slots) == [0, 1, 2, 3]
+
+
+def test_a_key_cannot_be_in_two_slots() -> None:
+    host = table(2)
+    insert(host, "a")
+    with pytest.raises(AssertionError):
+        host.insert((key("a"),), 32, 2)
+
+
+def test_a_closed_table_has_nothing_and_takes_nothing() -> None:
+    host = table(2)
+    removed = inserted(host, "a"), insert(host, "b")
+    host.close()
+    assert host.filled() == [] and len(host) == 0
+    assert [host.get(key(n)) for n in "ab"] == [None, None]
+    assert [host.at(slot.index) for slot in removed] == [None, None]
+    assert host.insert((key("c"),), 32, 2) is None
+    host.unpin_all()
+    assert host.insert((key("c"),), 32, 3) is None

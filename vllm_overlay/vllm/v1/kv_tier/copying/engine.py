@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What moves blocks between device regions and host slots.
+
+An engine is given pairs of block and slot, and answers with a `Transfer`, which then
+queues the copies of as many regions at a time as the caller wants. So pairs are
+turned into addresses once, and a step can wait for its loads region by region.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm.v1.kv_tier.memory.regions import Region
+
+# Slots and the regions in them start at cache lines.
+_ALIGN = 64
+
+
+class CopyEngineUnavailable(RuntimeError):
+    """This machine cannot run an engine. The message is the reason and the mend."""
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
+
+
+def slot_bytes(regions: Sequence[Region]) -> int:
+    """Bytes of host memory for one block of every region."""
+    return sum(_aligned(region.block_bytes) for region in regions)
+
+
+def slot_offsets(regions: Sequence[Region]) -> list[int]:
+    """Where each region begins in a slot, in bytes."""
+    sizes = [_aligned(region.block_bytes) for region in regions]
+    return [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Until what is on the current stream has ended, where there are streams."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def address_table(regions: Sequence[Region], slots: torch.Tensor) -> NDArray[np.int64]:
+    """Where the rows of each region lie, for engines that work on addresses.
+
+    Args:
+        regions: Device memory.
+        slots: `[num_slots, slot_bytes(regions)]` host memory.
+
+    Returns:
+        `[num_regions, 5]`: address of block 0, bytes from block to block, address in
+        slot 0, bytes from slot to slot, bytes of a block.
+
+    """
+    rows = [
+        (
+            region.blocks.data_ptr(),
+            region.blocks.stride(0),
+            slots.data_ptr() + offset,
+            slots.stride(0),
+            region.block_bytes,
+        )
+        for region, offset in zip(regions, slot_offsets(regions), strict=True)
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 5)
+
+
+class Transfer(ABC):
+    """Copies of one list of pairs in one direction."""
+
+    @abstractmethod
+    def copy(self, regions: range) -> None:
+        """Queue the copies of these regions, without waiting for them.
+
+        They go to the current stream, which must be the one that was current when
+        the transfer was made. A transfer may be copied more than once.
+
+        Args:
+            regions: Indices into the engine's regions, one after the other.
+
+        Raises:
+            RuntimeError: The device refused a copy. Others may be under way.
+
+        """
+
+
+class CopyEngine(ABC):
+    """Makes transfers.
+
+    Args:
+        regions: Device memory; every region has `[num_blocks, bytes]` rows.
+        slots: `[num_slots, slot_bytes(regions)]`, uint8, host memory.
+
+    """
+
+    def __init__(self, regions: Sequence[Region], slots: torch.Tensor) -> None:
+        self.regions = regions
+        self.slots = slots
+
+    def loads(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
+        """Copies of host `slots[i]` to device `blocks[i]`.
+
+        Raises:
+            IndexError: There is no such block or slot.
+            RuntimeError: The device refused it.
+            ValueError: There are not as many slots as blocks.
+
+        """
+        return self.transfer(self._pairs(blocks, slots), to_device=True)
+
+    def stores(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
+        """Copies of device `blocks[i]` to host `slots[i]`.
+
+        Raises:
+            IndexError: There is no such block or slot.
+            RuntimeError: The device refused it.
+            ValueError: There are not as many slots as blocks.
+
+        """
+        return self.transfer(self._pairs(blocks, slots), to_device=False)
+
+    def launch_s(self, num_pieces: int) -> float:
+        """About how long the CPU takes to launch so many blocks times regions."""
+        return 0.0
+
+    @abstractmethod
+    def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
+        """Copies of one direction. `pairs` is `[2, n]`: blocks, then slots."""
+
+    def _pairs(self, blocks: Sequence[int], slots: Sequence[int]) -> NDArray[np.int64]:
+        if len(blocks) != len(slots):
+            raise ValueError(f"{len(blocks)} blocks, but {len(slots)} slots.")
+        pairs = np.array((blocks, slots), dtype=np.int64)
+        # Engines that work on addresses would write anywhere.
+        if len(blocks) and self.regions:
+            limits = self.regions[0].blocks.shape[0], self.slots.shape[0]
+            if pairs.min() < 0 or (pairs.max(axis=1) >= limits).any():
+                raise IndexError(f"Blocks or slots not below {limits}: {pairs}.")
+        return pairs

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an eviction policy is.
+
+A policy orders keys and nothing else: it knows neither bytes nor slots. A key
+is any hashable value; the tier uses the first key of a slot.
+"""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+Key = Hashable
+
+
+class EvictionPolicy(ABC):
+    """Order of eviction over the resident keys.
+
+    Args:
+        num_slots: Number of keys that can be resident at once.
+
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+
+    @abstractmethod
+    def insert(self, key: Key) -> None:
+        """`key`, not resident until now, became resident."""
+
+    @abstractmethod
+    def hit(self, key: Key) -> None:
+        """Resident `key` is used. It is pinned until the plan in the making ends."""
+
+    @abstractmethod
+    def remove(self, key: Key) -> None:
+        """Resident `key` was invalidated: forget that it ever was here."""
+
+    @abstractmethod
+    def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
+        """Choose a resident key that is not pinned and drop it.
+
+        The slot table calls this for each victim, so thousands of times in one step,
+        and says that no key is pinned: a key that is, it puts back later, as one that
+        was used.
+
+        Returns:
+            The key, no longer resident, or None when every key is pinned.
+
+        """
+
+
+def pop_oldest(
+    keys: "OrderedDict[Key, None]", is_pinned: Callable[[Key], bool]
+) -> Key | None:
+    """Drop the first of `keys`, oldest first, that is not pinned, and return it."""
+    for key in keys:
+        if not is_pinned(key):
+            del keys[key]
+            return key
+    return None

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policies by name or import path."""
+
+import inspect
+
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.kv_tier.eviction.arc import ARC
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+from vllm.v1.kv_tier.eviction.lru import LRU
+from vllm.v1.kv_tier.eviction.s3fifo import S3FIFO
+
+POLICIES: dict[str, type[EvictionPolicy]] = {
+    "s3fifo": S3FIFO,
+    "lru": LRU,
+    "arc": ARC,
+}
+
+
+def make_policy(name: str, num_slots: int) -> EvictionPolicy:
+    """Build a policy from its name or import path.
+
+    Raises:
+        ValueError: No such policy, or not an `EvictionPolicy`.
+
+    """
+    policy: object = None
+    if isinstance(name, str):
+        policy = POLICIES.get(name)
+        if policy is None and "." in name:
+            try:
+                policy = resolve_obj_by_qualname(name)
+            except (ImportError, AttributeError, ValueError) as e:
+                raise ValueError(
+                    f"--kv-offloading-config: eviction_policy {name!r} cannot be "
+                    f"imported ({e}). Give the path package.module.Class."
+                ) from e
+    if (
+        not isinstance(policy, type)
+        or not issubclass(policy, EvictionPolicy)
+        or inspect.isabstract(policy)
+    ):
+        raise ValueError(
+            f"--kv-offloading-config: unknown eviction_policy {name!r}. Use one of "
+            f"{', '.join(POLICIES)}, or the import path of an EvictionPolicy."
+        )
+    return policy(num_slots)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host memory of one rank: one exact, anonymous allocation."""
+
+import contextlib
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.memory.numa import gpu_node, prefer_node, usable_cpus
+from vllm.v1.kv_tier.memory.pages import HUGE_PAGE_BYTES, PAGE_BYTES, anonymous, touch
+from vllm.v1.kv_tier.memory.pinned import allocate_pinned
+
+logger = init_logger(__name__)
+
+GiB = 1 << 30
+
+# One registration of 512 GiB or more fails in the driver (upstream #51080).
+_MAX_PIECE_BYTES = 64 * GiB
+# More of them wait for one another in the kernel and for the memory bus.
+_MAX_THREADS = 16
+
+
+class _Refused(Exception):
+    """The driver did not register memory. Arguments: its error, and the offset."""
+
+
+class HostBuffer:
+    """Memory for the slots of one rank.
+
+    Slots lie one after the other, and all regions of a slot together, so that a
+    slot is one piece for whatever tier comes below.
+
+    All pages are there when it is made: a request must not pay for page faults.
+    Threads take it piece by piece, so that the driver registers one piece while the
+    next are touched. A driver that registers no memory may give pinned memory of its
+    own; else the memory is used unpinned.
+
+    Args:
+        num_slots: Number of slots.
+        slot_bytes: Bytes of one slot on this rank.
+        pin: Register the memory with the GPU driver.
+        device: The GPU to be near to; the current one if not given. Of no meaning
+            without `pin`.
+        threads: How many touch and register; if not given, this GPU's share of
+            the CPUs.
+        piece_bytes: What one thread does at a time. Pieces are whole slots, at most
+            64 GiB.
+        huge_pages: Ask for huge pages.
+        progress_s: Seconds between log lines while it is taken.
+
+    Raises:
+        MemoryError: The machine cannot give that much memory.
+
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        pin: bool,
+        device: torch.device | None = None,
+        *,
+        threads: int | None = None,
+        piece_bytes: int = GiB // 4,
+        huge_pages: bool = True,
+        progress_s: float = 5.0,
+    ) -> None:
+        started = time.perf_counter()
+        if pin and (device is None or device.index is None):
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device if pin else None
+        self._registered: list[int] = []
+        # The address may be registered again by a later engine of this process.
+        weakref.finalize(self, _unregister, self._registered)
+        self._huge_pages = huge_pages
+        self._progress_s = progress_s
+        self._node = gpu_node(self._device) if self._device else None
+        cpus = usable_cpus(self._node)
+        self._cpus = cpus or usable_cpus(None)
+        self._threads = threads or self._share_of(self._cpus)
+        self._is_placed = bool(cpus)
+        num_bytes = num_slots * slot_bytes
+        try:
+            memory = self._allocate((num_slots, slot_bytes, piece_bytes))
+        except OSError as e:
+            raise MemoryError(
+                f"--kv-offloading-size: allocating {num_bytes} bytes of "
+                "host memory on this rank failed. Lower the size."
+            ) from e
+        if not self._is_placed:
+            logger.warning(
+                "KV tier: host memory could not be placed on NUMA node %d of the GPU, "
+                "and copies may be slower: none of the node's CPUs may be used, and "
+                "the system forbids mbind. Allow some of these CPUs, or add "
+                "CAP_SYS_NICE.",
+                self._node,
+            )
+        self.slots = memory.view(num_slots, slot_bytes)
+        """`[num_slots, slot_bytes]`, uint8."""
+        logger.info(
+            "KV tier: %d host slots of %d bytes (%.2f GiB, %s) on this rank in %.1f s.",
+            num_slots,
+            slot_bytes,
+            num_bytes / GiB,
+            "pinned" if self.pinned else "not pinned",
+            time.perf_counter() - started,
+        )
+
+    pinned = False
+    """Whether the GPU driver knows the memory, and its pages stay where they are."""
+
+    def _allocate(self, size: tuple[int, int, int]) -> torch.Tensor:
+        """The memory of all slots, pinned if that can be had.
+
+        Memory that the driver refused is given back before the next is taken: together
+        they may be more than there is.
+
+        Args:
+            size: Number of slots, bytes of a slot, bytes of a piece.
+
+        """
+        num_bytes = size[0] * size[1]
+        if self._device is None:
+            return self._touched(size, register=False)
+        try:
+            memory = self._touched(size, register=True)
+            self.pinned = True
+            return memory
+        except _Refused as e:
+            error, offset = e.args
+        try:
+            with ThreadPoolExecutor(1, "kv-tier-start", self._begin) as pool:
+                memory = pool.submit(allocate_pinned, num_bytes).result()
+            self.pinned = True
+        except OSError as e:
+            reason = str(e)
+        if self.pinned:
+            logger.info(
+                "KV tier: the driver refused to register host memory (error %d, at %d "
+                "of %d bytes), as it does in guests of confidential computing, and "
+                "allocated pinned memory itself.",
+                error,
+                offset,
+                num_bytes,
+            )
+            return memory
+        logger.warning(
+            "KV tier: the driver refused to pin host memory (error %d, at "
+            "%d of %d bytes), and to allocate pinned memory itself (%s). It is used "
+            "unpinned: copies run at a fraction of the PCIe rate and stall the step "
+            "they belong to. Raise the memlock limit (ulimit -l unlimited; "
+            "--ulimit memlock=-1 for containers) or lower --kv-offloading-size.",
+            error,
+            offset,
+            num_bytes,
+            reason,
+        )
+        return self._touched(size, register=False)
+
+    def _share_of(self, cpus: set[int]) -> int:
+        # Ranks on the other GPUs start at the same time.
+        gpus = torch.cuda.device_count() if self._device else 1
+        return min(max(len(cpus) // max(gpus, 1), 1), _MAX_THREADS)
+
+    def _begin(self) -> None:
+        """A thread that takes memory begins: it does so from the GPU's NUMA node."""
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, self._cpus)
+        if self._device:
+            # Else the thread's first call makes a context on GPU 0.
+            torch.cuda.set_device(self._device)
+
+    def _touched(self, size: tuple[int, int, int], register: bool) -> torch.Tensor:
+        """Anonymous memory with all its pages, and registered if that is wanted.
+
+        Its pages come from the GPU's NUMA node by policy, and by touching from there: a
+        container may forbid either.
+
+        Raises:
+            _Refused: The driver did not register all of it. None is registered then.
+            OSError: There is not as much memory.
+
+        """
+        memory = anonymous(size[0] * size[1], self._huge_pages)
+        address = memory.data_ptr()
+        if self._node is not None and prefer_node(address, memory.numel(), self._node):
+            self._is_placed = True
+        try:
+            self._prepare(address, _pieces(*size), register)
+        except BaseException:
+            # The traceback would hold it.
+            del memory
+            raise
+        return memory
+
+    def _prepare(
+        self, address: int, pieces: Sequence[tuple[int, int]], register: bool
+    ) -> None:
+        """Touch and register all pieces, or register none and raise."""
+        is_refused = threading.Event()
+
+        def prepare(piece: tuple[int, int]) -> int:
+            offset, size = piece
+            # What is touched in vain delays the start, and is missing elsewhere.
+            if not is_refused.is_set():
+                touch(address + offset, size)
+                if register and (error := self._register(address + offset, size)):
+                    is_refused.set()
+                    raise _Refused(error, offset)
+            return size
+
+        ready, logged = 0, time.perf_counter()
+        total = sum(size for _, size in pieces)
+        try:
+            with ThreadPoolExecutor(
+                self._threads, "kv-tier-start", self._begin
+            ) as pool:
+                # The first error cancels what no thread has begun.
+                for size in pool.map(prepare, pieces):
+                    ready += size
+                    if time.perf_counter() - logged >= self._progress_s:
+                        logged = time.perf_counter()
+                        logger.info(
+                            "KV tier: %.1f of %.1f GiB of host memory ready.",
+                            ready / GiB,
+                            total / GiB,
+                        )
+        except BaseException:
+            _unregister(self._registered)
+            raise
+
+    def _register(self, address: int, size: int) -> int:
+        """Returns the driver's error, 0 if it did as asked."""
+        error = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        # An error stays the last one of this thread, which soon ends: a check of a
+        # later kernel must not find it.
+        if not error:
+            self._registered.append(address)
+        return error
+
+
+def _pieces(
+    num_slots: int, slot_bytes: int, piece_bytes: int
+) -> Sequence[tuple[int, int]]:
+    """(offset, bytes) of what is touched and registered at once.
+
+    Whole slots, since a copy must not cross from one registration to the next. Whole
+    pages too, where slots are not so odd that a piece would be too large.
+    """
+    piece_bytes = min(piece_bytes, _MAX_PIECE_BYTES)
+    units = [math.lcm(slot_bytes, page) for page in (HUGE_PAGE_BYTES, PAGE_BYTES)]
+    unit = next((unit for unit in units if unit <= piece_bytes), slot_bytes)
+    step = max(piece_bytes // unit, 1) * unit
+    total = num_slots * slot_bytes
+    return [(start, min(step, total - start)) for start in range(0, total, step)]
+
+
+def _unregister(pointers: list[int]) -> None:
+    while pointers:
+        torch.cuda.cudart().cudaHostUnregister(pointers.pop())

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the copies of a plan do: blocks and slots, in parts and in chunks."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.copying.calibrate import CopyEngines
+from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
+from vllm.v1.kv_tier.memory.checksums import SlotChecksums
+from vllm.v1.kv_tier.memory.regions import Region
+from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.rank.copy_order import Copies
+from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.tuning import RankTuning
+
+logger = init_logger(__name__)
+
+_T = TypeVar("_T")
+
+
+class Copier:
+    """Copies what plans ask for. Nothing it does raises: it reports what failed.
+
+    Loads that a step waits for go by regions, in the order of the layers (parts); what
+    no step waits for goes by blocks (chunks).
+
+    Args:
+        regions: KV memory of the rank, in the order of the layers.
+        engines: What copies.
+        report: Where failures go.
+        checksums: What each load is checked by, if it is.
+        tuning: Sizes of parts and chunks.
+
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        engines: CopyEngines,
+        report: ReportDraft,
+        checksums: SlotChecksums | None,
+        tuning: RankTuning,
+    ) -> None:
+        self.engines = engines
+        self._regions = regions
+        self._report = report
+        self._checksums = checksums
+        self._tuning = tuning
+        # Slots whose last store failed: a load from them must fail too.
+        self._bad_slots: set[int] = set()
+
+    def copies(self, plan: StepPlan) -> Copies:
+        """What a `CopyOrder` runs for `plan`."""
+        num_loads = len(plan.load_slots)
+        parts = self._parts(num_loads) if num_loads else []
+        return Copies(
+            partial(self.store, plan),
+            partial(self.load, plan, parts),
+            partial(self.load_ahead, plan),
+            partial(self.clean, plan),
+            parts,
+            self._launches_long(num_loads),
+        )
+
+    def store(self, plan: StepPlan, between_parts: Callable[[], None]) -> None:
+        """Store the blocks that the plan overwrites."""
+        self._store_blocks(
+            "store", plan.seq, plan.store_blocks, plan.store_slots, between_parts
+        )
+
+    def clean(self, plan: StepPlan, between_parts: Callable[[], None]) -> None:
+        """Store the blocks that later plans may overwrite."""
+        self._store_blocks(
+            "clean", plan.seq, plan.clean_blocks, plan.clean_slots, between_parts
+        )
+
+    def load(
+        self, plan: StepPlan, parts: list[range], between_parts: Callable[[], None]
+    ) -> None:
+        """Load what the plan's own step reads."""
+        blocks, slots = plan.load_blocks, plan.load_slots
+        if not slots:
+            return
+        with self._loading("load", plan.seq, slots):
+            self._check(slots)
+            transfer = self.engines.step_loads.loads(slots, blocks)
+            for part in _each(parts, between_parts):
+                transfer.copy(part)
+
+    def load_ahead(self, plan: StepPlan, between_parts: Callable[[], None]) -> None:
+        """Load what later steps read."""
+        blocks, slots = plan.ahead_blocks, plan.ahead_slots
+        with self._loading("load_ahead", plan.seq, slots):
+            engine, size = self.engines.loads, self._tuning.load_chunk_bytes
+            for chunk in _each(self._chunks(engine, len(slots), size), between_parts):
+                self._check(slots[chunk])
+                self._copy(engine.loads(slots[chunk], blocks[chunk]))
+
+    # ------------------------------------------------------------------ failures
+
+    def _store_blocks(
+        self,
+        kind: str,
+        seq: int,
+        blocks: list[int],
+        slots: list[int],
+        between_parts: Callable[[], None],
+    ) -> None:
+        try:
+            engine, size = self.engines.stores, self._tuning.store_chunk_bytes
+            for chunk in _each(self._chunks(engine, len(slots), size), between_parts):
+                self._copy(engine.stores(blocks[chunk], slots[chunk]))
+                if self._checksums is not None:
+                    self._checksums.stored(slots[chunk])
+            self._bad_slots.difference_update(slots)
+        except Exception:
+            logger.exception("KV tier: storing %d blocks failed.", len(slots))
+            self._bad_slots.update(slots)
+            self._report.store_failed(kind, seq, slots)
+
+    @contextmanager
+    def _loading(self, kind: str, seq: int, slots: list[int]) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            logger.exception(
+                "KV tier: loading %d blocks failed. What depends on them is "
+                "computed again.",
+                len(slots),
+            )
+            self._report.load_failed(kind, seq)
+
+    def _check(self, slots: list[int]) -> None:
+        """Before these slots are loaded, while the load can still be refused."""
+        if not self._bad_slots.isdisjoint(slots):
+            raise RuntimeError("The slot was never filled.")
+        if self._checksums is not None:
+            self._checksums.check(slots)
+
+    # ------------------------------------------------------------------ sizes
+
+    def _copy(self, transfer: Transfer) -> None:
+        transfer.copy(range(len(self._regions)))
+
+    def _parts(self, num_blocks: int) -> list[range]:
+        """Regions that a step waits for together, in the order of the layers."""
+        sizes = [num_blocks * region.block_bytes for region in self._regions]
+        part_bytes = max(self._tuning.part_bytes, sum(sizes) // self._tuning.max_parts)
+        parts, start, size = [], 0, 0
+        for i, region_bytes in enumerate(sizes):
+            size += region_bytes
+            if size >= part_bytes or i + 1 == len(self._regions):
+                parts.append(range(start, i + 1))
+                start, size = i + 1, 0
+        return parts
+
+    def _chunks(
+        self, engine: CopyEngine, num_blocks: int, num_bytes: int
+    ) -> Iterator[slice]:
+        """Blocks that are copied together where no step waits."""
+        block_bytes = sum(region.block_bytes for region in self._regions)
+        launch_s = engine.launch_s(len(self._regions))
+        size = num_bytes // max(block_bytes, 1)
+        if launch_s:
+            size = min(size, int(self._tuning.chunk_launch_s / launch_s))
+        size = max(size, 1)
+        return (slice(i, i + size) for i in range(0, num_blocks, size))
+
+    def _launches_long(self, num_blocks: int) -> bool:
+        if self._checksums is not None:
+            # They are compared first.
+            return True
+        pieces = num_blocks * len(self._regions)
+        launch_s = self.engines.step_loads.launch_s(pieces)
+        return launch_s > self._tuning.long_launch_s
+
+
+def _each(parts: Iterable[_T], between_parts: Callable[[], None]) -> Iterator[_T]:
+    """`parts`, with a call between one and the next."""
+    for i, part in enumerate(parts):
+        if i:
+            between_parts()
+        yield part

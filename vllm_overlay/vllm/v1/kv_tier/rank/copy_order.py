@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must come before what: copies and compute of one rank, in any place.
+
+`StepPlan` says which copies a step asks for, and its fences which earlier copies and
+forward passes must have ended before. A `CopyOrder` makes that true: by running one
+copy after the other here, or on the streams of a GPU (`rank.streams`).
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm.v1.kv_tier.plan import CopyTime, PrefillTime, StepPlan, Times
+
+Copy = Callable[[Callable[[], None]], None]
+"""Queues copies on the current stream, part by part, and calls its argument between
+one part and the next. Never raises: a failure is the business of whoever wrote it."""
+
+
+@dataclass
+class Copies:
+    """What the copies of one plan do, in the order of their names."""
+
+    store: Copy
+    load: Copy
+    load_ahead: Copy
+    clean: Copy
+    load_parts: Sequence[range] = ()
+    """Regions of each part of `load`."""
+    load_launches_long: bool = False
+    """Whether the launch of `load` takes the CPU as long as that of many layers."""
+
+
+class CopyHangs(Exception):
+    """A copy does not end, and nothing can make it."""
+
+
+class CopyOrder(ABC):
+    """Runs the copies of a plan so that its fences hold."""
+
+    @abstractmethod
+    def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
+        """Queue the copies, before this step's compute.
+
+        Args:
+            plan: Whose copies to run.
+            copies: How.
+            layerwise: Let the attention layers wait for the loads, not the step.
+
+        Raises:
+            CopyHangs: A copy of this plan or of an earlier one. Nothing but
+                `give_up` may be called then, and `end_step`.
+
+        """
+
+    def give_up(self) -> dict[int, list[int]]:
+        """Launch no more copies.
+
+        Returns:
+            Device blocks that loads may still write to, at any time, by plan.
+
+        """
+        return {}
+
+    def end_step(self) -> bool:
+        """The step's compute is queued.
+
+        Returns:
+            Whether all layers waited for what they had to.
+
+        """
+        return True
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for the end of all copies that were queued."""
+
+    def take_prefill_time(self, num_tokens: int) -> PrefillTime:
+        """How long a step took that has ended since the last call, if one has.
+
+        Args:
+            num_tokens: Of this step, if it is one that says what prefill costs.
+
+        """
+        return PrefillTime(0, 0.0)
+
+    def take_copy_times(self) -> Times:
+        """Of the copies, and of the waits for loads, that ended since the last call."""
+        return {}
+
+
+def _nothing() -> None:
+    pass
+
+
+class InOrder(CopyOrder):
+    """For devices without streams: every copy ends before the next begins."""
+
+    def __init__(self) -> None:
+        self._times: Times = {}
+
+    def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
+        for kind, copy, num_blocks in (
+            ("store", copies.store, len(plan.store_slots)),
+            ("load", copies.load, len(plan.load_slots)),
+            ("load_ahead", copies.load_ahead, len(plan.ahead_slots)),
+            ("clean", copies.clean, len(plan.clean_slots)),
+        ):
+            begun = time.perf_counter()
+            copy(_nothing)
+            seconds = time.perf_counter() - begun
+            if num_blocks:
+                time_taken = CopyTime(num_blocks, seconds)
+                self._times[kind, plan.seq] = time_taken
+                if kind == "load":
+                    self._times["stall", plan.seq] = time_taken
+
+    def finish(self) -> None:
+        pass
+
+    def take_copy_times(self) -> Times:
+        times, self._times = self._times, {}
+        return times

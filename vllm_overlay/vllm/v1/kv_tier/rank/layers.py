@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention layers that wait for their own part of a step's loads.
+
+The loads of a step run in the order of the layers. With them waited for layer by
+layer, the first layers compute while the last ones are still on the way.
+
+That needs Python to run at every layer, which it does not where one CUDA graph holds
+the whole forward pass. `HostTier` arms the waits only for steps that cannot run as
+one; `disarm` tells whether all layers came by, and if not, the loads count as failed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.memory.regions import Region, flatten
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+
+class End(Protocol):
+    """Of a part of the loads."""
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Make `stream` wait for it."""
+
+
+class LayerWaits:
+    """What each layer of a rank waits for.
+
+    Args:
+        regions: By layer name, the last region that the layer reads.
+        max_decode_tokens: Tokens that a request may have in a step that one CUDA
+            graph may hold.
+
+    """
+
+    def __init__(self, regions: Mapping[str, int], max_decode_tokens: int) -> None:
+        self.regions = regions
+        self.max_decode_tokens = max_decode_tokens
+        self.is_armed = False
+        self._ends: Sequence[End] = ()
+        self._part_of: dict[str, int] = {}
+        self._num_waited = 0
+
+    def arm(self, parts: Sequence[range], ends: Sequence[End]) -> None:
+        """Let the layers of this step wait.
+
+        Args:
+            parts: Regions of each part of the loads, in order, all of them.
+            ends: When each part has come.
+
+        """
+        part_of_region = [i for i, part in enumerate(parts) for _ in part]
+        self._part_of = {
+            layer: part_of_region[region] for layer, region in self.regions.items()
+        }
+        self._ends = ends
+        self._num_waited = 0
+        self.is_armed = True
+
+    def wait(self, layer: str) -> None:
+        part = self._part_of.pop(layer, -1)
+        # Parts end in order.
+        if part >= self._num_waited:
+            self._ends[part].wait(torch.cuda.current_stream())
+            self._num_waited = part + 1
+
+    def disarm(self) -> bool:
+        """The step is queued. Returns whether every layer came by."""
+        self.is_armed = False
+        self._ends = ()
+        return not self._part_of
+
+
+def make_layer_waits(
+    vllm_config: "VllmConfig", regions: Sequence[Region]
+) -> LayerWaits | None:
+    """The waits of this rank, or None where steps must wait for all their loads."""
+    reason = next(_obstacles(vllm_config), None)
+    layers: dict[str, int] = {}
+    if reason is None:
+        context = vllm_config.compilation_config.static_forward_context
+        for name, layer in context.items():
+            last = max(_regions_of(layer, regions), default=None)
+            if last is None:
+                continue
+            if not hasattr(layer, "impl"):
+                reason = f"{type(layer).__name__} is no attention layer"
+                break
+            layers[name] = last
+    if reason is not None:
+        logger.info("KV tier: steps wait for all their loads at once: %s.", reason)
+        return None
+    return LayerWaits(layers, max_decode_tokens=1)
+
+
+def _obstacles(vllm_config: "VllmConfig") -> Iterator[str]:
+    """Why Python may not run at each layer, or something else may read blocks."""
+    mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+    if mode is None or mode.mixed_mode().name == "FULL":
+        yield "one CUDA graph may hold the forward pass"
+    if vllm_config.speculative_config is not None:
+        yield "speculative decoding reads blocks in steps of its own"
+    if vllm_config.kv_transfer_config is not None:
+        yield "a KV connector reads blocks too"
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "use_ubatching", False) or getattr(
+        parallel, "enable_dbo", False
+    ):
+        yield "micro-batches compute on several streams"
+
+
+def _regions_of(layer: Any, regions: Sequence[Region]) -> Iterator[int]:
+    """Indices of the regions that lie where the KV cache of `layer` does."""
+    for tensor in flatten(getattr(layer, "kv_cache", ())):
+        start, end = _extent(tensor)
+        for i, region in enumerate(regions):
+            first, last = _extent(region.blocks)
+            if first < end and start < last:
+                yield i
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First address of a tensor, and the one behind its last."""
+    steps = ((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+    size = tensor.element_size()
+    return tensor.data_ptr(), tensor.data_ptr() + (sum(steps) + 1) * size

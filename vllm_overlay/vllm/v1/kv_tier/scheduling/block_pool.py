@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block pool that answers for device and host together.
+
+The life of a block beyond the device:
+
+    get_new_blocks takes a victim ── demote ──▶ store queued, key → host slot
+    get_cached_block finds only the slot ─────▶ the slot stands in the hit
+    allocate_slots keeps that request ─ promote ▶ device block, load queued; the
+                                                  request may wait for it
+    take_plan ends the step ── write ─────────▶ next victims stored ahead
+
+Everything a step needs moved is in its `StepPlan`. A key is registered the moment
+its copy is queued, since the workers put copies and compute in order.
+
+This module has what upstream calls for each block and each step. What is decided there
+belongs to the room `scheduling`, a module for each state.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm.distributed.kv_events import EventPublisher
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.kv_tier.config import KVTierLayout
+from vllm.v1.kv_tier.eviction.by_name import make_policy
+from vllm.v1.kv_tier.plan import StepPlan, StepReport
+from vllm.v1.kv_tier.scheduling.admission import Admission
+from vllm.v1.kv_tier.scheduling.costs import Costs
+from vllm.v1.kv_tier.scheduling.draft import PlanDraft
+from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
+from vllm.v1.kv_tier.scheduling.loading import Loader
+from vllm.v1.kv_tier.scheduling.losses import LoadBreaker, LostBlocks
+from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
+from vllm.v1.kv_tier.scheduling.promotion import Promotion
+from vllm.v1.kv_tier.scheduling.releasing import Releasing
+from vllm.v1.kv_tier.scheduling.slots import SlotTable
+from vllm.v1.kv_tier.scheduling.storing import BlockStorer
+from vllm.v1.kv_tier.scheduling.waiting import WaitingRoom
+from vllm.v1.kv_tier.scheduling.writing import Cleaner, Writer, WriteThrough
+from vllm.v1.kv_tier.stats import KVTierStats
+from vllm.v1.request import Request
+
+
+class TieredBlockPool(BlockPool):
+    """A `BlockPool` whose evicted blocks live on in host slots.
+
+    Args:
+        layout: Slots and settings of the host tier.
+        **kwargs: As for `BlockPool`.
+
+    """
+
+    def __init__(self, layout: KVTierLayout, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        config, tuning = layout.config, layout.tuning
+        self.slot_bytes = layout.slot_bytes
+        # Not all releases have metrics of single blocks.
+        self._tells_evictions = self.enable_kv_cache_events or (
+            getattr(self, "metrics_collector", None) is not None
+        )
+        self._stats = stats = KVTierStats()
+        self.costs = Costs(
+            layout.load_s,
+            config.max_load_stall_s,
+            layout.layerwise,
+            layout.tokens_per_block,
+            tuning,
+        )
+        policy = make_policy(config.eviction_policy, layout.num_slots)
+        self.host = SlotTable(layout.num_slots, policy)
+        self._draft = PlanDraft(self.num_gpu_blocks)
+        self.free = FreeBlocks(self)
+        # What both tiers hold, and as much of what they have dropped.
+        num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
+        self.admission: Admission | None = None
+        if config.store_from_use > 1:
+            self.admission = Admission(config.store_from_use, num_keys)
+        self.storer = BlockStorer(
+            self, self.host, self._draft, self.admission, self._stats
+        )
+        self._writes_through = config.store_policy == "write_through"
+        self.writer: Writer = (
+            WriteThrough(self._draft, self.storer)
+            if self._writes_through
+            else Cleaner(self, self.free, self.host, self._draft, self.storer, tuning)
+        )
+        self.prefetches = Prefetches(self.costs, tuning)
+        self.releasing = Releasing(
+            self, self.free, self.host, self.storer, self.prefetches, num_keys, stats
+        )
+        num_spare = int(tuning.spare * self.num_gpu_blocks)
+        self.waiting = WaitingRoom(
+            self.costs, self.prefetches, self._draft, tuning, num_spare
+        )
+        loader = Loader(
+            self,
+            self.free,
+            self.host,
+            self._draft,
+            self.prefetches,
+            self.costs,
+            self.writer,
+            self._stats,
+            tuning,
+        )
+        self._promotion = Promotion(
+            self,
+            self._draft,
+            loader,
+            self.waiting,
+            self.prefetches,
+            self.writer,
+            self.admission,
+            self.releasing,
+            self._stats,
+            tuning,
+        )
+        self._breaker = LoadBreaker(tuning)
+        self.lost = LostBlocks()
+        self._demoting = False
+        self._serves_host = True
+
+    # ------------------------------------------------------------------ a step
+
+    def begin_step(self) -> None:
+        """The scheduler starts to plan a step."""
+        self._draft.begin()
+        self.releasing.begin_step()
+        self._serves_host = not (
+            self.costs.recompute or self._breaker.is_open(self.costs.clock())
+        )
+
+    def take_plan(self, is_idle: bool = False) -> StepPlan:
+        """End the step: its copies and fences.
+
+        Args:
+            is_idle: The step runs nothing, so there is time.
+
+        """
+        self.writer.write(is_idle)
+        plan = self._draft.finish()
+        self._stats.stored_blocks += len(plan.store_slots) + len(plan.clean_slots)
+        self._stats.loaded_blocks += len(plan.load_slots)
+        self._stats.loaded_ahead_blocks += len(plan.ahead_slots)
+        self.host.unpin_all()
+        if self.prefetches:
+            self.prefetches.forget(self._draft.prefetch_fence)
+        return plan
+
+    # ------------------------------------------------------------------ lookup
+
+    def get_cached_block(
+        self, block_hash: BlockHash, kv_cache_group_ids: list[int]
+    ) -> list[KVCacheBlock] | None:
+        """As upstream; a `HostSlot` stands for a block that only the host has."""
+        blocks: list[KVCacheBlock] = []
+        for group_id in kv_cache_group_ids:
+            key = make_block_hash_with_group_id(block_hash, group_id)
+            block = self.cached_block_hash_to_block.get_one_block(key)
+            if block is None:
+                block = self.host.get(key)
+                if block is None:
+                    return None
+                if not self._serves_host:
+                    self._stats.recomputed_lookups += 1
+                    return None
+            blocks.append(block)
+        return blocks
+
+    # ----------------------------------------------------------------- promote
+
+    def promote(
+        self,
+        request: Request,
+        managers: Sequence[Any],
+        computed_blocks: tuple[Sequence[KVCacheBlock], ...],
+        num_local_tokens: int,
+        num_external_tokens: int,
+        num_new_tokens: int,
+        has_scheduled_reqs: bool,
+    ) -> tuple[Sequence[KVCacheBlock], ...] | None:
+        """Turn the host slots of a prefix hit into cached device blocks, see
+        `Promotion.promote`."""
+        return self._promotion.promote(
+            request,
+            managers,
+            computed_blocks,
+            num_local_tokens,
+            num_external_tokens,
+            num_new_tokens,
+            has_scheduled_reqs,
+        )
+
+    def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
+        """Whether `request` waits for loads that are still on their way. Saves the
+        lookup of its prefix."""
+        return has_scheduled_reqs and self.waiting.is_loading(request)
+
+    def load_ahead(
+        self,
+        managers: Sequence[Any],
+        computed_blocks: tuple[Sequence[KVCacheBlock], ...],
+        num_tokens: int,
+    ) -> None:
+        """Begin to load the hit of a request that lacks blocks, see
+        `Promotion.prefetch`."""
+        self._promotion.prefetch(managers, computed_blocks, num_tokens)
+
+    # ------------------------------------------------------------------ demote
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """As upstream; the content of cached victims goes to host slots."""
+        if self.prefetches:
+            self.free.pass_over(num_blocks, self.prefetches.is_kept)
+        self.writer.allocated(num_blocks)
+        self._demoting = True
+        try:
+            return super().get_new_blocks(num_blocks)
+        finally:
+            self._demoting = False
+
+    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
+        # Upstream calls this for victims and for content that turned invalid.
+        if not self._demoting:
+            self.storer.invalidate(block)
+            return super()._maybe_evict_cached_block(block)
+        draft = self._draft
+        if draft.loads or draft.prefetches:
+            draft.call_off_load(block)
+        key, several = block.block_hash, self.cached_block_hashes_by_block
+        if key is not None and (several or self.host.get(key) is None):
+            self.storer.demote(block)
+        if several or self._tells_evictions:
+            return super()._maybe_evict_cached_block(block)
+        # The same for blocks of one key while nobody listens, in half of the time.
+        if key is not None:
+            self.cached_block_hash_to_block.pop(key, block.block_id)
+            block.reset_hash()
+        # Copies of what a reset forgot may still be under way.
+        self._overwrites(block)
+        return key is not None
+
+    def _remove_cached_block_hashes(
+        self, block: KVCacheBlock
+    ) -> list[BlockHashWithGroupId]:
+        # Whoever takes the keys away is about to overwrite the block.
+        self._overwrites(block)
+        return super()._remove_cached_block_hashes(block)
+
+    def _overwrites(self, block: KVCacheBlock) -> None:
+        if self.prefetches:
+            self.prefetches.claim((block,))
+        if self.storer.released:
+            self.storer.released.discard(block.block_id)
+        self._draft.overwrites(block)
+
+    def free_blocks(
+        self, ordered_blocks: Iterable[KVCacheBlock], **kwargs: Any
+    ) -> None:
+        """As upstream; remembers which steps may still use the blocks."""
+        blocks = list(ordered_blocks)
+        self._draft.free(blocks)
+        if self._draft.in_step:
+            self.free.leave_place(blocks)
+        super().free_blocks(blocks, **kwargs)
+        if self.lost.in_use:
+            self._withdraw_lost()
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As upstream; remembers for whom the blocks are computed."""
+        place = (num_cached_blocks, num_full_blocks)
+        super().cache_full_blocks(request, blocks, *place, *args, **kwargs)
+        self.releasing.computed(request, blocks[num_cached_blocks:num_full_blocks])
+
+    def _insert_block_hash(
+        self,
+        block_hash_with_group_id: BlockHashWithGroupId,
+        block: KVCacheBlock,
+        num_tokens: int | None,
+    ) -> None:
+        # A block without a primary key has no other.
+        if block.block_hash is not None and self.cached_block_hash_to_block.contain(
+            block_hash_with_group_id, block.block_id
+        ):
+            return
+        super()._insert_block_hash(block_hash_with_group_id, block, num_tokens)
+        self._draft.hashed(block)
+        if self.admission is not None:
+            self.admission.use(block_hash_with_group_id)
+        if self._writes_through:
+            self.writer.used(block)
+
+    # ------------------------------------------------------------ what is void
+
+    def reset_prefix_cache(self) -> bool:
+        """As upstream; the host tier is cleared only when the device cache is."""
+        if not super().reset_prefix_cache():
+            return False
+        self._clear_host()
+        return True
+
+    def _clear_host(self) -> None:
+        self.storer.drop_all()
+        self.writer.forget()
+
+    def apply_report(self, report: StepReport) -> int | None:
+        """Take back what failed copies left without content.
+
+        Returns:
+            None if no load failed. Else everything computed since is void, which is
+            the output of plans up to the one returned: the caller must drop it, and
+            make every running request start over.
+
+        """
+        self.costs.take(report)
+        self._breaker.take(report, self.costs.clock())
+        self._stats.record_report(report)
+        if report.lost_blocks is not None:
+            self._switch_off(report.lost_blocks)
+        for index, seq in report.failed_store_slots.items():
+            slot = self.host.at(index)
+            if slot is not None and slot.store_seq == seq:
+                self.storer.drop(slot)
+        failed = report.failed_load_seq
+        if failed is None:
+            return None
+        for block in self.blocks:
+            if block.block_hash is not None and (
+                self._draft.computed_by[block.block_id] >= failed
+            ):
+                self._maybe_evict_cached_block(block)
+        for slot in self.host.filled():
+            if max(slot.store_seq, self.host.last_load(slot)) >= failed:
+                self.storer.drop(slot)
+        return self._draft.seq - 1
+
+    def _switch_off(self, lost_blocks: Iterable[int]) -> None:
+        """A rank copies no more: do without host slots from now on.
+
+        Args:
+            lost_blocks: Device blocks that a load may overwrite whenever it likes.
+
+        """
+        self.storer.drop_all()
+        self.host.close()
+        self.lost.add(lost_blocks)
+        self._withdraw_lost()
+
+    def _withdraw_lost(self) -> None:
+        """Make the device cache smaller by the lost blocks that are free."""
+        for block in self.lost.take_free(self.blocks):
+            self._maybe_evict_cached_block(block)
+            self.free.leave_place([block])
+            self.free.remove([block])
+            block.ref_cnt = 1
+            self.num_gpu_blocks -= 1
+
+    @property
+    def num_lost_blocks(self) -> int:
+        """Device blocks that nobody can have any more, or soon."""
+        return len(self.lost.withdrawn) + len(self.lost.in_use)
+
+    # -------------------------------------------------------- events and stats
+
+    def serve_late_subscribers(self, publisher: EventPublisher) -> None:
+        """Nobody follows this pool; see `PublishingBlockPool`."""
+
+    def take_stats(self) -> KVTierStats:
+        """What happened since the last call."""
+        stats = self._stats.take()
+        stats.slots_total = self.host.num_slots
+        stats.slots_used = len(self.host)
+        stats.slot_bytes = self.slot_bytes
+        stats.cleaner_backlog_blocks = self.writer.backlog
+        stats.load_seconds_per_block = self.costs.load_s
+        stats.prefill_seconds_per_block = self.costs.prefill_s
+        stats.evicted_slots, self.host.num_evicted = self.host.num_evicted, 0
+        return stats

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a load is worth it, and when a step should not wait for it.
+
+Costs are measured: seconds to load a block from calibration at start and from
+the prefetches since, seconds to compute one from the prefill steps since, and how long
+a step takes in which requests join that have little to compute.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from vllm.v1.kv_tier.plan import StepReport
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+
+
+@dataclass(eq=False)
+class QueuedLoad:
+    """Loads of one plan, as the scheduler sees them: on their way until `end`."""
+
+    kind: str
+    """`load` or `load_ahead`, as in `StepReport.times`."""
+    seq: int
+    num_blocks: int
+    end: float
+    """When they will have ended, as far as one can tell; later: when they had."""
+
+
+class Link:
+    """What is on its way from the host to the device, and until when.
+
+    Loads come one after the other. The estimate of each is that of the one before and
+    its own time; whatever a report says to have ended corrects all that are behind.
+
+    Args:
+        clock: Seconds, monotonic.
+
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._queue: deque[QueuedLoad] = deque()
+        self._free_at = 0.0
+
+    def end_of(self, seconds: float) -> float:
+        """When loads of `seconds`, queued now, would end."""
+        return max(self.clock(), self._free_at) + seconds
+
+    def queue(
+        self, kind: str, seq: int, num_blocks: int, seconds: float, not_before: float
+    ) -> QueuedLoad:
+        """Loads of `num_blocks` are queued.
+
+        Args:
+            kind: As in `QueuedLoad`.
+            seq: Of their plan.
+            num_blocks: How many.
+            seconds: That they take.
+            not_before: When what they wait for will have ended.
+
+        """
+        now = self.clock()
+        if self._free_at <= now:
+            # Nobody told of their end, but they must have come.
+            self._queue.clear()
+        self._free_at = max(now, self._free_at, not_before) + seconds
+        load = QueuedLoad(kind, seq, num_blocks, self._free_at)
+        self._queue.append(load)
+        return load
+
+    def ended(self, kind: str, seq: int, load_s: float) -> None:
+        """A report says that these loads have ended, and so all of `kind` before.
+
+        Args:
+            kind: As in `QueuedLoad`.
+            seq: Of their plan.
+            load_s: Seconds that each block behind them takes.
+
+        """
+        now = self.clock()
+        left: deque[QueuedLoad] = deque()
+        free_at = now
+        for load in self._queue:
+            if load.kind == kind and load.seq <= seq:
+                load.end = min(load.end, now)
+                continue
+            free_at += load.num_blocks * load_s
+            load.end = min(load.end, free_at)
+            left.append(load)
+        self._queue = left
+        self._free_at = left[-1].end if left else min(self._free_at, now)
+
+
+class Costs:
+    """Costs of loads, and what they say.
+
+    Args:
+        load_s: Seconds to load one block, as measured at start; 0: unknown.
+        max_stall_s: How long a step with other requests may wait for loads.
+            Infinite: every load is waited for in its step.
+        layerwise: Whether layers wait for their own part of the loads of a step, so
+            that these cost nothing while the layers before compute.
+        tokens_per_block: Tokens whose KV takes one block.
+        tuning: How fast costs follow measurements.
+
+    """
+
+    def __init__(
+        self,
+        load_s: float,
+        max_stall_s: float,
+        layerwise: bool = False,
+        tokens_per_block: float = 1.0,
+        tuning: SchedulingTuning | None = None,
+    ) -> None:
+        self.load_s = load_s
+        self.prefill_s = 0.0
+        """Seconds to compute one block; 0 until measured."""
+        self.join_s: dict[int, float] = {}
+        """Seconds of a step in which requests join with little to compute, by the bit
+        length of its number of tokens."""
+        self.max_stall_s = max_stall_s
+        self.layerwise = layerwise
+        self._tokens_per_block = tokens_per_block
+        self._tuning = tuning or SchedulingTuning()
+        self._calibrated_s = load_s
+        self._link = Link(time.monotonic)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds, monotonic."""
+        return self._link.clock
+
+    @clock.setter
+    def clock(self, clock: Callable[[], float]) -> None:
+        self._link.clock = clock
+
+    def queue(
+        self, seq: int, num_blocks: int, num_stores: int, prefetch: bool
+    ) -> QueuedLoad:
+        """Loads were queued.
+
+        Args:
+            seq: Of their plan.
+            num_blocks: To load.
+            num_stores: Stores that must read these blocks before. They take about as
+                long, but in the other direction of the link.
+            prefetch: Whether they are for a request of a later step.
+
+        """
+        return self._link.queue(
+            "load_ahead" if prefetch else "load",
+            seq,
+            num_blocks,
+            num_blocks * self.load_s,
+            not_before=self.clock() + num_stores * self.load_s,
+        )
+
+    def end_of(self, num_blocks: int) -> float:
+        """When loads of `num_blocks`, queued now, would end."""
+        return self._link.end_of(num_blocks * self.load_s)
+
+    def stalls(self, end: float, hidden_s: float = 0.0) -> bool:
+        """Whether a step planned now would wait too long for loads until `end`.
+
+        Args:
+            end: When they will have ended.
+            hidden_s: Seconds of the step that pass anyway before it waits for the last.
+
+        """
+        return end - self.clock() - hidden_s > self.max_stall_s
+
+    def hidden_s(self, num_tokens: int) -> float:
+        """How long a step computes while its own loads come.
+
+        Args:
+            num_tokens: That the joining request computes in it.
+
+        """
+        # A step without prefill may be one CUDA graph.
+        if not self.layerwise or num_tokens <= 1:
+            return 0.0
+        # Above some size steps are not replayed as graphs, and take longer to launch
+        # than to compute.
+        sizes = [size for size in self.join_s if size <= num_tokens.bit_length()]
+        join_s = self.join_s[max(sizes)] if sizes else 0.0
+        return max(join_s, num_tokens / self._tokens_per_block * self.prefill_s)
+
+    @property
+    def recompute(self) -> bool:
+        """Whether computing a block takes less time than loading it."""
+        return 0 < self.prefill_s < self.load_s
+
+    def take(self, report: StepReport) -> None:
+        """Take in what the workers measured."""
+        self._take_loads(report)
+        prefill = report.prefill
+        if prefill.num_tokens:
+            cost = prefill.seconds / prefill.num_tokens * self._tokens_per_block
+            weight = self._tuning.cost_weight if self.prefill_s else 1
+            self.prefill_s += weight * (cost - self.prefill_s)
+        for size, cost in report.joins.items():
+            known = self.join_s.get(size, cost)
+            weight = self._tuning.slow_join_weight if cost > known else 1
+            self.join_s[size] = known + weight * (cost - known)
+
+    def _take_loads(self, report: StepReport) -> None:
+        weight = self._tuning.cost_weight
+        ended = [key for key in report.times if key[0] in ("load", "load_ahead")]
+        times = [report.times[key] for key in ended if key[0] == "load_ahead"]
+        times = [time for time in times if time.num_blocks]
+        if times:
+            num_blocks = sum(time.num_blocks for time in times)
+            cost = sum(time.seconds for time in times) / num_blocks
+            self.load_s += weight * (cost - self.load_s)
+        elif self.recompute:
+            # Without loads nothing is measured: forget a busy link by and by.
+            self.load_s += weight * (self._calibrated_s - self.load_s)
+        for kind, seq in _last_of_each_kind(ended):
+            self._link.ended(kind, seq, self.load_s)
+
+
+def _last_of_each_kind(keys: Iterable[tuple[str, int]]) -> Iterable[tuple[str, int]]:
+    return {kind: seq for kind, seq in sorted(keys)}.items()

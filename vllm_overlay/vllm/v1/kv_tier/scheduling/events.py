@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache events of both tiers, in one stream.
+
+Upstream's pool tells what the device caches while it has the request at hand. A block
+goes to the host and comes back without one, so what an event must say is kept for each
+key, encoded, as long as one of the tiers has the key.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby, islice
+from typing import Any
+
+import msgspec
+
+from vllm.distributed.kv_events import (
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+)
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+)
+from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
+from vllm.v1.request import Request
+
+MEDIUM_CPU = "CPU"
+"""As upstream names host memory, in the releases that have a name for it."""
+
+TOLD_AT_ONCE = 2_048
+"""Keys that a step tells anew, beside what it has changed itself; the rest follows with
+the next ones. That keeps steps short, and batches within what routers take: 4,096
+events and 16 MiB in vllm-router."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(BlockStored).decode
+
+
+class TierEvents:
+    """Completes the event queue of a pool with what the tier does.
+
+    Upstream's events of computed blocks stay in the queue, with the `medium` of the
+    device, and a promotion stores there. The rest is told once a step, as what has
+    changed since the step before: a block that is given a host slot is stored on `CPU`,
+    and what a tier has no more is removed there. One event stores neighbours of a
+    chain, in whatever order they came, parents before children; one event removes what
+    a group of a tier has lost. `AllBlocksCleared` clears both.
+
+    A key is stored on a medium when the first block has it and removed when the last
+    one has gone, however many the device has with the same key. So it makes no
+    difference whether a follower counts.
+
+    Whoever comes later than upstream's replay buffer reaches back is blind for what was
+    told before. `tell_all_anew` tells it again, as ordinary events: `AllBlocksCleared`,
+    then what is stored. For others that is a reset, from which they recover with the
+    next steps.
+
+    Args:
+        pool: Whose queue.
+        table: The slots; this listens to them.
+
+    """
+
+    def __init__(self, pool: BlockPool, table: SlotTable) -> None:
+        self._pool = pool
+        self._table = table
+        # Not all releases have a name for it.
+        self._device_medium: str = getattr(pool, "medium", MEDIUM_GPU)
+        # The event that stores each key, and it alone.
+        self._descriptions: dict[BlockHashWithGroupId, bytes] = {}
+        self._told: dict[str, set[BlockHashWithGroupId]] = {
+            self._device_medium: set(),
+            MEDIUM_CPU: set(),
+        }
+        """What followers believe to be on each tier."""
+        # Where they may be wrong, in the order in which it came to be.
+        self._touched: dict[BlockHashWithGroupId, None] = {}
+        self._num_behind = 0
+        self._anew_wanted = False
+        table.listeners.append(self)
+
+    @property
+    def num_described(self) -> int:
+        """Keys that something is remembered of: those of both tiers."""
+        return len(self._descriptions)
+
+    # ------------------------------------------------- what upstream's pool has told
+
+    def block_range_cached(
+        self,
+        request: Request,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None,
+    ) -> None:
+        """`cache_full_blocks` has told of these blocks: keep the parts of its event.
+
+        Where followers know some of them already, the rest is told anew.
+        """
+        event = self._pool.kv_event_queue[-1]
+        assert isinstance(event, BlockStored)
+        places = [
+            i
+            for i in range(num_full_blocks - num_cached_blocks)
+            if not blocks[num_cached_blocks + i].is_null
+            and (block_mask is None or block_mask[i])
+        ]
+        hashes = self._hashes(request, block_size)
+        keys = []
+        for n, place in enumerate(places):
+            i = num_cached_blocks + place
+            key = make_block_hash_with_group_id(hashes[i], kv_cache_group_id)
+            keys.append(key)
+            if key not in self._descriptions:
+                start = place * block_size
+                self._descriptions[key] = _encode(
+                    msgspec.structs.replace(
+                        event,
+                        parent_block_hash=(
+                            maybe_convert_block_hash(hashes[i - 1]) if i else None
+                        ),
+                        token_ids=event.token_ids[start : start + block_size],
+                        **{name: [v[n]] for name, v in _by_block(event).items()},
+                    )
+                )
+        self._told_by_upstream(keys)
+
+    def partial_block_cached(self, key: BlockHashWithGroupId) -> None:
+        """`cache_partial_block` has told of a block: keep its event."""
+        event = self._pool.kv_event_queue[-1]
+        if isinstance(event, BlockStored):
+            self._descriptions.setdefault(key, _encode(event))
+            self._told_by_upstream([key])
+
+    def hit_told(
+        self,
+        num_events: int,
+        request: Request,
+        num_cached_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+    ) -> None:
+        """Upstream has told a prefix hit again, as if the device had all of it: tell
+        each block as on the tier that has it.
+
+        Args:
+            num_events: Events in the queue before upstream told.
+            request: Whose hit.
+            num_cached_blocks: Blocks of the hit.
+            block_size: Tokens of each.
+            kv_cache_group_id: Their group.
+
+        """
+        hashes = self._hashes(request, block_size)
+        keys = [
+            make_block_hash_with_group_id(hashes[i], kv_cache_group_id)
+            for i in range(num_cached_blocks)
+        ]
+        media = [self._medium_of(key) for key in keys]
+        if MEDIUM_CPU not in media:
+            return
+        queue = self._pool.kv_event_queue
+        del queue[num_events:]
+        for medium, run in groupby(zip(media, keys), key=lambda each: each[0]):
+            if medium is not None:
+                found = [key for _, key in run]
+                self._tell_stored(found, medium)
+                self._told[medium].update(found)
+        if "session_id" in BlockStored.__struct_fields__:
+            for event in queue[num_events:]:
+                assert isinstance(event, BlockStored)
+                event.session_id = request.session_id
+
+    def removed_from_device(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """A device block has lost these; there may be others that have them."""
+        self._touched.update(dict.fromkeys(keys))
+
+    def all_cleared(self) -> None:
+        """Both tiers are empty, and the last event said so for both."""
+        self._num_behind = 0
+        self._anew_wanted = False
+        self._descriptions.clear()
+        self._touched.clear()
+        for told in self._told.values():
+            told.clear()
+
+    # ------------------------------------------------------- what the tier moves
+
+    def filled(self, slot: HostSlot) -> None:
+        self._touched.update(dict.fromkeys(slot.keys))
+
+    def loaded(self, slots: Sequence[HostSlot]) -> None:
+        keys = [key for slot in slots for key in slot.keys]
+        if self._num_behind:
+            self._touched.update(dict.fromkeys(keys))
+            return
+        # At once: what is computed behind these is told by upstream, in this step.
+        told = self._told[self._device_medium]
+        keys = [key for key in keys if key not in told]
+        self._tell_stored(keys, self._device_medium)
+        told.update(keys)
+
+    def forgotten(self, slot: HostSlot) -> None:
+        self._touched.update(dict.fromkeys(slot.keys))
+
+    # -------------------------------------------------------------------- events
+
+    def _hashes(self, request: Request, block_size: int) -> Any:
+        """Of the blocks of a group with `block_size`, as a sequence."""
+        # Not all releases have blocks of several sizes.
+        hash_block_size = self._pool.hash_block_size
+        if block_size == hash_block_size:
+            return request.block_hashes
+        from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+
+        return BlockHashListWithBlockSize(
+            request.block_hashes, hash_block_size, block_size
+        )
+
+    def _medium_of(self, key: BlockHashWithGroupId) -> str | None:
+        """Of the tier that lookups would find `key` on."""
+        if self._pool.cached_block_hash_to_block.get_one_block(key) is not None:
+            return self._device_medium
+        return MEDIUM_CPU if self._table.get(key) is not None else None
+
+    def tell_all_anew(self) -> None:
+        """Tell everything again, from the next step on. Any thread may ask for it."""
+        self._anew_wanted = True
+
+    def _forget_what_was_told(self) -> None:
+        self._anew_wanted = False
+        self._pool.kv_event_queue[:] = [AllBlocksCleared()]
+        for told in self._told.values():
+            told.clear()
+        # Descriptions are in the order of computation: parents come first.
+        self._touched = dict.fromkeys(self._descriptions)
+        self._num_behind = len(self._touched)
+
+    def tell_changes(self) -> None:
+        """Queue what followers do not know yet: due before events are taken."""
+        if self._anew_wanted:
+            self._forget_what_was_told()
+        num_new = len(self._touched) - self._num_behind
+        touched = list(islice(self._touched, TOLD_AT_ONCE + max(0, num_new)))
+        for key in touched:
+            del self._touched[key]
+        self._num_behind = len(self._touched)
+        on_device = self._pool.cached_block_hash_to_block.get_one_block
+        for medium, get in (
+            (self._device_medium, on_device),
+            (MEDIUM_CPU, self._table.get),
+        ):
+            told = self._told[medium]
+            stored = [k for k in touched if k not in told and get(k) is not None]
+            removed = [k for k in touched if k in told and get(k) is None]
+            self._tell_stored(stored, medium)
+            self._tell_removed(removed, medium)
+            told.update(stored)
+            told.difference_update(removed)
+        media = self._told.values()
+        for key in touched:
+            if not any(key in told for told in media):
+                self._descriptions.pop(key, None)
+
+    def _told_by_upstream(self, keys: list[BlockHashWithGroupId]) -> None:
+        """The last event stores `keys` on the device."""
+        told = self._told[self._device_medium]
+        if self._num_behind:
+            # Their parents may not have been told yet.
+            del self._pool.kv_event_queue[-1]
+            self._touched.update(dict.fromkeys(keys))
+            return
+        if not told.isdisjoint(keys):
+            del self._pool.kv_event_queue[-1]
+            keys = [key for key in keys if key not in told]
+            self._tell_stored(keys, self._device_medium)
+        told.update(keys)
+
+    def _tell_stored(self, keys: Iterable[BlockHashWithGroupId], medium: str) -> None:
+        """One event for each chain of `keys`."""
+        events = [_decode(self._descriptions[key]) for key in keys]
+        for event in events:
+            event.medium = medium
+        self._pool.kv_event_queue.extend(_chains(events))
+
+    def _tell_removed(self, keys: Iterable[BlockHashWithGroupId], medium: str) -> None:
+        """One event for each group of `keys`."""
+        queue = self._pool.kv_event_queue
+        events: dict[int, BlockRemoved] = {}
+        for key in keys:
+            group = get_group_id(key)
+            if group in events:
+                block_hash = maybe_convert_block_hash(get_block_hash(key))
+                events[group].block_hashes.append(block_hash)
+                continue
+            # Not all releases name the group, so upstream makes the event.
+            BlockPool._emit_block_removed_events(self._pool, [key])
+            event = queue[-1]
+            assert isinstance(event, BlockRemoved)
+            event.medium = medium
+            events[group] = event
+
+
+def _chains(events: list[BlockStored]) -> list[BlockStored]:
+    """Events of one block each, put together where one goes on where another ends.
+
+    Returns:
+        The events, none of them before the one that stores its parent.
+
+    """
+    ends = {_place(event, event.block_hashes[-1]) for event in events}
+    children: dict[Any, list[BlockStored]] = {}
+    heads = []
+    for event in reversed(events):
+        parent = _place(event, event.parent_block_hash)
+        if parent in ends:
+            children.setdefault(parent, []).append(event)
+        else:
+            heads.append(event)
+    chains = []
+    while heads:
+        chain = heads.pop()
+        chains.append(chain)
+        while following := children.pop(_place(chain, chain.block_hashes[-1]), None):
+            # All but one begin chains of their own, behind this one.
+            longer = next((e for e in following if _append(chain, e)), None)
+            heads += [event for event in following if event is not longer]
+    return chains
+
+
+def _place(event: BlockStored, block_hash: Any) -> tuple[int, Any]:
+    """Of a block among those of all groups."""
+    return getattr(event, "group_idx", None) or 0, block_hash
+
+
+def _by_block(event: BlockStored) -> dict[str, list[Any]]:
+    """Fields of `event` with an entry for each of its blocks."""
+    values = {name: getattr(event, name) for name in event.__struct_fields__}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, list)
+        and name != "token_ids"
+        and len(value) == len(event.block_hashes)
+    }
+
+
+def _append(event: BlockStored, other: BlockStored) -> bool:
+    """Append `other`, whose parent `event` ends with, if it is like that otherwise.
+
+    Returns:
+        Whether it is.
+
+    """
+    lists = ("token_ids", *_by_block(other))
+    for name in event.__struct_fields__:
+        ours, theirs = getattr(event, name), getattr(other, name)
+        if name in lists:
+            if not isinstance(ours, list):
+                return False
+        elif name != "parent_block_hash" and ours != theirs:
+            return False
+    for name in lists:
+        getattr(event, name).extend(getattr(other, name))
+    return True

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device's free queue, whose order is that of eviction."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class FreeBlocks:
+    """Takes blocks out of upstream's free queue, and puts them back.
+
+    Args:
+        pool: Whose queue.
+
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.cursor: KVCacheBlock | None = None
+        """Where the cleaner stopped. It goes on behind this block, unless that has
+        left its place."""
+
+    def __len__(self) -> int:
+        return self._pool.free_block_queue.num_free_blocks
+
+    def first(
+        self, num_blocks: int, after: KVCacheBlock | None = None
+    ) -> Iterator[KVCacheBlock]:
+        """The first of the free blocks, or of those after one; next victim first."""
+        queue = self._pool.free_block_queue
+        block = (after or queue.fake_free_list_head).next_free_block
+        for _ in range(num_blocks):
+            if block is None or block is queue.fake_free_list_tail:
+                return
+            yield block
+            block = block.next_free_block
+
+    def hold(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Nobody may take `blocks` until `release`."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self._pool.free_block_queue.remove(block)
+            block.ref_cnt += 1
+
+    def release(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """The opposite of `hold`, or of taking blocks: the free ones come last."""
+        freed = []
+        for block in blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                freed.append(block)
+        self.append(freed)
+
+    def remove(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Take free blocks out of the order of eviction."""
+        for block in blocks:
+            self._pool.free_block_queue.remove(block)
+
+    def append(self, blocks: list[KVCacheBlock]) -> None:
+        """`blocks`, taken out before, become the last victims."""
+        self.leave_place(blocks)
+        self._pool.free_block_queue.append_n(blocks)
+
+    def put_first(self, blocks: list[KVCacheBlock]) -> None:
+        """`blocks`, free, become the next victims, in this order."""
+        self.leave_place(blocks)
+        queue = self._pool.free_block_queue
+        head = queue.fake_free_list_head
+        for block in reversed(blocks):
+            queue.remove(block)
+            first = head.next_free_block
+            assert first is not None, "the tail of the queue is always there"
+            block.prev_free_block, block.next_free_block = head, first
+            head.next_free_block = first.prev_free_block = block
+            queue.num_free_blocks += 1
+
+    def leave_place(self, blocks: list[KVCacheBlock]) -> None:
+        """`blocks` go elsewhere: the cursor does not go with them."""
+        cursor = self.cursor
+        if cursor is not None and any(block is cursor for block in blocks):
+            self.cursor = None
+
+    def pass_over(
+        self, num_blocks: int, is_kept: Callable[[KVCacheBlock], bool]
+    ) -> None:
+        """Put what is kept behind the next `num_blocks` victims, if there are others.
+
+        Args:
+            num_blocks: That will be taken.
+            is_kept: Whether a block waits for the request that it is for.
+
+        """
+        passed = []
+        for block in self.first(len(self)):
+            if num_blocks == 0:
+                break
+            if is_kept(block):
+                passed.append(block)
+            else:
+                num_blocks -= 1
+        if passed:
+            self.remove(passed)
+            self.append(passed)

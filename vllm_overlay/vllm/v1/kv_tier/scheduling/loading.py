@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills device blocks from host slots, in the plan in the making."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.scheduling.costs import Costs
+from vllm.v1.kv_tier.scheduling.draft import PlanDraft
+from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
+from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
+from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.scheduling.writing import Writer
+from vllm.v1.kv_tier.stats import KVTierStats
+
+
+class Hole(NamedTuple):
+    """A block of a hit that only the host has."""
+
+    group: list[KVCacheBlock]
+    """Blocks of its group: where the loaded block belongs."""
+    place: int
+    """Index in `group`."""
+    slot: HostSlot
+
+
+class Loader:
+    """Loads slots into device blocks.
+
+    Args:
+        pool: Whose blocks.
+        free: Its free blocks.
+        table: The slots.
+        draft: The plan in the making.
+        prefetches: Is told of loads ahead.
+        costs: Is told of loads.
+        writer: Is told how many blocks loads take.
+        stats: Counts promoted blocks.
+        tuning: How many recently used blocks to pass over.
+
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        free: FreeBlocks,
+        table: SlotTable,
+        draft: PlanDraft,
+        prefetches: Prefetches,
+        costs: Costs,
+        writer: Writer,
+        stats: KVTierStats,
+        tuning: SchedulingTuning,
+    ) -> None:
+        self._pool = pool
+        self._free = free
+        self._table = table
+        self._draft = draft
+        self._prefetches = prefetches
+        self._costs = costs
+        self._writer = writer
+        self._stats = stats
+        self._num_recent = tuning.num_recent
+
+    def num_free(self, hits: Iterable[KVCacheBlock]) -> int:
+        """Blocks that can be loaded now without `hits`, and without those that this
+        step has freed and still uses."""
+        kept = {block.block_id for block in hits if block.ref_cnt == 0}
+        kept.update(b.block_id for b in self._draft.freed.values() if b.ref_cnt == 0)
+        return self._pool.get_num_free_blocks() - len(kept)
+
+    def load(
+        self, holes: Sequence[Hole], hits: Sequence[KVCacheBlock], prefetch: bool
+    ) -> None:
+        """Fill `holes` with device blocks whose loads are queued.
+
+        The new blocks are free and hashed, like any evictable hit.
+
+        Args:
+            holes: At least one, and no more than `num_free`.
+            hits: Device blocks of the same hit.
+            prefetch: For a request of a later step.
+
+        """
+        draft = self._draft
+        # Taking blocks evicts others: neither the device part of this hit nor
+        # its slots may be among them.
+        self._free.hold(hits)
+        slots = [hole.slot for hole in holes]
+        self._table.pin(slots)
+        num_stores = -len(draft.stores)
+        blocks = self._take_blocks(len(holes))
+        num_stores += len(draft.stores)
+        self._writer.allocated_for_loads(len(holes))
+        self._stats.promoted_blocks += len(holes)
+        draft.load(slots, blocks, prefetch)
+        insert = self._pool.cached_block_hash_to_block.insert
+        for hole, block in zip(holes, blocks):
+            hole.group[hole.place] = block
+            # As `_insert_block_hash` does with a block that has no key yet.
+            keys = hole.slot.keys
+            block.set_block_hash(keys[0], hole.slot.num_tokens)
+            insert(keys[0], block)
+            for key in keys[1:]:
+                BlockPool._insert_block_hash(self._pool, key, block, None)
+        self._table.mark_loaded(slots, draft.seq)
+        load = self._costs.queue(draft.seq, len(holes), num_stores, prefetch)
+        if prefetch:
+            self._prefetches.add(load, blocks)
+        self._free.release(hits)
+        self._free.release(blocks)
+
+    def _take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """New blocks, none of which this step uses."""
+        draft, free = self._draft, self._free
+        in_flight = draft.seq - 1
+        set_aside = [block for block in draft.freed.values() if block.ref_cnt == 0]
+        free.remove(set_aside)
+        # Loads into these would wait for the step in flight. Upstream reuses blocks
+        # without keys first.
+        recent = [
+            block
+            for block in free.first(self._num_recent)
+            if draft.used_by[block.block_id] == in_flight
+        ]
+        if num_blocks + len(recent) <= self._pool.get_num_free_blocks():
+            free.remove(recent)
+            set_aside += recent
+        draft.takes_for_loads = True
+        try:
+            blocks = self._pool.get_new_blocks(num_blocks)
+        finally:
+            draft.takes_for_loads = False
+        free.append(set_aside)
+        return blocks

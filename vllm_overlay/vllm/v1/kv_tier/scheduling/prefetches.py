@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that are loaded ahead, for requests of later steps."""
+
+from collections.abc import Iterable, Sequence
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.scheduling.costs import Costs, QueuedLoad
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+
+
+class _Prefetch:
+    """What one plan prefetches."""
+
+    def __init__(self, load: QueuedLoad) -> None:
+        self.last_load = load
+        self.block_ids: list[int] = []
+        self.num_unclaimed = 0
+
+    @property
+    def end(self) -> float:
+        return self.last_load.end
+
+
+class Prefetches:
+    """Which blocks are prefetched, until when, and which wait for their request.
+
+    They lie free and hashed in the free queue meanwhile, so that nothing leaks when
+    the request is aborted, and whoever hits them shares them.
+
+    Args:
+        costs: Knows the time.
+        tuning: How long blocks are kept.
+
+    """
+
+    def __init__(self, costs: Costs, tuning: SchedulingTuning) -> None:
+        self._costs = costs
+        self._claim_within_s = tuning.claim_within_s
+        self._by_plan: dict[int, _Prefetch] = {}
+        # Blocks that no request has taken yet, by id.
+        self._unclaimed: dict[int, _Prefetch] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_plan)
+
+    def add(self, load: QueuedLoad, blocks: Sequence[KVCacheBlock]) -> None:
+        """`load` fills `blocks`."""
+        prefetch = self._by_plan.get(load.seq)
+        if prefetch is None:
+            prefetch = self._by_plan[load.seq] = _Prefetch(load)
+        prefetch.last_load = load
+        prefetch.num_unclaimed += len(blocks)
+        for block in blocks:
+            prefetch.block_ids.append(block.block_id)
+            self._unclaimed[block.block_id] = prefetch
+
+    def end_of(self, seq: int) -> float:
+        """When the prefetches of plan `seq` will have ended, or had."""
+        prefetch = self._by_plan.get(seq)
+        return prefetch.end if prefetch is not None else 0.0
+
+    def claim(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Somebody takes `blocks`."""
+        unclaimed = self._unclaimed
+        if not unclaimed:
+            return
+        for block in blocks:
+            if (prefetch := unclaimed.pop(block.block_id, None)) is not None:
+                prefetch.num_unclaimed -= 1
+
+    def is_unclaimed(self, block: KVCacheBlock) -> bool:
+        """Whether `block` was prefetched, and no request has taken it yet."""
+        return block.block_id in self._unclaimed
+
+    def is_kept(self, block: KVCacheBlock) -> bool:
+        """Whether `block` waits for the request that it is for."""
+        prefetch = self._unclaimed.get(block.block_id)
+        return prefetch is not None and prefetch.end > self._kept_after
+
+    def num_kept(self, without: Iterable[KVCacheBlock] = ()) -> int:
+        """How many blocks wait for the request that they are for.
+
+        Args:
+            without: Blocks that do not count.
+
+        """
+        if not self._unclaimed:
+            return 0
+        limit = self._kept_after
+        kept = [p.num_unclaimed for p in self._by_plan.values() if p.end > limit]
+        num_kept = sum(kept)
+        return num_kept - sum(map(self.is_kept, without)) if num_kept else 0
+
+    @property
+    def _kept_after(self) -> float:
+        """Blocks whose loads ended before have been kept for long enough."""
+        return self._costs.clock() - self._claim_within_s
+
+    def forget(self, fence: int) -> None:
+        """The forward passes from now on come after prefetches of plans up to `fence`.
+
+        Those whose blocks still wait for a request are remembered all the same.
+        """
+        limit = self._kept_after
+        over = [
+            seq
+            for seq, prefetch in self._by_plan.items()
+            if seq <= fence and not (prefetch.num_unclaimed and prefetch.end > limit)
+        ]
+        for seq in over:
+            prefetch = self._by_plan.pop(seq)
+            for block_id in prefetch.block_ids:
+                if self._unclaimed.get(block_id) is prefetch:
+                    del self._unclaimed[block_id]

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which KV block lies in which host slot."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+
+
+class HostSlot(KVCacheBlock):
+    """A filled host slot, and the placeholder for it in a prefix scan.
+
+    As a placeholder it is never referenced, so upstream counts it as one block to
+    allocate, as it does an evictable device block.
+
+    Args:
+        index: Number of the slot in host memory.
+        keys: All prefix-cache keys of the block; the first is its primary one.
+        num_tokens: Prefix tokens that the primary key covers.
+        store_seq: Plan whose store fills the slot.
+
+    """
+
+    # One is made for every store: what is the same for all of them is the class's.
+    __slots__ = ("index", "keys", "num_tokens", "store_seq")
+    block_id = -1
+    ref_cnt = 0
+    prev_free_block = next_free_block = None
+    is_null = False
+
+    def __init__(
+        self,
+        index: int,
+        keys: tuple[BlockHashWithGroupId, ...],
+        num_tokens: int | None,
+        store_seq: int,
+    ) -> None:
+        self.index = index
+        self.keys = keys
+        self.num_tokens = num_tokens
+        self.store_seq = store_seq
+
+    @property
+    def block_hash(self) -> BlockHashWithGroupId:
+        return self.keys[0]
+
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        return self.num_tokens
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    __repr__ = object.__repr__
+
+
+class SlotListener(Protocol):
+    """Whoever must know what the host has."""
+
+    def filled(self, slot: HostSlot) -> None:
+        """A store into `slot` is queued; its keys can be found from now on."""
+
+    def loaded(self, slots: Sequence[HostSlot]) -> None:
+        """Loads from `slots` are queued; the device has their keys, too."""
+
+    def forgotten(self, slot: HostSlot) -> None:
+        """The keys of `slot` cannot be found any more."""
+
+
+def _is_pinned(key: object) -> bool:
+    """Of keys in the order of a policy, see `SlotTable._evict`: none."""
+    return False
+
+
+class SlotTable:
+    """Keys of the host tier, and the order in which they make room.
+
+    Args:
+        num_slots: Slots in host memory.
+        policy: Order of eviction; holds the primary key of every filled slot.
+
+    """
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+        self.num_slots = num_slots
+        self.num_evicted = 0
+        """Slots that have made room, since whoever reports it set this to 0."""
+        self.listeners: list[SlotListener] = []
+        self._policy = policy
+        self._slots: dict[BlockHashWithGroupId, HostSlot] = {}
+        # No method: asked for every block of every prefix, and for every victim.
+        self.get: Callable[[BlockHashWithGroupId], HostSlot | None] = self._slots.get
+        self._by_index: list[HostSlot | None] = [None] * num_slots
+        self._num_filled = 0
+        self._free = list(range(num_slots - 1, -1, -1))
+        # When each slot was last read; outlives its content, because a store
+        # into a reused slot must wait for that load.
+        self._load_seq = [0] * num_slots
+        self._pinned: set[BlockHashWithGroupId] = set()
+        # Pinned keys that the policy gave up. It gets them back when the plan is
+        # complete, so that no victim costs a search through all that is pinned.
+        self._aside: dict[BlockHashWithGroupId, None] = {}
+        # Slots that make room before those that the policy would choose.
+        self._released: dict[BlockHashWithGroupId, None] = {}
+        # Removed while pinned: the plan still copies from or to them.
+        self._free_after_plan: list[int] = []
+
+    def __len__(self) -> int:
+        return self._num_filled
+
+    def at(self, index: int) -> HostSlot | None:
+        """The content of slot `index`, if it is filled, and one of this table."""
+        return self._by_index[index] if index < self.num_slots else None
+
+    def filled(self) -> list[HostSlot]:
+        return [slot for slot in self._by_index if slot is not None]
+
+    def pin(self, slots: Iterable[HostSlot]) -> None:
+        """Keep `slots` until `unpin_all`: the plan in the making reads them.
+
+        The policy hears of the use now, so that it gives up others first.
+        """
+        hit = self._policy.hit
+        for slot in slots:
+            key = slot.keys[0]
+            self._pinned.add(key)
+            if key not in self._aside:
+                hit(key)
+            if self._released:
+                self._released.pop(key, None)
+
+    def unpin_all(self) -> None:
+        """The plan is complete."""
+        self._pinned.clear()
+        for key in self._aside:
+            self._policy.insert(key)
+            self._policy.hit(key)
+        self._aside.clear()
+        self._free.extend(self._free_after_plan)
+        self._free_after_plan.clear()
+
+    def is_pinned(self, slot: HostSlot) -> bool:
+        return slot.keys[0] in self._pinned
+
+    def mark_loaded(self, slots: Sequence[HostSlot], seq: int) -> None:
+        """The plan `seq` loads the blocks of `slots`, which are pinned."""
+        load_seq = self._load_seq
+        for slot in slots:
+            load_seq[slot.index] = seq
+        for listener in self.listeners:
+            listener.loaded(slots)
+
+    def last_load(self, slot: HostSlot) -> int:
+        """Last plan that read the memory of `slot`, for whatever content."""
+        return self._load_seq[slot.index]
+
+    def insert(
+        self,
+        keys: tuple[BlockHashWithGroupId, ...],
+        num_tokens: int | None,
+        seq: int,
+    ) -> HostSlot | None:
+        """Fill a slot, evicting another one when none is free. It is pinned.
+
+        Args:
+            keys: Keys of the block; none of them may be in the table.
+            num_tokens: Prefix tokens that the primary key covers.
+            seq: Plan that stores the block.
+
+        Returns:
+            The slot, or None when every slot is in use by the plan.
+
+        """
+        if not self._free and not self._evict():
+            return None
+        slot = HostSlot(self._free.pop(), keys, num_tokens, seq)
+        self._by_index[slot.index] = slot
+        self._num_filled += 1
+        for key in keys:
+            assert key not in self._slots
+            self._slots[key] = slot
+        self._policy.insert(keys[0])
+        self._pinned.add(keys[0])
+        for listener in self.listeners:
+            listener.filled(slot)
+        return slot
+
+    def _evict(self) -> bool:
+        # Every victim of a plan comes by here: no search for nothing.
+        if len(self._pinned) >= self._num_filled:
+            return False
+        if self._released:
+            self.num_evicted += 1
+            self.remove(self._slots[next(iter(self._released))])
+            return True
+        while (victim := self._policy.evict(_is_pinned)) in self._pinned:
+            self._aside[victim] = None  # type: ignore[index]
+        if victim is None:
+            return False
+        self.num_evicted += 1
+        self._forget(self._slots[victim])  # type: ignore[index]
+        return True
+
+    def release(self, slot: HostSlot) -> None:
+        """Let `slot` make room first, unless it is used before."""
+        key = slot.keys[0]
+        if key not in self._pinned:
+            self._released[key] = None
+
+    def remove(self, slot: HostSlot) -> None:
+        """The content of `slot` must not be served any more."""
+        if slot.keys[0] in self._aside:
+            del self._aside[slot.keys[0]]
+        else:
+            self._policy.remove(slot.keys[0])
+        self._forget(slot)
+
+    def close(self) -> None:
+        """Forget all slots, and fill none any more."""
+        for slot in self.filled():
+            self.remove(slot)
+        self.num_slots = 0
+        self._free.clear()
+        self._free_after_plan.clear()
+
+    def _forget(self, slot: HostSlot) -> None:
+        for key in slot.keys:
+            del self._slots[key]
+        if self._released:
+            self._released.pop(slot.keys[0], None)
+        self._by_index[slot.index] = None
+        self._num_filled -= 1
+        if slot.keys[0] in self._pinned:
+            self._pinned.remove(slot.keys[0])
+            self._free_after_plan.append(slot.index)
+        else:
+            self._free.append(slot.index)
+        for listener in self.listeners:
+            listener.forgotten(slot)

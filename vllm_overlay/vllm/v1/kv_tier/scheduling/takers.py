@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which scheduler classes take the tier's plan and send it with their steps."""
+
+import inspect
+from collections.abc import Iterator
+from types import FunctionType
+
+
+def takes_plans(scheduler: type) -> bool:
+    """Whether the steps of a scheduler class carry the tier's plan.
+
+    As far as the names in its code tell: `schedule` takes the plan, or hands on to the
+    `schedule` of a base class that does, or of some other object. Compiled code, which
+    cannot be read, has the benefit of the doubt.
+    """
+    for base in scheduler.__mro__:
+        schedule = vars(base).get("schedule")
+        if schedule is None or getattr(schedule, "__isabstractmethod__", False):
+            continue
+        schedule = inspect.unwrap(schedule)
+        if not inspect.isfunction(schedule):
+            return True
+        names = set(_names_in(schedule, scheduler, set()))
+        if "take_plan" in names:
+            return True
+        if "schedule" not in names:
+            return False
+    return True
+
+
+def _names_in(
+    function: FunctionType, owner: type, seen: set[FunctionType]
+) -> Iterator[str]:
+    """Attributes and globals that a function uses, with those of the functions that it
+    closes over (as a decorator's does) and of the methods of `owner` that it names."""
+    seen.add(function)
+    codes, names = [function.__code__], set[str]()
+    for code in codes:
+        names |= set(code.co_names)
+        codes += [const for const in code.co_consts if inspect.iscode(const)]
+    yield from names
+    called = [cell.cell_contents for cell in function.__closure__ or ()]
+    called += [getattr(owner, name, None) for name in names - {"schedule"}]
+    for other in called:
+        if inspect.isfunction(other) and other not in seen:
+            yield from _names_in(other, owner, seen)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of the scheduler's side, each with its reason.
+
+None of them is a setting: users need not know them. Tests choose others, and the
+simulator draws them at random, since no value may make an answer wrong.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulingTuning:
+    """Constants of promotion, prefetching, storing and the model of costs."""
+
+    num_recent: int = 16
+    """Blocks at the head of the free queue that are looked at for one that a step in
+    flight may still use. Loads into such a block would wait for that step."""
+
+    max_waits: int = 4
+    """How often a request may wait for loads before it is admitted with them: those who
+    overtake it may take its blocks again."""
+
+    min_prefetch: int = 64
+    """Prefetches of what cannot run yet are not worth a plan below so many blocks."""
+
+    max_prefetch: int = 2048
+    """Blocks that one plan prefetches for a request while others run. Each takes the
+    scheduler some microseconds, which all others wait for; the rest comes with later
+    plans, while these are on their way."""
+
+    spare: float = 1 / 32
+    """Part of the device blocks that prefetches leave to the requests that run: one
+    that takes a prefetched block waits for its load."""
+
+    claim_within_s: float = 1.0
+    """Seconds that prefetched blocks are kept for the request that waits for them. It
+    may have been aborted, which nobody tells the tier."""
+
+    min_stores: int = 128
+    """Blocks that the cleaner may store in a step even when steps take fewer."""
+
+    idle_stores: int = 256
+    """As above, in a step that runs nothing. A request that arrives waits for it."""
+
+    stores_beside_loads: int = 32
+    """As above, in a step that waits for loads: copies share the memory of the host."""
+
+    min_looks: int = 512
+    """Free blocks that the cleaner may look at in a step even when steps take few."""
+
+    looks_beside_loads: int = 128
+    """As above, in a step that waits for loads, whose planning took long enough."""
+
+    clean_part: float = 3 / 4
+    """Part of the device blocks that the cleaner keeps clean. What fits the rest is
+    never stored."""
+
+    look_anew_steps: int = 1000
+    """After so many steps with enough clean blocks the cleaner looks at all of them
+    anew: hits took some, and the host may have dropped some."""
+
+    alloc_rate_decay: float = 0.9
+    """What is left after a step of the largest number of blocks that steps took."""
+
+    cost_weight: float = 0.2
+    """How fast measured costs follow the last measurement."""
+
+    slow_join_weight: float = 0.05
+    """As above, for launches that took longer than known: what holds up a launch now
+    and then hides no load."""
+
+    max_failed_loads: int = 3
+    """Reports of failed loads, without a load that succeeded between them, after which
+    lookups pass over the host for a while. Each of them has made every running request
+    start over."""
+
+    retry_loads_s: float = 30.0
+    """Seconds until the host is asked again. Doubles each time that it fails again."""
+
+    max_retry_loads_s: float = 960.0
+    """But not beyond this."""

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that wait for loads, and whether one has to.
+
+A request that is alone in its step is admitted with its loads. One that joins others
+would make them wait, so what its own step cannot hide is prefetched first, and it stays
+in the queue until the prefetches are about to end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from weakref import WeakKeyDictionary
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.scheduling.costs import Costs
+from vllm.v1.kv_tier.scheduling.draft import PlanDraft
+from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.request import Request
+
+
+class Admit(Enum):
+    """What becomes of a request with a prefix hit."""
+
+    NOW = auto()
+    """It joins the step, which loads what it lacks."""
+    LATER = auto()
+    """Some of what it lacks is prefetched, and it waits."""
+    WITHOUT_ROOM = auto()
+    """It waits for free blocks, as upstream's requests do."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    admit: Admit
+    num_prefetch: int = 0
+    """How many of the blocks that it lacks to prefetch now."""
+    is_part: bool = False
+    """Whether later plans prefetch more of them."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A request that waits for loads."""
+
+    until: float = 0.0
+    num_waits: int = 0
+    """How often it has begun to wait."""
+    num_blocks: int = 0
+    """What it will load in its step, beside what is prefetched."""
+    hidden_s: float = 0.0
+    """Seconds of those loads that its step will hide."""
+    prefetched_by: int = 0
+    """Last plan that prefetches for it."""
+    is_part: bool = False
+    """Whether the next plan that prefetches for it is due before this one has ended, so
+    that the link does not run dry."""
+
+
+class WaitingRoom:
+    """Decides who waits for loads, and remembers them.
+
+    Args:
+        costs: Of loads.
+        prefetches: What is on its way.
+        draft: The plan in the making.
+        tuning: Bounds of waiting.
+        num_spare: Device blocks that prefetches leave to the requests that run.
+
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        prefetches: Prefetches,
+        draft: PlanDraft,
+        tuning: SchedulingTuning,
+        num_spare: int,
+    ) -> None:
+        self._costs = costs
+        self._prefetches = prefetches
+        self._draft = draft
+        self._tuning = tuning
+        self.num_spare = num_spare
+        # Nobody tells of requests that are aborted.
+        self._waits: WeakKeyDictionary[Request, Wait] = WeakKeyDictionary()
+
+    def decide(
+        self,
+        request: Request,
+        hits: Sequence[KVCacheBlock],
+        num_holes: int,
+        num_new_tokens: int,
+        num_free: int,
+        among_others: bool,
+    ) -> Decision:
+        """Whether `request` joins the step.
+
+        Args:
+            request: The request that hit.
+            hits: Its blocks that the device has, those among them that prefetches are
+                still filling (`last_prefetch`).
+            num_holes: How many only the host has, without a load on its way: 0 also
+                while all of them are prefetched, and the request waits for that.
+            num_new_tokens: Tokens that the step would compute for it.
+            num_free: Device blocks that loads could take now.
+            among_others: Whether the step has other requests, which would wait too.
+
+        """
+        now = Decision(Admit.NOW)
+        if num_holes > num_free:
+            # Too many blocks were freed by this step, which still uses them.
+            now = Decision(Admit.WITHOUT_ROOM)
+        if not among_others:
+            return now
+        hidden_s = self._costs.hidden_s(num_new_tokens)
+        last = self.last_prefetch(hits)
+        wait = self._waits.get(request, Wait())
+        # Those who overtook it may have taken its blocks again: it does not wait for
+        # ever.
+        num_parts = (len(hits) + num_holes) // self._tuning.max_prefetch
+        if wait.num_waits >= self._tuning.max_waits + num_parts or not self._stalls(
+            last, num_holes, hidden_s
+        ):
+            return now
+        num_kept = self._prefetches.num_kept(hits) + self.num_waited_for(request)
+        room = num_free - num_kept
+        if num_holes > room:
+            # It lacks blocks after all: those that others wait for.
+            self._waits[request] = Wait(num_waits=wait.num_waits)
+            return Decision(Admit.WITHOUT_ROOM)
+        num_prefetch = self._num_prefetch(num_holes, hidden_s)
+        # What the others need meanwhile must not wait for these. The rest is loaded in
+        # the step that the request joins.
+        num_prefetch = min(num_prefetch, max(0, room - self.num_spare))
+        if not num_prefetch and not self._waits_for_link(last):
+            return now
+        if num_prefetch > self._tuning.max_prefetch:
+            return Decision(Admit.LATER, self._tuning.max_prefetch, is_part=True)
+        return Decision(Admit.LATER, num_prefetch)
+
+    def begin_wait(
+        self,
+        request: Request,
+        hits: Sequence[KVCacheBlock],
+        num_left: int,
+        num_new_tokens: int,
+        prefetched_by: int,
+        is_part: bool = False,
+    ) -> None:
+        """`request` is to be admitted later, and what is prefetched for it is queued.
+
+        Args:
+            request: As for `decide`.
+            hits: Its blocks that the device has.
+            num_left: Blocks that it will load itself, or that later plans prefetch.
+            num_new_tokens: As for `decide`.
+            prefetched_by: The plan that prefetches for it, or 0.
+            is_part: As in `Decision`.
+
+        """
+        hidden_s = self._costs.hidden_s(num_new_tokens)
+        wait = Wait(
+            num_waits=self._waits.get(request, Wait()).num_waits + 1,
+            num_blocks=num_left,
+            hidden_s=hidden_s,
+            prefetched_by=prefetched_by or self.last_prefetch(hits),
+            is_part=is_part,
+        )
+        self._waits[request] = replace(wait, until=self._end(wait))
+
+    def admitted(self, request: Request) -> None:
+        """`request` joins the step."""
+        self._waits.pop(request, None)
+
+    def is_loading(self, request: Request) -> bool:
+        """Whether `request` waits for loads that are still on their way."""
+        wait = self._waits.get(request) if self._waits else None
+        if wait is None:
+            return False
+        # What others have queued since does not make it wait longer.
+        return self._costs.stalls(min(wait.until, self._end(wait)))
+
+    def num_waited_for(self, without: Request | None = None) -> int:
+        """Blocks that requests other than `without` will load in the step that they
+        wait for."""
+        if not self._waits:
+            return 0
+        # Some may have been aborted a moment ago.
+        limit = self._costs.clock() - self._tuning.claim_within_s
+        return sum(
+            wait.num_blocks
+            for request, wait in self._waits.items()
+            if wait.until > limit and request is not without
+        )
+
+    def last_prefetch(self, hits: Sequence[KVCacheBlock]) -> int:
+        """Latest plan, not known to have ended, that prefetches one of `hits`."""
+        if not self._prefetches:
+            return 0
+        last = max(map(self._draft.prefetched_by, hits), default=0)
+        return last if last > self._draft.prefetch_fence else 0
+
+    def _end(self, wait: Wait) -> float:
+        end = self._prefetches.end_of(wait.prefetched_by)
+        if wait.is_part:
+            return end - self._tuning.max_prefetch * self._costs.load_s / 2
+        if wait.num_blocks:
+            # Once the link is free, nothing else makes the step shorter.
+            own = self._costs.end_of(wait.num_blocks) - wait.hidden_s
+            end = max(end, min(own, self._costs.end_of(0)))
+        return end
+
+    def _waits_for_link(self, last: int) -> bool:
+        """Whether a request that prefetches nothing more gains by waiting."""
+        return self._stalls(last, 0, 0.0) or self._costs.stalls(self._costs.end_of(0))
+
+    def _stalls(self, last: int, num_holes: int, hidden_s: float) -> bool:
+        # A step waits for prefetches at once, and those of the plan in the making have
+        # not even begun.
+        costs = self._costs
+        if last and (
+            last == self._draft.seq or costs.stalls(self._prefetches.end_of(last))
+        ):
+            return True
+        return num_holes > 0 and costs.stalls(costs.end_of(num_holes), hidden_s)
+
+    def _num_prefetch(self, num_holes: int, hidden_s: float) -> int:
+        """How many of the blocks that a request lacks must come before its step."""
+        load_s = self._costs.load_s
+        num_hidden = int(hidden_s / load_s) if load_s else 0
+        if num_holes <= num_hidden:
+            return 0
+        return min(num_holes, max(num_holes - num_hidden, self._tuning.min_prefetch))
