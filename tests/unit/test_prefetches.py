@@ -16,11 +16,16 @@ def prefetched(tier: Tier, num_blocks: int) -> tuple[Prefetches, list[KVCacheBlo
     return prefetches, blocks
 
 
+def are_kept(prefetches: Prefetches, blocks: list[KVCacheBlock]) -> list[bool]:
+    is_kept = prefetches.kept()
+    return [is_kept is not None and is_kept(block) for block in blocks]
+
+
 def test_what_is_claimed_is_not_kept_any_more() -> None:
     prefetches, blocks = prefetched(Tier(8), 4)
     prefetches.claim(blocks[:1])
     assert prefetches.num_kept() == 3
-    assert [prefetches.is_kept(b) for b in blocks] == [False, True, True, True]
+    assert are_kept(prefetches, blocks) == [False, True, True, True]
     # Twice is as good as once.
     prefetches.claim(blocks[:2])
     assert prefetches.num_kept() == 2
@@ -32,5 +37,5 @@ def test_each_and_all_are_kept_equally_long() -> None:
     prefetches, blocks = prefetched(tier, 2)
     for now, is_kept in ((3.9, True), (4.0, False), (4.1, False)):
         tier.now = now
-        assert [prefetches.is_kept(b) for b in blocks] == [is_kept] * 2
+        assert are_kept(prefetches, blocks) == [is_kept] * 2
         assert prefetches.num_kept() == 2 * is_kept

@@ -216,8 +216,8 @@ class TieredBlockPool(BlockPool):
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """As upstream; the content of cached victims goes to host slots."""
-        if self.prefetches:
-            self.free.pass_over(num_blocks, self.prefetches.is_kept)
+        if self.prefetches and (is_kept := self.prefetches.kept()):
+            self.free.pass_over(num_blocks, is_kept)
         self.writer.allocated(num_blocks)
         self._demoting = True
         try:
@@ -254,7 +254,7 @@ class TieredBlockPool(BlockPool):
         return super()._remove_cached_block_hashes(block)
 
     def _overwrites(self, block: KVCacheBlock) -> None:
-        if self.prefetches:
+        if block.block_id in self.prefetches.unclaimed:
             self.prefetches.claim((block,))
         if self.storer.released:
             self.storer.released.discard(block.block_id)

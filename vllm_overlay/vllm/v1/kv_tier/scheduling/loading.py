@@ -2,7 +2,6 @@
 """Fills device blocks from host slots, in the plan in the making."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -15,15 +14,10 @@ from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.scheduling.writing import Writer
 from vllm.v1.kv_tier.stats import KVTierStats
 
-
-class Hole(NamedTuple):
-    """A block of a hit that only the host has."""
-
-    group: list[KVCacheBlock]
-    """Blocks of its group: where the loaded block belongs."""
-    place: int
-    """Index in `group`."""
-    slot: HostSlot
+Hole = tuple[list[KVCacheBlock], int, HostSlot]
+"""A block of a hit that only the host has: the blocks of its group, the index at which
+the loaded block belongs among them, and the slot. A plain tuple: a long prefix has
+thousands of them, and is looked at in every step in which it waits."""
 
 
 class Loader:
@@ -88,7 +82,7 @@ class Loader:
         # Taking blocks evicts others: neither the device part of this hit nor
         # its slots may be among them.
         self._free.hold(hits)
-        slots = [hole.slot for hole in holes]
+        slots = [slot for _, _, slot in holes]
         self._table.pin(slots)
         num_stores = -len(draft.stores)
         blocks = self._take_blocks(len(holes))
@@ -97,11 +91,11 @@ class Loader:
         self._stats.promoted_blocks += len(holes)
         draft.load(slots, blocks, prefetch)
         insert = self._pool.cached_block_hash_to_block.insert
-        for hole, block in zip(holes, blocks):
-            hole.group[hole.place] = block
+        for (group, i, slot), block in zip(holes, blocks):
+            group[i] = block
             # As `_insert_block_hash` does with a block that has no key yet.
-            keys = hole.slot.keys
-            block.set_block_hash(keys[0], hole.slot.num_tokens)
+            keys = slot.keys
+            block.set_block_hash(keys[0], slot.num_tokens)
             insert(keys[0], block)
             for key in keys[1:]:
                 BlockPool._insert_block_hash(self._pool, key, block, None)

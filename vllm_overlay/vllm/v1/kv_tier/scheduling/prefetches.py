@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks that are loaded ahead, for requests of later steps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.scheduling.costs import Costs, QueuedLoad
@@ -37,8 +37,9 @@ class Prefetches:
         self._costs = costs
         self._claim_within_s = tuning.claim_within_s
         self._by_plan: dict[int, _Prefetch] = {}
-        # Blocks that no request has taken yet, by id.
-        self._unclaimed: dict[int, _Prefetch] = {}
+        self.unclaimed: dict[int, _Prefetch] = {}
+        """Blocks that were prefetched and that no request has taken yet, by id. Public,
+        since asking for a block must cost nothing; `claim` changes it."""
 
     def __bool__(self) -> bool:
         return bool(self._by_plan)
@@ -52,7 +53,7 @@ class Prefetches:
         prefetch.num_unclaimed += len(blocks)
         for block in blocks:
             prefetch.block_ids.append(block.block_id)
-            self._unclaimed[block.block_id] = prefetch
+            self.unclaimed[block.block_id] = prefetch
 
     def end_of(self, seq: int) -> float:
         """When the prefetches of plan `seq` will have ended, or had."""
@@ -61,7 +62,7 @@ class Prefetches:
 
     def claim(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Somebody takes `blocks`."""
-        unclaimed = self._unclaimed
+        unclaimed = self.unclaimed
         if not unclaimed:
             return
         for block in blocks:
@@ -70,12 +71,22 @@ class Prefetches:
 
     def is_unclaimed(self, block: KVCacheBlock) -> bool:
         """Whether `block` was prefetched, and no request has taken it yet."""
-        return block.block_id in self._unclaimed
+        return block.block_id in self.unclaimed
 
-    def is_kept(self, block: KVCacheBlock) -> bool:
-        """Whether `block` waits for the request that it is for."""
-        prefetch = self._unclaimed.get(block.block_id)
-        return prefetch is not None and prefetch.end > self._kept_after
+    def kept(self) -> Callable[[KVCacheBlock], bool] | None:
+        """Tells, as of now, whether a block waits for the request that it is for.
+
+        Returns:
+            None: no block does.
+
+        """
+        # Asked for every block of a long prefix: one lookup each.
+        limit = self._kept_after
+        kept = {p for p in self._by_plan.values() if p.num_unclaimed and p.end > limit}
+        if not kept:
+            return None
+        get = self.unclaimed.get
+        return lambda block: get(block.block_id) in kept
 
     def num_kept(self, without: Iterable[KVCacheBlock] = ()) -> int:
         """How many blocks wait for the request that they are for.
@@ -84,12 +95,14 @@ class Prefetches:
             without: Blocks that do not count.
 
         """
-        if not self._unclaimed:
+        if not self.unclaimed:
             return 0
         limit = self._kept_after
         kept = [p.num_unclaimed for p in self._by_plan.values() if p.end > limit]
-        num_kept = sum(kept)
-        return num_kept - sum(map(self.is_kept, without)) if num_kept else 0
+        if not (num_kept := sum(kept)):
+            return 0
+        is_kept = self.kept()
+        return num_kept - (sum(map(is_kept, without)) if is_kept else 0)
 
     @property
     def _kept_after(self) -> float:
@@ -110,5 +123,5 @@ class Prefetches:
         for seq in over:
             prefetch = self._by_plan.pop(seq)
             for block_id in prefetch.block_ids:
-                if self._unclaimed.get(block_id) is prefetch:
-                    del self._unclaimed[block_id]
+                if self.unclaimed.get(block_id) is prefetch:
+                    del self.unclaimed[block_id]

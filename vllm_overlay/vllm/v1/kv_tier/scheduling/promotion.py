@@ -61,7 +61,7 @@ def take_apart(
                 if i < first:
                     group[i] = null_block
                 else:
-                    hit.holes.append(Hole(group, i, block))
+                    hit.holes.append((group, i, block))
             elif i >= first and not block.is_null:
                 hit.blocks.append(block)
     return hit
@@ -156,9 +156,9 @@ class Promotion:
             num_local_tokens + num_external_tokens,
             self._pool.null_block,
         )
-        num_host_tokens = self._num_host_tokens(managers, hit)
         if not self._is_admitted_now(request, hit, num_new_tokens, has_scheduled_reqs):
             return None
+        num_host_tokens = self._num_host_tokens(managers, hit)
         self._waiting.admitted(request)
         last_prefetch = self._waiting.last_prefetch(hit.blocks)
         if hit.holes:
@@ -252,10 +252,10 @@ class Promotion:
 
     def _num_host_tokens(self, managers: Sequence[Any], hit: Hit) -> int:
         """Tokens of a hit in slots, or in blocks that were prefetched for it."""
-        is_unclaimed = self._prefetches.is_unclaimed
+        unclaimed = self._prefetches.unclaimed
         return max(
             manager.block_size
-            * sum(type(block) is HostSlot or is_unclaimed(block) for block in group)
+            * sum(type(b) is HostSlot or b.block_id in unclaimed for b in group)
             for manager, group in zip(managers, hit.groups, strict=True)
         )
 
