@@ -35,16 +35,12 @@ import numpy as np
 import torch
 from copy_rate_table import HEADER, Row, bars
 
-from vllm.v1.kv_tier.copying.calibrate import choose_engines
-from vllm.v1.kv_tier.copying.dma_by_block import BlockDmaCopyEngine
-from vllm.v1.kv_tier.copying.dma_by_piece import DmaCopyEngine
+from vllm.v1.kv_tier.copying.calibrate import ENGINES, choose_engines
 from vllm.v1.kv_tier.copying.engine import (
     CopyEngine,
     CopyEngineUnavailable,
     Transfer,
 )
-from vllm.v1.kv_tier.copying.kernel import KernelCopyEngine
-from vllm.v1.kv_tier.copying.torch_copy import TorchCopyEngine
 from vllm.v1.kv_tier.memory.buffer import HostBuffer
 from vllm.v1.kv_tier.memory.regions import Region
 
@@ -60,12 +56,6 @@ PARTS = 16
 PROMPT_TOKENS, BLOCK_TOKENS, PROMPT_PIECE = 16384, 16, 64 * KiB
 
 Maker = Callable[[Sequence[Region], torch.Tensor], CopyEngine]
-GPU_ENGINES: dict[str, Maker] = {
-    "dma by block": BlockDmaCopyEngine,
-    "dma": DmaCopyEngine,
-    "kernel": KernelCopyEngine,
-}
-CPU_ENGINES: dict[str, Maker] = {"torch": TorchCopyEngine}
 
 
 class Bench:
@@ -256,10 +246,12 @@ def available_engines(bench: Bench) -> dict[str, Maker]:
     """What runs here; says why the others do not."""
     regions, slots = bench.layout(64 * KiB, 1)
     found = {}
-    for name, make in (GPU_ENGINES if bench.on_gpu else CPU_ENGINES).items():
+    for name, kind in ENGINES.items():
+        if kind.needs_gpu is not bench.on_gpu:
+            continue
         try:
-            make(regions, slots)
-            found[name] = make
+            kind.make(regions, slots)
+            found[name] = kind.make
         except CopyEngineUnavailable as e:
             print(f"{name}: {e}")
     return found

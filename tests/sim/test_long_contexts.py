@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.counted_policies import COUNTED, Work
+from vllm.v1.kv_tier.policy import POLICIES
 
 from .served import Served
 
@@ -62,7 +63,7 @@ def test_no_step_looks_at_all_that_it_uses_for_each_victim(policy: str) -> None:
 @pytest.mark.skipif(
     not os.environ.get("KV_TIER_TIMES"), reason="a time, for a quiet machine"
 )
-@pytest.mark.parametrize("policy", ["s3fifo", "lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_dirty_victims_take_no_longer_than_twice_as_clean_ones(
     policy: str, _no_collection: None
 ) -> None:

@@ -145,7 +145,11 @@ def test_newcomers_are_told_of_every_module() -> None:
             room = f"{heading[1]}." if heading else ""
         elif entry := re.match(r"\| `(\w+)` \|", line):
             told.add(room + entry[1])
-    assert told == {m for m, path in MODULES.items() if path.name != "__init__.py"}
+    modules = {m for m, path in MODULES.items() if path.name != "__init__.py"}
+    assert told == modules, (
+        f"kv_tier/README.md: no line `| NAME | what it does |` for "
+        f"{sorted(modules - told)}, and no module for {sorted(told - modules)}"
+    )
 
 
 # ------------------------------------------------------------------------ sizes

@@ -60,13 +60,12 @@ class FIFO(EvictionPolicy):
         return None
 
 
-CountedS3FIFO = _counted(POLICIES["s3fifo"])
-CountedLRU = _counted(POLICIES["lru"])
-CountedARC = _counted(POLICIES["arc"])
-CountedFIFO = _counted(FIFO)
-
-COUNTED = {
-    name.lower(): f"{__name__}.Counted{name}"
-    for name in ("S3FIFO", "LRU", "ARC", "FIFO")
+_CLASSES = {
+    f"Counted_{name}": _counted(policy)
+    for name, policy in {**POLICIES, "fifo": FIFO}.items()
 }
+# Where an import path finds them.
+globals().update(_CLASSES)
+
+COUNTED = {name.removeprefix("Counted_"): f"{__name__}.{name}" for name in _CLASSES}
 """Import path by name, as the setting `eviction_policy` takes it."""

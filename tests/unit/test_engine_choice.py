@@ -91,7 +91,7 @@ def test_the_choice_follows_the_rates(
 
 
 def test_every_setting_has_engines_to_measure() -> None:
-    assert tuple(CANDIDATES) == COPY_ENGINES
+    assert tuple(CANDIDATES) == COPY_ENGINES, "two lists of the same names"
     for names in CANDIDATES.values():
         assert set(names) <= set(ENGINES)
 
@@ -106,6 +106,19 @@ def test_on_a_cpu_torch_copies(requested: str) -> None:
     assert found.load_bytes_per_s > 0 and found.store_bytes_per_s > 0
     # What the cache held is still there.
     assert torch.equal(machine.snapshot()[0], memory)
+
+
+@pytest.mark.parametrize(
+    "requested",
+    [
+        requested
+        for requested, names in CANDIDATES.items()
+        if not all(ENGINES[name].needs_gpu for name in names)
+    ],
+)
+def test_what_needs_no_gpu_can_be_had_on_a_cpu(requested: str) -> None:
+    machine = Machine(CPU, TorchCopyEngine)
+    choose_engines(machine.regions, machine.slots, requested, CPU, pinned=False)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.policy import POLICIES
 
 from .tier import BLOCK, Asking, Tier, assert_nothing_leaks, hashes, stores
 
@@ -82,7 +83,7 @@ def test_what_is_released_is_not_stored() -> None:
     assert [tier.where(n) for n in "abcd"] == 4 * ["nowhere"]
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_released_conversation_leaves_the_host_first(policy: str) -> None:
     tier = Tier(4, 6, eviction_policy=policy)
     tier.demoted("xy")
