@@ -76,7 +76,7 @@ class Runner:
         xml = self.work / f"{log}.xml"
         xml.unlink(missing_ok=True)
         command = [str(folder / "python"), "-m", "pytest", "-q", "-x", "--tb=short"]
-        command += ["-p", "no:cacheprovider", f"--junitxml={xml}", test]
+        command += [f"--junitxml={xml}", test]
         env = dict(os.environ, KV_TIER_TAG=self.tag)
         env["PATH"] = f"{folder}{os.pathsep}{env['PATH']}"
         with (self.work / f"{log}.log").open("w") as out:
