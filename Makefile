@@ -20,7 +20,7 @@ help: ## this list
 	  awk -F ':.*## ' '{ printf "%-15s %s\n", $$1, $$2 }'
 	@echo 'TAG is one of $(notdir $(wildcard patches/v*)), $(TAG) if not given.'
 
-.PHONY: apply-patches quilt refresh new-tag carry places mutate-series pairs check-patches tags-page new-releases
+.PHONY: apply-patches quilt refresh new-tag carry places mutate-series seam-tests pairs check-patches tags-page new-releases
 apply-patches: ## build/TAG/src: sdist + series + overlay; FORCE=1 loses edits [TAG= FORCE=]
 	$(TOOL) apply $(TAG) $(if $(FORCE),--force)
 
@@ -43,6 +43,9 @@ places: ## keep where the edits of a series stand, once somebody has looked [TAG
 
 mutate-series: ## spoil each edit of a series, one at a time: check-patches must notice [TAG=]
 	$(TOOL) mutate $(TAG)
+
+seam-tests: env ## take each seam out of build/env/TAG for a while: its test must fail [TAG= ONLY=tests/unit]
+	$(TOOL) seam-tests $(TAG) $(if $(ONLY),--only '$(ONLY)')
 
 pairs: ## carry every series to its neighbours: no edit may come elsewhere unmarked
 	$(TOOL) pairs

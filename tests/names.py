@@ -34,6 +34,15 @@ except ImportError:
     except ImportError:
         get_hash_fn_by_name = {"builtin": hash, "sha256": sha256}.__getitem__
 
+try:
+    from vllm.model_executor.layers.attention.attention import (
+        get_attention_context as touch_kv_layer,
+    )
+except ImportError:
+    from vllm.attention.layer import (  # type: ignore[import-not-found, no-redef]
+        wait_for_kv_layer_from_connector as touch_kv_layer,
+    )
+
 
 def init_none_hash(hash_function: Any) -> None:
     """Choose the hash before the first block; some releases do when imported."""
@@ -60,4 +69,5 @@ __all__ = [
     "get_hash_fn_by_name",
     "init_none_hash",
     "sha256",
+    "touch_kv_layer",
 ]

@@ -17,6 +17,7 @@ from .newtag import new_tag
 from .pairs import compare_all
 from .places import accept
 from .quilt import ensure_quilt, environment
+from .seamtests import seam_tests
 from .series import refresh
 from .tagspage import write_page
 from .tree import apply_patches
@@ -62,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("pairs", help="carry every series to its neighbours, compare")
     add("places", "keep where the edits of TAG stand, as seen")
     add("mutate", "spoil each edit of TAG, and see that something notices")
+    command = add("seam-tests", "take each seam out of TAG, and run the test it names")
+    command.add_argument("--only", default="", help="text in seam, patch or test")
     return parser
 
 
@@ -104,6 +107,8 @@ def main() -> int:
         accept(layout, options.tag)
     elif options.command == "mutate":
         mutate(layout, options.tag)
+    elif options.command == "seam-tests":
+        seam_tests(layout, options.tag, options.only)
     elif options.command == "new-tag":
         if options.source:
             check_tag_name(options.source)

@@ -47,8 +47,8 @@ def series(layout: Layout, source: str, other: str) -> tuple[str, str]:
     for name in only:
         short += f"\n  {name}: only there"
         long += f"\n`{name}` is only there.\n"
-    for name in theirs.keys() & ours.keys():
-        if lines := patches(ours[name], theirs[name]):
+    for name in theirs:
+        if name in ours and (lines := patches(ours[name], theirs[name])):
             added = sum(line[0] == ">" for line in lines)
             short += (
                 f"\n  {name[:4]}: {added} lines only there, {len(lines) - added} here"

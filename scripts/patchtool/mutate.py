@@ -107,6 +107,7 @@ def mutate(layout: Layout, tag: str) -> Counter[str]:
     Raises:
         ToolError: something was noticed by none, or the series itself is wrong.
     """
+    series = states(layout, tag)
     scratch = Layout(layout.build / "mutate", layout.cache)
     shutil.rmtree(scratch.root, ignore_errors=True)
     scratch.build.parent.mkdir(parents=True)
@@ -119,7 +120,7 @@ def mutate(layout: Layout, tag: str) -> Counter[str]:
     kept = {path: path.read_text() for path in folder.iterdir()}
     found: Counter[str] = Counter()
     missed = []
-    for name, texts in mutants(states(layout, tag)):
+    for name, texts in mutants(series):
         _write(folder, texts)
         noticed = _noticed(scratch, tag) if texts else "the compiler"
         found[noticed or "nothing"] += 1

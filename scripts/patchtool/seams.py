@@ -27,8 +27,9 @@ class Seam:
 
     file, scope: where; several where releases differ. code: a pattern that one line
     matches that is added there. needs: `file:name` of what upstream must define for it.
-    test: what fails without it. since: the oldest release that has it. twice: tags of
-    releases with two such places.
+    test: what fails without it. since, until: the oldest and the newest release that
+    have it; why: what would be wrong with it in later ones. twice: tags of releases
+    with two such places.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Seam:
     why: str = ""
     needs: tuple[str, ...] = ()
     since: str = "v0.0.0"
+    until: str = ""
     twice: tuple[str, ...] = ()
 
     def matches(self, edit: Edit) -> list[int]:
@@ -47,7 +49,10 @@ class Seam:
         return [n for n, line in enumerate(edit.added) if re.search(self.code, line)]
 
     def is_in(self, tag: str) -> bool:
-        return version_key(self.since) <= version_key(tag)
+        return version_key(self.since) <= version_key(tag) and not self.is_past(tag)
+
+    def is_past(self, tag: str) -> bool:
+        return bool(self.until) and version_key(self.until) < version_key(tag)
 
 
 @dataclass(frozen=True)
@@ -168,8 +173,14 @@ def check(layout: Layout, tag: str) -> str:
             upstream is missing.
     """
     seams, needed = load(layout)
-    seams = [seam for seam in seams if seam.is_in(tag)]
     series = states(layout, tag)
+    for seam in seams:
+        if seam.is_past(tag) and list(_edits(series, seam)):
+            raise ToolError(
+                f"{tag}: the seam `{seam.name}` of {seam.patch} is for releases up to "
+                f"{seam.until}: {seam.why}"
+            )
+    seams = [seam for seam in seams if seam.is_in(tag)]
     for seam in seams:
         found = list(_edits(series, seam))
         count = sum(len(seam.matches(edit)) for _, edit in found)

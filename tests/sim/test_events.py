@@ -219,18 +219,20 @@ def test_who_comes_too_late_for_a_replay_is_told_all(
     assert kinds["AllBlocksCleared"] > 25
 
 
-def test_who_is_in_time_for_a_replay_is_told_no_more() -> None:
+@pytest.mark.parametrize("last, num_late", [(BUFFER_STEPS, 0), (None, 1)])
+def test_only_who_comes_too_late_is_told_more(last: int | None, num_late: int) -> None:
     engine = FollowedEngine(replace(random_setup(Random(0)), layout=FOLLOWED[0]))
     try:
         for i in range(3 * BUFFER_STEPS):
             engine.add(list(range(20 * i, 20 * i + 16)), max_tokens=1)
             engine.step()
         engine.compare()
-        assert len(engine.replay(last=BUFFER_STEPS)) == BUFFER_STEPS
+        assert len(engine.replay(last)) == BUFFER_STEPS
         engine.add(list(range(1000, 1016)), max_tokens=1)
         engine.step()
         engine.step()
-        assert engine.num_late == 0
+        engine.compare()
+        assert engine.num_late == num_late
     finally:
         engine.close()
 

@@ -38,3 +38,15 @@ def test_no_step_plans_thousands_of_loads(served: Served) -> None:
     assert request.num_computed_tokens, "never admitted"
     assert sum(num_loads) >= BLOCKS * 0.9
     assert max(num_loads) <= MOST
+
+
+def test_what_lacks_room_is_loaded_as_far_as_there_is() -> None:
+    served = Served(num_blocks=200, num_slots=600)
+    for document in range(4):
+        served.serve(10 + document, 100)
+    served.add(90, 120, max_tokens=400)
+    served.step()
+    request = served.add(10, 100, max_tokens=1, end=500)
+    ahead = [len(served.step().kv_tier_plan.ahead_blocks) for _ in range(3)]
+    assert not request.num_computed_tokens, "there was room"
+    assert sum(ahead) > 0

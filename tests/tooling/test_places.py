@@ -60,6 +60,12 @@ def table(project: Project) -> Callable[[str, str], str]:
         ('"Pool.size"]', '"Pool.width"]', "needs vllm/v1/pool.py:Pool.width"),
         ('by = "the', 'from = "the', "seams.toml: "),
         ("test = ", 'since = "v2.0.0"\ntest = ', "0 seams once and in their scopes, 2"),
+        ("test = ", 'until = "v1.0.0"\ntest = ', "1 seams once and in their scopes"),
+        (
+            "test = ",
+            'until = "v0.9.0"\nwhy = "one is enough"\ntest = ',
+            "is for releases up to v0.9.0: one is enough",
+        ),
     ],
 )
 def test_the_table(

@@ -4,6 +4,8 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_tier.adapters import (
     AdapterLoads,
     note_adapter_load,
@@ -153,6 +156,22 @@ def test_an_adapter_that_was_dropped_is_loaded_anew(path: Path) -> None:
     assert not set(first) & set(second)
     assert keys(lora(path)) == second
     assert keys(lora(path, 2, "b")) == other
+
+
+def test_the_engine_notes_what_it_loads_and_drops(path: Path) -> None:
+    done = SimpleNamespace(
+        add_lora=lambda adapter: True, remove_lora=lambda number: True
+    )
+    engine: Any = SimpleNamespace(model_executor=done)
+    for number in (1, 2):
+        EngineCore.add_lora(engine, lora(path, number))
+    # Whose request comes first does not matter.
+    second, first = keys(lora(path, 2)), keys(lora(path, 1))
+    assert not set(first) & set(second)
+    EngineCore.remove_lora(engine, 1)
+    assert not set(first) & set(keys(lora(path, 1)))
+    set_adapter_loads(None)
+    assert keys(lora(path, 1)) == first
 
 
 def test_a_running_request_keeps_its_load(path: Path) -> None:

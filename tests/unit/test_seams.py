@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What patches add to upstream's classes: room for the tier, empty until it starts."""
+
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import msgspec
+import pytest
+
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_tier.layer_waits import set_layer_waits
+from vllm.v1.kv_tier.stats import KVTierStats
+from vllm.v1.metrics.stats import SchedulerStats
+
+from ..names import WorkerWrapperBase, touch_kv_layer
+from ..sim import upstream
+
+
+def test_the_scheduler_hears_of_no_tier() -> None:
+    config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    assert config.kv_tier is None
+
+
+def test_a_step_without_a_tier_has_no_plan() -> None:
+    assert upstream.empty_step().kv_tier_plan is None
+
+
+def test_a_worker_begins_without_a_tier() -> None:
+    config = {"vllm_config": SimpleNamespace(model_config=None)}
+    known = signature(WorkerWrapperBase).parameters
+    wrapper = WorkerWrapperBase(**{k: v for k, v in config.items() if k in known})
+    assert wrapper.kv_tier is None
+
+
+def test_an_executor_begins_without_reports_to_merge() -> None:
+    class Ranks(Executor):
+        def _init_executor(self) -> None:
+            pass
+
+    Ranks.__abstractmethods__ = frozenset()
+    executor = Ranks(MagicMock())  # type: ignore[abstract]
+    assert executor.kv_tier_aggregator is None
+
+
+def test_counts_travel_to_the_api_server() -> None:
+    stats = SchedulerStats(kv_tier_stats=KVTierStats(host_hit_tokens=3))
+    packed = msgspec.msgpack.encode(stats)
+    there = msgspec.msgpack.decode(packed, type=SchedulerStats)
+    assert there.kv_tier_stats == stats.kv_tier_stats
+
+
+def test_a_layer_waits_before_all_else() -> None:
+    class WaitedError(Exception):
+        pass
+
+    def wait(layer: str) -> None:
+        raise WaitedError(layer)
+
+    waits: Any = SimpleNamespace(is_armed=True, wait=wait)
+    set_layer_waits(waits)
+    try:
+        with pytest.raises(WaitedError, match="the layer"):
+            touch_kv_layer("the layer")
+    finally:
+        set_layer_waits(None)
