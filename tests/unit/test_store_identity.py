@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever shapes the bytes of KV changes the namespace, and nothing else does."""
+
+import copy
+import dataclasses
+import enum
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace as Bag
+from typing import Any
+
+import pytest
+
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
+
+
+class Quant(enum.Enum):
+    NONE = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    block_size: int = 16
+    num_kv_heads: int = 8
+    quant: Quant = Quant.NONE
+    other: object = dataclasses.field(default_factory=object)
+
+
+class HfConfig(Bag):
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(vars(self))
+
+
+@pytest.fixture(autouse=True)
+def no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
+def model_in(folder: Path) -> Bag:
+    folder.mkdir(exist_ok=True)
+    (folder / "a.safetensors").write_bytes(bytes(300_000))
+    (folder / "b.safetensors").write_bytes(b"some weights")
+    (folder / "config.json").write_text("{}")
+    config = HfConfig(
+        _name_or_path=str(folder),
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        id2label={0: "A", 1: "B"},
+    )
+    return Bag(
+        model=str(folder),
+        revision=None,
+        hf_config=config,
+        dtype="bfloat16",
+        quantization=None,
+        max_model_len=4096,
+    )
+
+
+def settings(folder: Path) -> tuple[Bag, Bag]:
+    cache = Bag(
+        cache_dtype="auto",
+        block_size=16,
+        prefix_caching_hash_algo="sha256",
+        mamba_cache_mode="none",
+        num_gpu_blocks=100,
+    )
+    config = Bag(
+        model_config=model_in(folder),
+        cache_config=cache,
+        load_config=Bag(load_format="auto"),
+        speculative_config=None,
+        parallel_config=Bag(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
+    )
+    kv = Bag(
+        num_blocks=100,
+        kv_cache_groups=[Bag(layer_names=["a"], kv_cache_spec=Spec())],
+        kv_cache_tensors=[Bag(size=5, shared_by=["a"])],
+    )
+    return config, kv
+
+
+def name_after(folder: Path, change: Callable[[Bag, Bag], object]) -> str:
+    config, kv = settings(folder)
+    change(config, kv)
+    return namespace(config, kv)
+
+
+def name_of(folder: Path) -> str:
+    return name_after(folder, lambda config, kv: None)
+
+
+def flip(config: Bag, file: str, place: int) -> None:
+    path = Path(config.model_config.model, file)
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def speculate(config: Bag, folder: str, method: str = "eagle") -> Bag:
+    draft = model_in(Path(config.model_config.model).parent / folder)
+    config.speculative_config = Bag(method=method, draft_model_config=draft)
+    return draft
+
+
+def set_spec(kv: Bag, **values: object) -> None:
+    kv.kv_cache_groups[0].kv_cache_spec = Spec(**values)
+
+
+SHAPES: dict[str, Callable[[Bag, Bag], object]] = {
+    "first byte": lambda c, kv: flip(c, "a.safetensors", 0),
+    "last byte": lambda c, kv: flip(c, "a.safetensors", -1),
+    "second file": lambda c, kv: flip(c, "b.safetensors", 3),
+    "size of weights": lambda c, kv: os.truncate(
+        Path(c.model_config.model, "a.safetensors"), 299_999
+    ),
+    "file's name": lambda c, kv: Path(c.model_config.model, "b.safetensors").rename(
+        Path(c.model_config.model, "c.safetensors")
+    ),
+    "rope": lambda c, kv: c.model_config.hf_config.rope_parameters.update(
+        rope_type="yarn", factor=4.0
+    ),
+    "revision": lambda c, kv: setattr(c.model_config.hf_config, "revision", "other"),
+    "dtype": lambda c, kv: setattr(c.model_config, "dtype", "float16"),
+    "quantization": lambda c, kv: setattr(c.model_config, "quantization", "fp8"),
+    "length": lambda c, kv: setattr(c.model_config, "max_model_len", 8192),
+    "draft": lambda c, kv: speculate(c, "draft"),
+    "cache dtype": lambda c, kv: setattr(c.cache_config, "cache_dtype", "fp8"),
+    "block size": lambda c, kv: setattr(c.cache_config, "block_size", 32),
+    "mamba": lambda c, kv: setattr(c.cache_config, "mamba_cache_mode", "align"),
+    "spec": lambda c, kv: set_spec(kv, num_kv_heads=4),
+    "layers": lambda c, kv: kv.kv_cache_groups[0].layer_names.append("b"),
+    "sharing": lambda c, kv: kv.kv_cache_tensors[0].shared_by.append("b"),
+    "TP": lambda c, kv: setattr(c.parallel_config, "tensor_parallel_size", 2),
+    "PP": lambda c, kv: setattr(c.parallel_config, "pipeline_parallel_size", 2),
+    "DCP": lambda c, kv: setattr(c.parallel_config, "decode_context_parallel_size", 2),
+    "seed": lambda c, kv: os.environ.update(PYTHONHASHSEED="7"),
+    "algorithm": lambda c, kv: setattr(
+        c.cache_config, "prefix_caching_hash_algo", "sha256_cbor"
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_shapes_the_bytes_changes_the_name(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that it is taken back at the end.
+    monkeypatch.setitem(os.environ, "PYTHONHASHSEED", "0")
+    before = name_of(tmp_path / "model")
+    assert name_after(tmp_path / "model", SHAPES[shape]) != before
+
+
+def test_the_draft_model_counts_as_the_model_does(tmp_path: Path) -> None:
+    def flipped(config: Bag, kv: Bag) -> None:
+        draft = speculate(config, "draft")
+        flip(Bag(model_config=draft), "a.safetensors", 0)
+
+    same = name_after(tmp_path / "model", lambda c, kv: speculate(c, "draft"))
+    assert name_after(tmp_path / "model", lambda c, kv: speculate(c, "draft")) == same
+    assert name_after(tmp_path / "model", flipped) != same
+    mtp = name_after(tmp_path / "model", lambda c, kv: speculate(c, "draft", "mtp"))
+    assert mtp != same
+
+
+def test_what_does_not_shape_the_bytes_does_not(tmp_path: Path) -> None:
+    name = name_of(tmp_path / "model")
+    assert len(name) == 32 and int(name, 16)
+    # Another place, and more memory.
+    assert name_of(tmp_path / "other") == name
+    more = lambda c, kv: (
+        vars(kv).update(num_blocks=7),
+        vars(c.cache_config).update(n=1),
+    )
+    assert name_after(tmp_path / "model", more) == name
+    assert name_after(tmp_path / "model", lambda c, kv: set_spec(kv)) == name
+
+
+def test_another_process_finds_the_same_name(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from tests.unit import "
+        "test_store_identity as t; print(t.name_of(Path(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "model")]
+    root = Path(__file__).parents[2]
+    out = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert out.stdout.split()[-1] == name_of(tmp_path / "model")
+
+
+def test_a_rank_adds_what_it_knows() -> None:
+    names = {
+        rank_namespace("ab", 0, {"backend": "FLASH_ATTN"}),
+        rank_namespace("ab", 1, {"backend": "FLASH_ATTN"}),
+        rank_namespace("ab", 0, {"backend": "FLASHINFER"}),
+        rank_namespace("cd", 0, {"backend": "FLASH_ATTN"}),
+    }
+    assert len(names) == 4 and all(len(name) == 32 for name in names)
+    described = {"backend": "FLASH_ATTN"}
+    assert rank_namespace("ab", 0, described) in names
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def refused(folder: Path, change: Callable[[Bag, Bag], object]) -> str:
+    with pytest.raises(ValueError, match="^--kv-offloading-config: sec") as error:
+        name_after(folder, change)
+    return str(error.value)
+
+
+def test_random_weights(tmp_path: Path) -> None:
+    said = refused(
+        tmp_path, lambda c, kv: setattr(c.load_config, "load_format", "dummy")
+    )
+    assert "--load-format dummy" in said and "Load weights" in said
+
+
+def test_weights_that_are_not_here(tmp_path: Path) -> None:
+    name = "nobody/has-this"
+    said = refused(tmp_path, lambda c, kv: setattr(c.model_config, "model", name))
+    assert f"of model '{name}' are not on this machine" in said
+    streamed = "s3://bucket/model"
+    said = refused(
+        tmp_path, lambda c, kv: setattr(c.model_config, "model_weights", streamed)
+    )
+    assert "are not on this machine" in said and "--model" in said
+
+
+def test_a_directory_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    empty = str(tmp_path / "empty")
+    said = refused(
+        tmp_path / "model", lambda c, kv: setattr(c.model_config, "model", empty)
+    )
+    assert f"{empty} has no weights" in said and "Give a directory" in said
+
+
+def test_scales_of_the_first_request(tmp_path: Path) -> None:
+    said = refused(
+        tmp_path, lambda c, kv: setattr(c.cache_config, "calculate_kv_scales", True)
+    )
+    assert "Set it to false" in said
+
+
+def test_random_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In releases that draw always, and in those that draw for some algorithms."""
+    draw = lambda function: os.urandom(32).hex()
+    monkeypatch.setattr(kv_cache_utils, "resolve_none_hash_seed", draw, raising=False)
+    said = refused(tmp_path, lambda c, kv: None)
+    assert "PYTHONHASHSEED=0" in said and "--prefix-caching-hash-algo sha256" in said
+    monkeypatch.delattr(kv_cache_utils, "resolve_none_hash_seed")
+    said = refused(tmp_path, lambda c, kv: None)
+    assert said.endswith("Set PYTHONHASHSEED=0 in the environment of all engines.")
+    for seed in ("0", "1"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        assert name_of(tmp_path)
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    assert "PYTHONHASHSEED=0" in refused(tmp_path, lambda c, kv: None)

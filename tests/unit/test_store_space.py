@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cap of a directory: held to the byte, whatever happens."""
+
+import errno
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm.v1.kv_tier.stores import space
+from vllm.v1.kv_tier.stores.space import COUNTER, Space, used_bytes
+
+from .stores import KEYS, OBJECT_BYTES, OWN_BYTES, empty, open_fs, path_of, row, total
+
+CAP = 20
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def put_many(root: Path, seed: int, count: int = 150, rank: int = 0) -> None:
+    store = open_fs(root, objects=CAP, rank=rank)
+    chosen = random.Random(seed)
+    for _ in range(count):
+        batch = chosen.sample(range(len(KEYS)), 4)
+        store.put([KEYS[i] for i in batch], [row(i) for i in batch])
+    store.close()
+
+
+def watch_until(root: Path, is_over: threading.Event) -> list[int]:
+    sizes = []
+    while not is_over.is_set():
+        if (root / COUNTER).exists():
+            sizes.append(total(root))
+        time.sleep(0.001)
+    return sizes
+
+
+def highest_total(root: Path, writers: list) -> int:
+    is_over, sizes = threading.Event(), []
+    watcher = threading.Thread(target=lambda: sizes.extend(watch_until(root, is_over)))
+    watcher.start()
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    is_over.set()
+    watcher.join()
+    return max(*sizes, total(root))
+
+
+def test_the_cap_holds_from_several_threads(root: Path) -> None:
+    writers = [threading.Thread(target=put_many, args=(root, i)) for i in range(3)]
+    highest = highest_total(root, writers)
+    # Full once, to the last object.
+    assert CAP * OBJECT_BYTES < highest <= CAP * OBJECT_BYTES + OWN_BYTES
+    assert not list(root.rglob("*.tmp"))
+
+
+def test_the_cap_holds_from_two_processes(root: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    writers = [spawn.Process(target=put_many, args=(root, i, 100, i)) for i in range(2)]
+    highest = highest_total(root, writers)
+    assert [w.exitcode for w in writers] == [0, 0]
+    assert CAP * OBJECT_BYTES < highest <= CAP * OBJECT_BYTES + OWN_BYTES
+
+
+def test_one_byte_less_is_one_object_less(root: Path) -> None:
+    store = open_fs(root, objects=CAP - 1 / OBJECT_BYTES)
+    for i in range(CAP):
+        assert store.put([KEYS[i]], [row(i)]) == [True]
+    assert sum(store.exists(KEYS[:CAP])) < CAP
+    store.close()
+
+
+def test_the_least_recently_used_goes_first(root: Path) -> None:
+    store = open_fs(root, objects=CAP)
+    now = time.time()
+    for i in range(CAP):
+        assert store.put([KEYS[i]], [row(i)]) == [True]
+        os.utime(path_of(root, i), (now - 1000 + i, now - 1000 + i))
+    assert store.get([KEYS[0]], [empty()]) == [True]
+    assert store.put([KEYS[CAP]], [row(CAP)]) == [True]
+    # Down to nine tenths, then the new one.
+    there = store.exists(KEYS[: CAP + 1])
+    assert [i for i in range(CAP + 1) if not there[i]] == [1, 2, 3]
+    store.close()
+
+
+def test_all_namespaces_and_ranks_are_one_queue(root: Path) -> None:
+    stores = [open_fs(root, objects=4, rank=rank) for rank in range(2)]
+    for i in range(4):
+        assert stores[i % 2].put([KEYS[i]], [row(i)]) == [True]
+        os.utime(path_of(root, i, rank=i % 2), (1000 + i, 1000 + i))
+    assert stores[1].put([KEYS[9]], [row(9)]) == [True]
+    assert stores[0].exists(KEYS[:4]) == [False, False, True, False]
+    for store in stores:
+        store.close()
+
+
+# ------------------------------------------------------------- killed writers
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.stores import KEYS, open_fs, row
+store = open_fs(Path(sys.argv[1]))
+assert store.put(KEYS[:3], [row(i) for i in range(3)]) == [True] * 3
+os.writev = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+store.put([KEYS[3]], [row(3)])
+"""
+
+
+def kill_writer(root: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(root)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2])
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_what_a_killed_writer_left_is_removed_at_start(root: Path) -> None:
+    kill_writer(root)
+    (left,) = root.rglob("*.tmp")
+    assert left.stat().st_size == OBJECT_BYTES
+    store = open_fs(root)
+    assert not left.exists()
+    assert used_bytes(root) == total(root) == 3 * OBJECT_BYTES + OWN_BYTES
+    assert store.exists(KEYS[:4]) == [True] * 3 + [False]
+    store.close()
+
+
+def test_beside_others_it_is_removed_when_room_is_needed(root: Path) -> None:
+    other = open_fs(root, objects=4)
+    kill_writer(root)
+    store = open_fs(root, objects=4)
+    assert len(list(root.rglob("*.tmp"))) == 1
+    # Room for this one is what the killed writer had: nothing is evicted.
+    assert store.put([KEYS[5]], [row(5)]) == [True]
+    assert store.exists(KEYS[:3]) == [True] * 3
+    assert not list(root.rglob("*.tmp"))
+    for each in (store, other):
+        each.close()
+
+
+def test_what_is_being_written_stays(root: Path) -> None:
+    store = open_fs(root, objects=4)
+    writing = Space(root, 4 * OBJECT_BYTES + OWN_BYTES)
+    fd, name = writing.create(folder := os.open(root, os.O_RDONLY), "aa", OBJECT_BYTES)
+    for i in range(8):
+        assert store.put([KEYS[i]], [row(i)]) == [True]
+        assert total(root) <= 4 * OBJECT_BYTES + OWN_BYTES
+    assert (root / name).stat().st_size == OBJECT_BYTES
+    os.close(fd)
+    os.close(folder)
+    writing.close()
+    store.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x", bytes(16)])
+def test_a_damaged_counter_is_counted_anew(root: Path, content: bytes) -> None:
+    store = open_fs(root)
+    assert store.put(KEYS[:5], [row(i) for i in range(5)]) == [True] * 5
+    (root / COUNTER).write_bytes(content)
+    assert store.put([KEYS[5]], [row(5)]) == [True]
+    store.close()
+    assert used_bytes(root) >= total(root) >= 6 * OBJECT_BYTES
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Handler()
+    space.logger.addHandler(handler)
+    level = space.logger.level
+    space.logger.setLevel(logging.INFO)
+    yield lines
+    space.logger.setLevel(level)
+    space.logger.removeHandler(handler)
+
+
+def test_a_full_disk_stops_writing_for_a_minute(
+    root: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    store = open_fs(root)
+    assert store.put([KEYS[0]], [row(0)]) == [True]
+    calls = []
+
+    def full(*args: object) -> int:
+        calls.append(args)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    clock = time.monotonic
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", full)
+        for i in range(1, 5):
+            assert store.put([KEYS[i]], [row(i)]) == [False]
+    assert len(calls) == 1 and len(logged) == 1
+    assert f"nothing more is written to {root}: its disk is full" in logged[0]
+    assert not list(root.rglob("*.tmp"))
+    assert store.put([KEYS[1]], [row(1)]) == [False]
+    assert store.get([KEYS[0]], [empty()]) == [True]
+    monkeypatch.setattr(space.time, "monotonic", lambda: clock() + 61)
+    assert store.put([KEYS[1]], [row(1)]) == [True]
+    assert store.put([KEYS[2]], [row(2)]) == [True]
+    assert logged[1:] == [f"KV tier: {root} has room again."]
+    store.close()
+
+
+def test_files_of_others_that_fill_it_are_left(root: Path, logged: list[str]) -> None:
+    store = open_fs(root, objects=3)
+    (root / "theirs").write_bytes(bytes(3 * OBJECT_BYTES))
+    (root / COUNTER).write_bytes(b"")
+    assert store.put([KEYS[0]], [row(0)]) == [False]
+    assert (root / "theirs").exists()
+    assert len(logged) == 1 and "leave no room for a block" in logged[0]
+    store.close()
+
+
+def test_a_small_file_system(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "kv", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs root, and a kernel that mounts")
+    try:
+        root = tmp_path / "kv"
+        root.mkdir(mode=0o700)
+        (root / "theirs").write_bytes(bytes(40 << 10))
+        store = open_fs(root, objects=5)
+        many = range(30)
+        config_cap = Space(root, 1 << 30)
+        store._space = config_cap
+        answers = store.put([KEYS[i] for i in many], [row(i) for i in many])
+        assert any(answers) and not all(answers)
+        assert store.exists([KEYS[i] for i in many]) == answers
+        assert not list(root.rglob("*.tmp"))
+        store.close()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store below the host is.
+
+A store keeps bytes under keys and knows nothing else: neither tokens nor slots, nor
+what a scheduler is. Each rank has a store of its own, and gives it rows of host memory
+to read from and to write to. Calls block, so they are for threads that do nothing else.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+
+class BlockStore(ABC):
+    """The objects of one rank under one namespace.
+
+    All methods may be called by several threads at once. None raises for an object that
+    is missing or damaged, nor for a store in trouble: the answer is False, and the
+    caller counts it. Rows are contiguous bytes of the size of a slot, one for each key.
+    """
+
+    late_writes: bool = False
+    """Whether a `get` that failed or timed out may still write to its rows later. The
+    caller must not use them again until that is impossible."""
+
+    @abstractmethod
+    def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+        """Keep rows under keys. True: the object is there and complete, now or before.
+
+        Rows are read until the call returns, and never after.
+        """
+
+    @abstractmethod
+    def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+        """Fill rows. True: a row has exactly the bytes that were put under its key.
+
+        A row whose answer is False may hold anything.
+        """
+
+    @abstractmethod
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which objects seem to be there. No promise: only `get` looks at the bytes."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Forget objects. Those that are not there are no trouble."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back threads and connections. Nothing may be called afterwards."""

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store of files: local disk, or a directory that several engines share.
+
+An object is a file `ROOT/NAMESPACE/rRANK/ab/KEY.kv`, where `ab` is how the key begins.
+It is written under a temporary name, then renamed: a name that is there is complete,
+unless the machine lost power, and then the checksum says so. Damage is removed.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import itertools
+import math
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_tier.stores.base import BlockStore
+from vllm.v1.kv_tier.stores.format import ObjectFormat
+from vllm.v1.kv_tier.stores.space import OBJECT, Space, used_bytes
+
+GiB = 1 << 30
+
+_ENTRY = "--kv-offloading-config: secondary_tiers[0]"
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
+# Of the time of last use, by which is evicted.
+_TOUCH_S = 60.0
+_MAX_THREADS = 64
+# A symbolic link, or not ours to read.
+_NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM)
+
+
+@dataclass(frozen=True)
+class FsConfig:
+    """`{"type": "fs", …}` of `secondary_tiers`: a directory below the host tier."""
+
+    root_dir: str
+    """Where the files are: an absolute path. The directory is made if it is not there,
+    readable for its owner alone. Engines may share it."""
+
+    max_gib: float
+    """GiB that all files below `root_dir` may take together, whoever wrote them."""
+
+    store_from_use: int = 2
+    """Write a block only from its n-th use on: being computed is one, and so is every
+    hit. `1` writes all that the host tier has."""
+
+    num_threads: int = 4
+    """Threads of each rank that read and write."""
+
+    deadline_ms: float = 1000.0
+    """How long a fetch may take, in milliseconds. What has not begun by then is
+    computed."""
+
+    @classmethod
+    def from_entry(cls, entry: dict[str, Any]) -> "FsConfig":
+        """The settings of an entry of `secondary_tiers`.
+
+        Raises:
+            ValueError: A setting is wrong. The message names it, its value and the
+                mend.
+
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for key in entry:
+            if key not in fields and key != "type":
+                raise ValueError(
+                    f"{_ENTRY}: unknown key {key!r} (value {entry[key]!r}). Known keys "
+                    f"of type 'fs': {', '.join(fields)}."
+                )
+        for name, field in fields.items():
+            if field.default is dataclasses.MISSING and name not in entry:
+                raise ValueError(
+                    f"{_ENTRY}.{name} is missing. An entry of type 'fs' needs at "
+                    'least {"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}.'
+                )
+        config = cls(**{key: entry[key] for key in fields if key in entry})
+        config._check_values()
+        return config
+
+    @property
+    def max_bytes(self) -> int:
+        return int(self.max_gib * GiB)
+
+    def _check_values(self) -> None:
+        path = self.root_dir
+        if not isinstance(path, str) or not os.path.isabs(path) or "\0" in path:
+            raise ValueError(
+                f"{_ENTRY}.root_dir must be the absolute path of a directory, got "
+                f"{path!r}. Give one like /mnt/kv."
+            )
+        for name in ("max_gib", "deadline_ms"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value < math.inf:
+                raise ValueError(f"{_ENTRY}.{name} must be above 0, got {value!r}.")
+        for name, most in (("store_from_use", math.inf), ("num_threads", _MAX_THREADS)):
+            value = getattr(self, name)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not is_whole or not 1 <= value <= most:
+                upto = "on" if most == math.inf else f"to {most}"
+                raise ValueError(
+                    f"{_ENTRY}.{name} must be a whole number from 1 {upto}, got "
+                    f"{value!r}."
+                )
+
+    def check_directory(self) -> None:
+        """Make the directory if it is not there, and see that it can be used.
+
+        Raises:
+            ValueError: It cannot, or others could read what is in it.
+
+        """
+        setting, root = f"{_ENTRY}.root_dir {self.root_dir}", Path(self.root_dir)
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = root.lstat()
+        except OSError as e:
+            raise ValueError(
+                f"{setting} cannot be made ({e.strerror}). Make it, owned by user "
+                f"{os.geteuid()} with mode 700, or name another."
+            ) from e
+        if stat.S_ISLNK(status.st_mode):
+            raise ValueError(
+                f"{setting} is a symbolic link, which somebody could turn elsewhere. "
+                f"Give the path that it leads to, {os.path.realpath(root)}."
+            )
+        if status.st_uid != os.geteuid():
+            raise ValueError(
+                f"{setting} belongs to user {status.st_uid}, but this is user "
+                f"{os.geteuid()}. Name a directory of your own, or change its owner."
+            )
+        if status.st_mode & 0o077:
+            raise ValueError(
+                f"{setting} is open to other users (mode {status.st_mode & 0o777:o}), "
+                "and KV is user data. Set its mode to 700, or name a directory in it "
+                "that is not there yet."
+            )
+        if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+            raise ValueError(
+                f"{setting} is not writable. Set its mode to 700, mount its file "
+                "system for writing, or name another."
+            )
+        disk, used = os.statvfs(root), used_bytes(root)
+        free = disk.f_bavail * disk.f_frsize
+        if free < self.max_bytes - used:
+            raise ValueError(
+                f"{_ENTRY}.max_gib {self.max_gib:g} does not fit: {root} holds "
+                f"{used / GiB:.1f} GiB, and its disk has {free / GiB:.1f} GiB free. "
+                f"Lower max_gib to {math.floor((free + used) / GiB * 10) / 10:g}, or "
+                "free space there."
+            )
+
+
+class FsStore(BlockStore):
+    """The objects of one rank under one namespace, as files.
+
+    Args:
+        config: Settings, checked.
+        namespace: What shaped the bytes: hex digits.
+        rank: Whose part they are.
+        slot_bytes: Size of a row.
+
+    Raises:
+        OSError: The directory cannot be used.
+
+    """
+
+    # A call returns when its threads have read all that they will.
+    late_writes = False
+
+    def __init__(
+        self, config: FsConfig, namespace: str, rank: int, slot_bytes: int
+    ) -> None:
+        assert re.fullmatch("[0-9a-f]+", namespace), namespace
+        self._folder = _open_folder(config.root_dir, namespace, f"r{rank}")
+        self._format = ObjectFormat(namespace, rank, slot_bytes)
+        self._deadline_s = config.deadline_ms / 1e3
+        self._space = Space(Path(config.root_dir), config.max_bytes)
+        # The thread that calls works, too.
+        self._num_helpers = config.num_threads - 1
+        self._helpers = ThreadPoolExecutor(max(self._num_helpers, 1), "kv-tier-fs")
+
+    def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+        return self._spread(self._put, keys, rows)
+
+    def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+        deadline = time.monotonic() + self._deadline_s
+
+        def get_in_time(key: bytes, row: memoryview) -> bool:
+            return time.monotonic() < deadline and self._get(key, row)
+
+        return self._spread(get_in_time, keys, rows)
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self._is_there(key) for key in keys]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._remove(_name(key))
+
+    def close(self) -> None:
+        self._helpers.shutdown()
+        self._space.close()
+        os.close(self._folder)
+
+    def _spread(
+        self,
+        work: Callable[[bytes, memoryview], bool],
+        keys: Sequence[bytes],
+        rows: Sequence[memoryview],
+    ) -> list[bool]:
+        """Answers of `work` for all pairs, by this thread and its helpers."""
+        assert len(keys) == len(rows)
+        answers = [False] * len(keys)
+        indices = itertools.count()
+
+        def take_turns() -> None:
+            while (i := next(indices)) < len(keys):
+                answers[i] = work(keys[i], rows[i])
+
+        helpers = [
+            self._helpers.submit(take_turns)
+            for _ in range(min(self._num_helpers, len(keys) - 1))
+        ]
+        take_turns()
+        for helper in helpers:
+            helper.result()
+        return answers
+
+    def _put(self, key: bytes, row: memoryview) -> bool:
+        if self._is_there(key, touch=True):
+            return True
+        name, size = _name(key), self._format.size(key)
+        try:
+            fd, temporary = self._space.create(self._folder, name[:2], size)
+        except OSError as e:
+            self._space.write_failed(e)
+            return False
+        try:
+            self._format.write(fd, key, row)
+            self._space.rename(self._folder, temporary, name)
+        except OSError as e:
+            self._remove(temporary)
+            self._space.write_failed(e)
+            return False
+        finally:
+            os.close(fd)
+        self._space.write_succeeded()
+        return True
+
+    def _get(self, key: bytes, row: memoryview) -> bool:
+        name = _name(key)
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._folder)
+        except OSError as e:
+            if e.errno in _NOT_OURS:
+                self._remove(name)
+            return False
+        try:
+            status = os.fstat(fd)
+            if self._is_ours(status, key) and self._format.read(fd, key, row):
+                _touch(fd, status)
+                return True
+        except OSError:
+            # The disk is in trouble, which says nothing of the object.
+            return False
+        finally:
+            os.close(fd)
+        self._remove(name)
+        return False
+
+    def _is_there(self, key: bytes, touch: bool = False) -> bool:
+        name = _name(key)
+        try:
+            status = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+        except OSError:
+            return False
+        if not self._is_ours(status, key):
+            return False
+        if touch and _is_old(status):
+            with contextlib.suppress(OSError):
+                os.utime(name, dir_fd=self._folder, follow_symlinks=False)
+        return True
+
+    def _is_ours(self, status: os.stat_result, key: bytes) -> bool:
+        return (
+            stat.S_ISREG(status.st_mode)
+            and status.st_uid == os.geteuid()
+            and not status.st_mode & 0o077
+            and status.st_size == self._format.size(key)
+        )
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._folder)
+
+
+def _open_folder(root: str, *names: str) -> int:
+    """A file descriptor of a folder below the root, made if it is not there."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | _OPEN
+    folder = os.open(root, flags)
+    for name in names:
+        parent = folder
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=parent)
+            folder = os.open(name, flags, dir_fd=parent)
+        finally:
+            os.close(parent)
+    return folder
+
+
+def _name(key: bytes) -> str:
+    """Where an object lies below the rank's folder."""
+    name = key.hex()
+    return f"{name[:2]}/{name}{OBJECT}"
+
+
+def _is_old(status: os.stat_result) -> bool:
+    return time.time() - status.st_mtime > _TOUCH_S
+
+
+def _touch(fd: int, status: os.stat_result) -> None:
+    if _is_old(status):
+        with contextlib.suppress(OSError):
+            os.utime(fd)

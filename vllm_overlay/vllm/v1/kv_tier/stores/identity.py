@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What shaped the bytes of KV, as a short name.
+
+Objects outlive engines, so whatever makes KV of the same tokens come out otherwise must
+be in their name: left out, an engine would read what another one meant. Put in without
+need, it costs a prefix that is computed once more. When in doubt it is in.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_tier.stores.format import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_SETTING = "--kv-offloading-config: secondary_tiers"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 64 << 10, 16, 4 << 10
+_DIGEST_BYTES = 16
+
+
+def namespace(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
+    """A name for all that shapes the bytes and is known to the scheduler's process.
+
+    Returns:
+        32 hex digits, the same in each process with these settings and weights.
+
+    Raises:
+        ValueError: Something that shapes the bytes, or their keys, cannot be known or
+            differs from process to process. The message has the mend.
+
+    """
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ValueError(
+            f"{_SETTING} cannot keep KV whose scales are calculated from the first "
+            "request (calculate_kv_scales): each engine has others. Set it to false, "
+            "or remove secondary_tiers."
+        )
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    load_format = vllm_config.load_config.load_format
+    return _digest(
+        {
+            "format": FORMAT_VERSION,
+            "vllm": vllm.__version__,
+            "model": _model(vllm_config.model_config, load_format),
+            "speculative": speculative and getattr(speculative, "method", None),
+            "draft": draft and _model(draft, load_format),
+            "cache_dtype": cache.cache_dtype,
+            "block_size": cache.block_size,
+            "mamba": {k: v for k, v in vars(cache).items() if k.startswith("mamba_")},
+            "groups": kv_cache_config.kv_cache_groups,
+            "shared": [t.shared_by for t in kv_cache_config.kv_cache_tensors],
+            "sizes": {
+                name: getattr(parallel, f"{name}_parallel_size", 1)
+                for name in (
+                    "tensor",
+                    "pipeline",
+                    "decode_context",
+                    "prefill_context",
+                )
+            },
+            "hashes": _hash_seed(cache.prefix_caching_hash_algo),
+        }
+    )
+
+
+def rank_namespace(namespace: str, rank: int, description: object) -> str:
+    """A namespace with what only a rank knows: its layout, its attention backends."""
+    return _digest([namespace, rank, description])
+
+
+def _model(model: Any, load_format: Any) -> dict[str, Any]:
+    config = model.hf_config.to_dict()
+    # Where it was found, not what it is.
+    config.pop("_name_or_path", None)
+    return {
+        "config": config,
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "code_revision": getattr(model, "code_revision", None),
+        # Some kinds of RoPE depend on it.
+        "max_model_len": model.max_model_len,
+        "weights": _weights(model, load_format),
+    }
+
+
+def _weights(model: Any, load_format: Any) -> list[Any]:
+    """Name, size and samples of the bytes of each file of weights."""
+    if getattr(load_format, "value", load_format) == "dummy":
+        raise ValueError(
+            f"{_SETTING} cannot keep KV of random weights (--load-format dummy): the "
+            "next engine has others. Load weights, or remove secondary_tiers."
+        )
+    # What streams from elsewhere has only its configuration here.
+    name = getattr(model, "model_weights", None) or model.model
+    folder = _folder(name, model.revision)
+    files = [folder] if folder.is_file() else sorted(folder.iterdir())
+    weights = [path for path in files if path.suffix in _WEIGHTS]
+    if not weights:
+        raise ValueError(
+            f"{_SETTING}: {folder} has no weights ({', '.join(_WEIGHTS)}) by which to "
+            f"tell KV of model {name!r} from that of others. Give a directory "
+            "that has them with --model, or remove secondary_tiers."
+        )
+    return [[path.name, path.stat().st_size, _sample(path)] for path in weights]
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    """Where a model's files are on this machine."""
+    if os.path.exists(name):
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception as e:
+        raise ValueError(
+            f"{_SETTING}: the weights of model {name!r} are not on this machine, so KV "
+            f"cannot be told from that of others ({type(e).__name__}). Download the "
+            "model and give its directory with --model, or remove secondary_tiers."
+        ) from e
+
+
+def _sample(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    # A file of the hub's cache links to one whose name is a digest of all its bytes.
+    blob = path.resolve().name
+    if re.fullmatch("[0-9a-f]{40,}", blob):
+        digest.update(blob.encode())
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest.update(file.read(_HEAD_BYTES))
+        for i in range(1, _NUM_SAMPLES + 1):
+            file.seek(max(size - _SAMPLE_BYTES, 0) * i // _NUM_SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _hash_seed(algorithm: str) -> list[str]:
+    """What NONE_HASH, the parent of first blocks, is made of.
+
+    Upstream sets NONE_HASH itself only after the tier has started.
+    """
+    seed = os.getenv("PYTHONHASHSEED")
+    resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
+    if resolve is not None:
+        # Random where it is another one each time. Releases without it draw always.
+        from vllm.utils.hashing import get_hash_fn_by_name
+
+        function = get_hash_fn_by_name(algorithm)
+        first, second = resolve(function), resolve(function)
+        seed = first if first == second else None
+    # Python draws for that word, and v0.9.2 has an algorithm that hashes by Python.
+    if seed is None or seed == "random":
+        other = "" if resolve is None else ", or --prefix-caching-hash-algo sha256"
+        raise ValueError(
+            f"{_SETTING}: block hashes of --prefix-caching-hash-algo {algorithm} begin "
+            "with a random number in each process, so nothing would ever be found "
+            f"again. Set PYTHONHASHSEED=0 in the environment of all engines{other}."
+        )
+    return [algorithm, seed]
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(_plain(value), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: no addresses, no order that is by chance."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, enum.Enum):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [type(value).__qualname__, dict(_fields(value))]
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_plain(v), sort_keys=True) for v in value)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(value):
+        yield field.name, _plain(getattr(value, field.name))

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much a directory may hold, for all engines that share it.
+
+The sizes of all files below the directory never add up to more than the cap. A file is
+counted before it is made, and has its full size from then on, so what is being written
+needs no book of its own. One counter for all processes lies in a file whose lock one of
+them holds at a time. It is never below the truth: it grows before a file does, deleting
+does not change it, and whoever finds it too high looks through the directory and sets
+it right. So a process may be killed at any point.
+
+The same look finds what to evict, the objects that were least recently used, and what
+killed writers left: files with a temporary name that nobody has locked.
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+COUNTER = ".usage"
+"""The counter, and the lock of everybody who changes the directory."""
+USERS = ".users"
+"""Locked by all who use the directory, so that one knows that it is alone."""
+OBJECT, TEMPORARY = ".kv", ".tmp"
+
+_NUMBER = struct.Struct("<8sQ")
+_MAGIC = b"KVUSAGE1"
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
+_LOW_WATERMARK = 0.9
+_PAUSE_S = 60.0
+
+
+class NoSpace(OSError):
+    """The cap does not allow another object, or the disk is full."""
+
+
+def used_bytes(root: Path) -> int:
+    """What a directory holds, or somewhat more. It need not be in use."""
+    try:
+        fd = os.open(root / COUNTER, os.O_RDONLY | _OPEN)
+    except OSError:
+        return sum(size for *_, size in _files(root))
+    with os.fdopen(fd, "rb") as file:
+        return _number(file.read()) or sum(size for *_, size in _files(root))
+
+
+class Space:
+    """A share in a directory with a cap.
+
+    Args:
+        root: The directory, which exists.
+        max_bytes: The cap.
+
+    Raises:
+        OSError: The directory cannot be used.
+
+    """
+
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        self._root, self._max_bytes = root, max_bytes
+        self._mutex = threading.Lock()
+        self._state = threading.Lock()
+        self._pause_until: float | None = None
+        flags = os.O_RDWR | os.O_CREAT | _OPEN
+        self._counter = os.open(root / COUNTER, flags, 0o600)
+        self._users = os.open(root / USERS, flags, 0o600)
+        with self._locked():
+            if self._is_alone() or _number(os.pread(self._counter, 16, 0)) is None:
+                self._count()
+            fcntl.flock(self._users, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        os.close(self._counter)
+        os.close(self._users)
+
+    def create(self, folder: int, subfolder: str, size: int) -> tuple[int, str]:
+        """Make a file of `size` bytes (zeros) under a temporary name.
+
+        Args:
+            folder: File descriptor of a folder below the directory.
+            subfolder: One in that folder, made if it is not there.
+            size: What the file has now and must have at the end.
+
+        Returns:
+            A file descriptor to write with, which locks the file until it is closed,
+            and the file's name in `folder`.
+
+        Raises:
+            NoSpace: The cap is reached and nothing could be evicted, or the disk was
+                full less than a minute ago.
+            OSError: The file cannot be made.
+
+        """
+        if self._pause_until is not None and time.monotonic() < self._pause_until:
+            raise NoSpace(errno.ENOSPC, "There was no room a moment ago.")
+        name = f"{subfolder}/{secrets.token_hex(16)}{TEMPORARY}"
+        with self._locked():
+            used = _number(os.pread(self._counter, 16, 0))
+            if used is None or used + size > self._max_bytes:
+                used = self._make_room(size)
+            self._write(used + size)
+            fd = _create(folder, subfolder, name)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(fd, size)
+            except OSError:
+                os.close(fd)
+                os.unlink(name, dir_fd=folder)
+                raise
+        return fd, name
+
+    def rename(self, folder: int, old: str, new: str) -> None:
+        """Give a file its name, while nobody counts: a look could miss it."""
+        with self._locked():
+            os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def write_failed(self, error: OSError) -> None:
+        """Note what became of a write: on a full disk, none is tried for a while."""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full and not isinstance(error, NoSpace):
+            self._pause("its disk is full")
+
+    def write_succeeded(self) -> None:
+        with self._state:
+            # One that began before the pause says nothing of now.
+            if self._pause_until is None or time.monotonic() < self._pause_until:
+                return
+            self._pause_until = None
+        logger.info("KV tier: %s has room again.", self._root)
+
+    def _pause(self, reason: str) -> None:
+        with self._state:
+            is_new = self._pause_until is None
+            self._pause_until = time.monotonic() + _PAUSE_S
+        if is_new:
+            logger.warning(
+                "KV tier: nothing more is written to %s: %s. What is there is read on, "
+                "and writing is tried again once a minute. Free space there, or set "
+                "max_gib to what it can hold.",
+                self._root,
+                reason,
+            )
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        # Threads share the descriptor, and so its lock: they take turns before.
+        with self._mutex:
+            fcntl.flock(self._counter, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._counter, fcntl.LOCK_UN)
+
+    def _is_alone(self) -> bool:
+        try:
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def _write(self, used: int) -> None:
+        os.pwrite(self._counter, _NUMBER.pack(_MAGIC, used), 0)
+
+    def _count(self) -> tuple[int, list[tuple[float, int, str]]]:
+        """Set the counter right, and remove what killed writers left.
+
+        Returns:
+            Bytes of all files, and last use, size and path of each object.
+
+        """
+        # Who is killed in here leaves it to the next one. The counter counts itself.
+        self._write(self._max_bytes)
+        used, objects = 0, []
+        for path, last_use, size in _files(self._root):
+            if path.endswith(TEMPORARY) and _remove_if_left(path):
+                continue
+            used += size
+            if path.endswith(OBJECT):
+                objects.append((last_use, size, path))
+        self._write(used)
+        return used, objects
+
+    def _make_room(self, size: int) -> int:
+        """Evict what was least recently used, down to the low watermark.
+
+        Returns:
+            Bytes of all files that are left.
+
+        Raises:
+            NoSpace: That is not enough.
+
+        """
+        used, objects = self._count()
+        if used + size <= self._max_bytes:
+            return used
+        aim = min(int(self._max_bytes * _LOW_WATERMARK), self._max_bytes - size)
+        for _, freed, path in sorted(objects):
+            if used <= aim:
+                break
+            try:
+                os.unlink(path)
+            except OSError:
+                continue
+            used -= freed
+        self._write(used)
+        if used + size > self._max_bytes:
+            self._pause("files that are no KV, or max_gib, leave no room for a block")
+            raise NoSpace(errno.ENOSPC, "The cap leaves no room.")
+        return used
+
+
+def _create(folder: int, subfolder: str, name: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
+    try:
+        return os.open(name, flags, 0o600, dir_fd=folder)
+    except FileNotFoundError:
+        os.mkdir(subfolder, 0o700, dir_fd=folder)
+        return os.open(name, flags, 0o600, dir_fd=folder)
+
+
+def _number(content: bytes) -> int | None:
+    """The counter, or None if there is none."""
+    if len(content) != _NUMBER.size or not content.startswith(_MAGIC):
+        return None
+    return _NUMBER.unpack(content)[1]
+
+
+def _files(folder: str | Path) -> Iterator[tuple[str, float, int]]:
+    """Path, time of last use and size of all that lies below a folder.
+
+    What vanishes meanwhile, or is not ours to look into, is left out. Symbolic links
+    are not followed.
+    """
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(entry.path)
+            continue
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except OSError:
+            continue
+        yield entry.path, status.st_mtime, status.st_size
+
+
+def _remove_if_left(path: str) -> bool:
+    """Remove a file with a temporary name, unless its writer lives."""
+    try:
+        fd = os.open(path, os.O_RDONLY | _OPEN | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
