@@ -105,7 +105,7 @@ def lose_store_reports(wrapper: Any) -> None:
 
     def attach_report(output: Any) -> Any:
         # The report in the making.
-        report = tier._report._report
+        report = tier.report._report
         if report is not None:
             report.failed_store_slots.clear()
         return real(output)

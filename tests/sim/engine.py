@@ -12,6 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from ..names import sha256
 from . import upstream
+from .below import Below
 from .content import STOP_TOKEN, Sequence, Violation
 from .invariants import Invariants
 from .layouts import MAX_MODEL_LEN
@@ -60,7 +61,8 @@ class Engine:
         self._num_requests = 0
         self._epoch = 0
         self._in_flight: deque[Step] = deque()
-        self._scheduler = make_scheduler(setup)
+        self.below = None if setup.below is None else Below(*setup.below)
+        self._scheduler = make_scheduler(setup, self.below)
         self._num_steps = 0
         tier = self._scheduler.kv_cache_manager.kv_tier
         assert tier is not None
@@ -70,7 +72,7 @@ class Engine:
         self._hasher = get_request_block_hasher(setup.layout.hash_block_size, sha256)
         self._roots: dict[str, int] = {}
         self._worker = Worker(
-            setup.layout, setup.num_blocks, setup.num_slots, self._roots
+            setup.layout, setup.num_blocks, setup.num_slots, self._roots, self.below
         )
         self._invariants = Invariants(
             setup.layout, self._scheduler.kv_cache_manager.coordinator

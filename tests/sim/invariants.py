@@ -97,8 +97,9 @@ class Invariants:
         host = self._pool.host
         filled = {slot.index for slot in host.filled()}
         free = [*host._free, *host._free_after_plan]
-        if sorted([*filled, *free]) != list(range(host.num_slots)):
-            raise Violation("slots", f"filled: {filled}, free: {free}")
+        below = [*host._free_after_hold, *host._reserved]
+        if sorted([*filled, *free, *below]) != list(range(host.num_slots)):
+            raise Violation("slots", f"filled: {filled}, free: {free}, below: {below}")
         keys = [(key, slot.index) for slot in host.filled() for key in slot.keys]
         table = [(key, slot.index) for key, slot in host._slots.items()]
         if sorted(keys) != sorted(table):

@@ -16,18 +16,21 @@ from vllm.config import (
 )
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.structured_output import StructuredOutputManager
 
 from ..names import init_none_hash, sha256
 from . import upstream
+from .below import Below
 from .layouts import MAX_MODEL_LEN, Layout
 
 SLOT_BYTES = 1 << 20
 
 # Prefixes have few blocks here: let none be too few to be prefetched. And the device
 # has few: let all be for prefetches.
-TUNING = SchedulingTuning(min_prefetch=1, spare=0.0)
+# No more steps are in flight than five.
+TUNING = SchedulingTuning(min_prefetch=1, spare=0.0, settled_steps=5)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Setup:
     """Blocks of which windows and states keep one tail; 0: only the last."""
     reserve_full_isl: bool = True
     tuning: SchedulingTuning = TUNING
+    below: tuple[int, int] | None = None
+    """Seed and delay of a tier below."""
     kv_events: KVEventsConfig | None = None
 
     @property
@@ -112,8 +117,22 @@ def _base() -> tuple[VllmConfig, StructuredOutputManager]:
     return config, StructuredOutputManager(config)
 
 
-def make_scheduler(setup: Setup) -> Scheduler:
-    """A scheduler with a host tier, and no engine."""
+def _secondary(layout: Layout, below: Below) -> SecondaryLayout:
+    return SecondaryLayout(
+        name="simulated",
+        num_ranks=1,
+        asker=below,
+        num_groups=len(layout.groups),
+        block_size=layout.block_size,
+        store_from_use=1,
+        deadline_s=6.0,
+        max_writing=4,
+        max_known=20,
+    )
+
+
+def make_scheduler(setup: Setup, below: Below | None = None) -> Scheduler:
+    """A scheduler with a host tier, maybe one below it, and no engine."""
     layout = setup.layout
     base, structured_output_manager = _base()
     config = copy(base)
@@ -155,6 +174,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
             tokens_per_block=layout.block_size,
             layerwise=setup.join_time > 0,
             tuning=setup.tuning,
+            secondary=None if below is None else _secondary(layout, below),
         ),
     )
     scheduler = upstream.make_scheduler(

@@ -78,6 +78,9 @@ class WatchedOrder(CopyOrder):
     def end_step(self) -> bool:
         return self._order.end_step()
 
+    def have_ended(self, stores: int, loads: int) -> bool:
+        return self._order.have_ended(stores, loads)
+
     def give_up(self) -> dict[int, list[int]]:
         return self._order.give_up()
 

@@ -268,7 +268,7 @@ class StreamWorker(Worker):
 
     def unreported(self) -> object:
         """Failures that no output has told of."""
-        report = self._tier._report
+        report = self._tier.report
         return None if report.is_empty else report
 
     # ------------------------------------------------------------------ compute

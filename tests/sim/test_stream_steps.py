@@ -80,6 +80,22 @@ def test_threads_get_their_turn(
 # ------------------------------------------------------------------------ fences
 
 
+def test_who_asks_hears_which_copies_have_ended(cuda: FakeCuda) -> None:
+    rank = Rank(cuda)
+    order = rank.order
+    for seq, (kind, is_store) in enumerate(
+        ((STORE, True), (CLEAN, True), (LOAD, False), (AHEAD, False)), 1
+    ):
+        rank.step(**kind)
+        before, since = seq - 1, seq
+        assert order.have_ended(before, before)
+        assert not order.have_ended(*((since, 0) if is_store else (0, since)))
+        # Nobody asks for the other kind.
+        assert order.have_ended(*((0, since) if is_store else (since, 0)))
+        order.finish()
+        assert order.have_ended(since, since)
+
+
 def test_a_step_does_not_wait_for_what_is_stored_for_later_ones(
     cuda: FakeCuda,
 ) -> None:

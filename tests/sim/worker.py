@@ -27,6 +27,7 @@ from vllm.v1.kv_tier.rank.copy_order import InOrder
 from vllm.v1.kv_tier.worker import HostTier
 
 from . import upstream
+from .below import Below
 from .content import EMPTY, GARBAGE, Violation
 from .forward import ForwardPasses
 from .layouts import Layout
@@ -97,11 +98,17 @@ class Worker(ForwardPasses):
         num_blocks: Device blocks.
         num_slots: Host slots.
         roots: By request id, what its KV depends on beside its tokens.
+        below: The tier below, if there is one.
 
     """
 
     def __init__(
-        self, layout: Layout, num_blocks: int, num_slots: int, roots: dict[str, int]
+        self,
+        layout: Layout,
+        num_blocks: int,
+        num_slots: int,
+        roots: dict[str, int],
+        below: Below | None = None,
     ) -> None:
         super().__init__(layout, num_blocks, roots)
         self.host = [[EMPTY] * self._width for _ in range(num_slots)]
@@ -116,6 +123,7 @@ class Worker(ForwardPasses):
         step_loads, loads, stores = self._recorders
         engines = CopyEngines(step_loads, loads, stores, 1.0, 1.0)
         self._tier = HostTier([], engines, InOrder())
+        self._below = self._tier.secondary = below
 
     def submit(
         self, output: SchedulerOutput, epoch: int, rush: bool, fail: str | None
@@ -139,7 +147,15 @@ class Worker(ForwardPasses):
         self._steps.append(step)
         if rush:
             self._run_ready()
+        if self._below is not None:
+            self._below.run(self.host, self._have_ended, self._tier.report)
         return step
+
+    def _have_ended(self, stores: int, loads: int) -> bool:
+        return not (
+            any(each.plan.seq <= stores for each in self._stores)
+            or any(step.plan.seq <= loads for step in (*self._loads, *self._ahead))
+        )
 
     def _next_step(
         self, output: SchedulerOutput, epoch: int, rush: bool, fail: str | None

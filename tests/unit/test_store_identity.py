@@ -90,7 +90,7 @@ def settings(folder: Path) -> tuple[Bag, Bag]:
 def name_after(folder: Path, change: Callable[[Bag, Bag], object]) -> str:
     config, kv = settings(folder)
     change(config, kv)
-    return namespace(config, kv)
+    return namespace(config, kv, "v0.32.0")
 
 
 def name_of(folder: Path) -> str:
@@ -137,7 +137,6 @@ SHAPES: dict[str, Callable[[Bag, Bag], object]] = {
     "mamba": lambda c, kv: setattr(c.cache_config, "mamba_cache_mode", "align"),
     "spec": lambda c, kv: set_spec(kv, num_kv_heads=4),
     "layers": lambda c, kv: kv.kv_cache_groups[0].layer_names.append("b"),
-    "sharing": lambda c, kv: kv.kv_cache_tensors[0].shared_by.append("b"),
     "TP": lambda c, kv: setattr(c.parallel_config, "tensor_parallel_size", 2),
     "PP": lambda c, kv: setattr(c.parallel_config, "pipeline_parallel_size", 2),
     "DCP": lambda c, kv: setattr(c.parallel_config, "decode_context_parallel_size", 2),
@@ -175,10 +174,10 @@ def test_what_does_not_shape_the_bytes_does_not(tmp_path: Path) -> None:
     assert len(name) == 32 and int(name, 16)
     # Another place, and more memory.
     assert name_of(tmp_path / "other") == name
-    more = lambda c, kv: (
-        vars(kv).update(num_blocks=7),
-        vars(c.cache_config).update(n=1),
-    )
+
+    def more(c: Any, kv: Any) -> None:
+        kv.num_blocks, c.cache_config.n = 7, 1
+
     assert name_after(tmp_path / "model", more) == name
     assert name_after(tmp_path / "model", lambda c, kv: set_spec(kv)) == name
 

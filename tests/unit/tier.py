@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.pool import TieredBlockPool
+from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
 from vllm.v1.kv_tier.scheduling.slots import HostSlot
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.scheduling.writing import Cleaner
@@ -52,6 +53,7 @@ class Tier:
         load_s: float = 0.0,
         layerwise: bool = False,
         tuning: dict[str, Any] | None = None,
+        secondary: SecondaryLayout | None = None,
         **config: Any,
     ) -> None:
         # Its order is the easiest to foretell.
@@ -64,6 +66,7 @@ class Tier:
             tokens_per_block=BLOCK,
             layerwise=layerwise,
             tuning=SchedulingTuning(**tuning or {}),
+            secondary=secondary,
         )
         self.pool = TieredBlockPool(
             layout,
@@ -166,12 +169,17 @@ class Tier:
 
     def demoted(self, names: str) -> StepPlan:
         """Steps after which blocks are only on the host, and the device is empty."""
+        plan = self.demoted_or_dropped(names)
+        assert all(self.where(n) == "host" for n in names)
+        return plan
+
+    def demoted_or_dropped(self, names: str) -> StepPlan:
+        """As `demoted`, where the host may have no room for them."""
         self.computed(names)
         self.begin()
         blocks = self.pool.get_new_blocks(self.pool.get_num_free_blocks())
         plan = self.end()
         self.free(blocks)
-        assert all(self.where(n) == "host" for n in names)
         return plan
 
     def forget_rate(self) -> None:

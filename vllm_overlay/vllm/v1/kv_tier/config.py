@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from vllm import envs
 from vllm.v1.kv_tier.memory.limits import available_host_bytes, total_host_bytes
 from vllm.v1.kv_tier.policy import make_policy
+from vllm.v1.kv_tier.scheduling.below import (
+    SecondaryLayout,
+    check_engine,
+    check_tiers,
+)
 from vllm.v1.kv_tier.scheduling.takers import takes_plans
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 
@@ -74,6 +79,12 @@ class KVTierConfig:
     device, the error names the slots, and what depended on them is computed again. It
     reads every stored and loaded byte once more, by the CPU."""
 
+    secondary_tiers: list[dict[str, Any]] | None = None
+    """Where blocks go on to live below the host, in the order in which they are asked;
+    one for now. `[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}]` keeps them in
+    files, which outlive the engine and serve every engine with the same model and
+    settings. The page Below the host has all keys."""
+
     check_memory: bool = True
     """Refuse a size above the memory that is available at start. `false` on machines
     whose memory grows on demand (ballooning)."""
@@ -132,6 +143,7 @@ class KVTierConfig:
                 f"block) on, got {uses!r}."
             )
         make_policy(self.eviction_policy, num_slots=1)
+        check_tiers(self.secondary_tiers)
         stall = self.max_load_stall_ms
         if stall is not None and not (_is_number(stall) and 0 <= stall < math.inf):
             raise ValueError(
@@ -200,6 +212,8 @@ class KVTierConfig:
             )
         self._check_scheduler(vllm_config.scheduler_config.scheduler_cls)
         self._check_platform()
+        if self.secondary_tiers:
+            check_engine(vllm_config)
         self._check_stages(vllm_config)
         if self.check_memory and self.size_bytes > total_host_bytes():
             raise ValueError(
@@ -334,6 +348,8 @@ class KVTierLayout:
     """Whether layers wait for their own part of the loads of a step, on all ranks."""
     tuning: SchedulingTuning = SchedulingTuning()
     """No setting: what tests choose otherwise."""
+    secondary: SecondaryLayout | None = None
+    """The tier below, if there is one."""
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

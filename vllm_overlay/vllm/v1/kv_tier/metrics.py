@@ -110,8 +110,8 @@ METRICS = (
     Metric(
         "copy_seconds",
         "histogram",
-        "Duration of the copies of one kind in one step, on the slowest rank; pauses "
-        "for what is more urgent included. A store is one that its step waits for, "
+        "Duration of the copies of one kind in one step, on the slowest rank, without "
+        "pauses for what is more urgent. A store is one that its step waits for, "
         "clean one ahead of eviction.",
         "kind",
         _COPIES,
@@ -163,6 +163,23 @@ METRICS = (
         "refused_hints",
         "counter",
         "Requests whose hints were not understood, and ignored.",
+    ),
+    Metric("secondary_stored_blocks", "counter", "KV blocks that went below the host."),
+    Metric(
+        "secondary_refused_blocks",
+        "counter",
+        "KV blocks that the tier below did not take on some rank: full, or failed.",
+    ),
+    Metric("secondary_loaded_blocks", "counter", "KV blocks that came from below."),
+    Metric(
+        "secondary_missed_blocks",
+        "counter",
+        "KV blocks that the tier below had named, and that did not come or not whole.",
+    ),
+    Metric(
+        "secondary_late_requests",
+        "counter",
+        "Requests that went on without what had not come from below by deadline_ms.",
     ),
     Metric(
         "cleaner_backlog_blocks",

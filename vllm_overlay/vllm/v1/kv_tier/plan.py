@@ -12,6 +12,26 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
+class SecondaryJob(NamedTuple):
+    """What moves between host slots and the tier below them, in no hurry.
+
+    Fences as in `StepPlan` say when it may begin; nothing says when it ends but the
+    report of each rank.
+    """
+
+    number: int
+    """Counts up from 1."""
+    is_put: bool
+    """From slots to the store. Else from the store to slots."""
+    keys: list[bytes]
+    """Names of the objects; pairs with `slots`."""
+    slots: list[int]
+    after_stores: int
+    """Stores of plans up to this `seq` fill these slots, or filled them before."""
+    after_loads: int
+    """Loads of plans up to this `seq` read what was in these slots before."""
+
+
 @dataclass
 class StepPlan:
     """Copies of one step. `seq` starts at 1; a fence of 0 asks for nothing.
@@ -64,6 +84,12 @@ class StepPlan:
     clean_after_compute: int = 0
     clean_after_loads: int = 0
     """As the two above, for `clean_blocks`."""
+
+    secondary: list[SecondaryJob] = field(default_factory=list)
+    """What the tier below is to write and to read."""
+    awaits_secondary: bool = False
+    """The step runs nothing, and a request waits for the tier below: a rank may take a
+    moment to see whether a job ends."""
 
     def check(self) -> None:
         """Assert what holds for every plan, in time that does not grow with it.
@@ -126,6 +152,15 @@ class PrefillTime(NamedTuple):
     seconds: float
 
 
+class SecondaryResult(NamedTuple):
+    """What became of a `SecondaryJob` on one rank."""
+
+    number: int
+    done: list[bool]
+    """For each of its slots whether the store, or the slot, has all of it."""
+    seconds: float
+
+
 Times = dict[tuple[str, int], CopyTime]
 """How long copies took that ended, by their kind and the `seq` of their plan. Kinds are
 `store`, `clean`, `load`, `load_ahead`; and `stall`: the seconds that a forward pass
@@ -150,6 +185,8 @@ class StepReport:
     is less than it took, by the bit length of its number of tokens."""
     times: Times = field(default_factory=dict)
     """What a rank has not told of before."""
+    secondary: list[SecondaryResult] = field(default_factory=list)
+    """Jobs that ended, each as often as there are ranks that have told of it."""
     failures: Counter[str] = field(default_factory=Counter)
     """Steps in which copies failed, by kind (`store`, `load`), or a layer did not
     wait for its loads (`layer_wait`), or that were given up (`hang`)."""
@@ -172,6 +209,7 @@ def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
         for size, seconds in report.joins.items():
             merged.joins[size] = max(seconds, merged.joins.get(size, 0.0))
         merge_times(merged.times, report.times)
+        merged.secondary += report.secondary
         # Ranks mostly fail together.
         merged.failures |= report.failures
     return merged

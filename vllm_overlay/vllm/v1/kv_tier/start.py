@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings the host tier up on all ranks, after their KV caches exist."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
+from vllm.v1.kv_tier.about import about
 from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
 from vllm.v1.kv_tier.config import (
@@ -15,14 +17,23 @@ from vllm.v1.kv_tier.config import (
 )
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.layer_waits import set_layer_waits
-from vllm.v1.kv_tier.memory.regions import build_regions
+from vllm.v1.kv_tier.memory.regions import build_regions, flatten
 from vllm.v1.kv_tier.rank.layers import make_layer_waits
+from vllm.v1.kv_tier.scheduling.asking import Asker
+from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
+from vllm.v1.kv_tier.stores.by_name import check_entry, open_store
+from vllm.v1.kv_tier.stores.fs import FsConfig
+from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
 from vllm.v1.kv_tier.worker import HostTier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
+
+# What is on its way to the tier below at a time: enough for all threads of a rank, and
+# little to lose.
+_MAX_WRITING_BYTES = 256 << 20
 
 
 def start_kv_tier(
@@ -53,8 +64,7 @@ def start_kv_tier(
             "--kv-offloading-backend core: this model has no KV cache to offload. "
             "Remove the backend."
         )
-    num_slots = config.size_bytes // block_bytes
-    if num_slots == 0:
+    if not (num_slots := config.size_bytes // block_bytes):
         raise ValueError(
             f"--kv-offloading-size {config.size_bytes / GiB:g} is not enough for one "
             f"KV block: a block takes {block_bytes} bytes on all ranks together. "
@@ -84,6 +94,7 @@ def start_kv_tier(
         load_s=max(load_s for load_s, _ in ranks),
         tokens_per_block=_tokens_per_block(vllm_config, kv_cache_config),
         layerwise=all(layerwise for _, layerwise in ranks),
+        secondary=_open_secondary(vllm_config, executor, kv_cache_config, num_slots),
     )
     logger.info(
         "KV tier: %d host slots (%.2f GiB on %d ranks) behind %d device blocks; "
@@ -94,6 +105,61 @@ def start_kv_tier(
         num_blocks,
         config.store_policy,
         config.eviction_policy,
+    )
+
+
+def _open_secondary(
+    vllm_config: "VllmConfig", executor: Any, kv_cache_config: Any, num_slots: int
+) -> SecondaryLayout | None:
+    """Open the tier below on all ranks, if there is to be one.
+
+    Raises:
+        ValueError: It cannot be used. The message names the setting and the mend.
+
+    """
+    config = KVTierConfig.from_vllm_config(vllm_config)
+    if config is None or not config.secondary_tiers:
+        return None
+    groups = kv_cache_config.kv_cache_groups
+    sizes = {group.kv_cache_spec.block_size for group in groups}
+    if len(sizes) > 1:
+        raise ValueError(
+            "--kv-offloading-config: secondary_tiers is not supported for this model, "
+            "whose layers have KV blocks of several sizes "
+            f"({', '.join(map(str, sorted(sizes)))} tokens). Remove it."
+        )
+    entry = check_entry(config.secondary_tiers[0])
+    entry.check_directory()
+    space = namespace(vllm_config, kv_cache_config, about()["tag"])
+    ranks = executor.collective_rpc(
+        _open_rank, args=(entry, space, kv_cache_config.num_blocks)
+    )
+    stores = [
+        open_store(entry, rank_space, rank, num_bytes)
+        for rank, (rank_space, num_bytes) in enumerate(ranks)
+        if num_bytes
+    ]
+
+    def exists(keys: Sequence[bytes]) -> list[bool]:
+        return [all(each) for each in zip(*(store.exists(keys) for store in stores))]
+
+    bytes_on_ranks = sum(num_bytes for _, num_bytes in ranks)
+    logger.info(
+        "KV tier: below the host, %s (%g GiB), as %s.",
+        entry.root_dir,
+        entry.max_gib,
+        space,
+    )
+    return SecondaryLayout(
+        name=entry.root_dir,
+        num_ranks=len(stores),
+        asker=Asker(exists),
+        num_groups=len(groups),
+        block_size=sizes.pop(),
+        store_from_use=entry.store_from_use,
+        deadline_s=entry.deadline_ms / 1e3,
+        max_writing=max(1, min(num_slots // 4, _MAX_WRITING_BYTES // bytes_on_ranks)),
+        max_known=4 * num_slots,
     )
 
 
@@ -113,7 +179,7 @@ def _tokens_per_block(vllm_config: "VllmConfig", kv_cache_config: Any) -> float:
     return 1 / blocks_per_token
 
 
-# These two run on the ranks. `wrapper` is a WorkerWrapperBase.
+# These run on the ranks. `wrapper` is a WorkerWrapperBase.
 
 
 def _block_bytes(wrapper: Any, num_blocks: int) -> int:
@@ -149,3 +215,39 @@ def _start_rank(
         load_s += check_s
     # Nobody waits for a rank without KV memory.
     return load_s, waits is not None or not regions
+
+
+def _open_rank(
+    wrapper: Any, entry: FsConfig, space: str, num_blocks: int
+) -> tuple[str, int]:
+    """Open the store of this rank. Returns its namespace, and the bytes of an object; 0
+    where the rank has no KV memory."""
+    tier, worker = wrapper.kv_tier, wrapper.worker
+    num_bytes = tier.buffer.slots.shape[1]
+    name = rank_namespace(space, wrapper.rpc_rank, _describe(worker, num_blocks))
+    if num_bytes:
+        store = open_store(entry, name, wrapper.rpc_rank, num_bytes)
+        tier.open_secondary(store)
+    return name, num_bytes
+
+
+def _describe(worker: Any, num_blocks: int) -> list[object]:
+    """What shapes the bytes of a slot beside the model and its settings: what writes
+    them, and the order in which they lie."""
+    runner = worker.model_runner
+    caches = [
+        (
+            str(tensor.dtype),
+            ["blocks" if n % num_blocks == 0 else n for n in tensor.shape[:2]],
+            list(tensor.shape[2:]),
+            # Which dimension varies fastest.
+            sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)),
+        )
+        for tensor in flatten(runner.kv_caches)
+    ]
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    writers = [
+        f"{name}: {type(getattr(layer, 'impl', layer)).__qualname__}"
+        for name, layer in layers.items()
+    ]
+    return [type(runner).__module__, caches, writers]

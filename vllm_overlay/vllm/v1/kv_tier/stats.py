@@ -44,6 +44,16 @@ class KVTierStats:
     """Blocks of conversations that are over, wherever they lay."""
     refused_hints: int = 0
     """Requests whose hints were not understood, and ignored."""
+    secondary_stored_blocks: int = 0
+    """Blocks that the tier below took."""
+    secondary_refused_blocks: int = 0
+    """Blocks that it did not take, on some rank."""
+    secondary_loaded_blocks: int = 0
+    """Blocks that came from the tier below into slots."""
+    secondary_missed_blocks: int = 0
+    """Blocks that it had named and that did not come, or not whole."""
+    secondary_late_requests: int = 0
+    """Requests that went on without what had not come by their deadline."""
     slots_used: int = 0
     slots_total: int = 0
     slot_bytes: int = 0

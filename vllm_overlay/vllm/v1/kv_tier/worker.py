@@ -18,9 +18,11 @@ from vllm.v1.kv_tier.rank.copier import Copier
 from vllm.v1.kv_tier.rank.copy_order import CopyHangs, CopyOrder, InOrder
 from vllm.v1.kv_tier.rank.layers import LayerWaits
 from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.secondary import SecondaryIO
 from vllm.v1.kv_tier.rank.streams import CudaStreams
 from vllm.v1.kv_tier.rank.timing import JoinTimer, num_prefill_tokens
 from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING, RankTuning
+from vllm.v1.kv_tier.stores.base import BlockStore
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -55,8 +57,11 @@ class HostTier:
         self._tuning = tuning
         self._order = order
         self._layer_waits = layer_waits
-        self._report = ReportDraft()
-        self._copier = Copier(regions, engines, self._report, checksums, tuning)
+        self.report = ReportDraft()
+        """What the scheduler is to hear next."""
+        self._copier = Copier(regions, engines, self.report, checksums, tuning)
+        self.secondary: SecondaryIO | None = None
+        """The tier below, if there is one."""
         self._join = JoinTimer(tuning)
         self._seq = 0
         self._is_off = False
@@ -104,6 +109,11 @@ class HostTier:
         tier.buffer = buffer
         return tier
 
+    def open_secondary(self, store: BlockStore) -> None:
+        """From now on carry out what plans ask of the tier below."""
+        slots = self.buffer.slots
+        self.secondary = SecondaryIO(store, slots, self.report, self._tuning)
+
     buffer: HostBuffer
     """Kept as long as the tier is."""
 
@@ -130,16 +140,20 @@ class HostTier:
         except CopyHangs:
             self._switch_off(plan)
             return
+        if self.secondary is not None:
+            self.secondary.begin_step(
+                plan, self._order.have_ended, self._copier.is_filled
+            )
         num_tokens = num_prefill_tokens(plan, scheduler_output, self._tuning)
         prefill = self._order.take_prefill_time(num_tokens)
-        self._report.measured(prefill, self._order.take_copy_times())
+        self.report.measured(prefill, self._order.take_copy_times())
         if self._layer_waits is not None and not copies.load_launches_long:
             self._join.begin(scheduler_output)
 
     def end_step(self, output: Any) -> Any:
         """The step's forward pass is queued. Returns `output`, maybe with a report."""
         if joined := self._join.end():
-            self._report.joined(*joined)
+            self.report.joined(*joined)
         if not self._order.end_step():
             logger.error(
                 "KV tier: a layer did not wait for its loads. The step is computed "
@@ -148,7 +162,7 @@ class HostTier:
                 "--kv-offloading-config '{\"layerwise_loads\": false}' avoids it."
             )
             self._layer_waits = None
-            self._report.void_since("layer_wait", self._seq)
+            self.report.void_since("layer_wait", self._seq)
         return self.attach_report(output)
 
     def attach_report(self, output: Any) -> Any:
@@ -158,7 +172,7 @@ class HostTier:
             output: A model output, or None where the next call brings it.
 
         """
-        return self._report.attach(output, self.is_last_stage)
+        return self.report.attach(output, self.is_last_stage)
 
     def finish(self) -> None:
         """Wait for all copies: the device memory may go away (sleep mode).
@@ -178,14 +192,14 @@ class HostTier:
         )
         self._is_off = True
         filling = self._order.give_up()
-        self._report.copies_hang(sorted({*chain(*filling.values())}))
+        self.report.copies_hang(sorted({*chain(*filling.values())}))
         self._refuse_loads(plan)
         if filling:
-            self._report.void_since("hang", min(filling))
+            self.report.void_since("hang", min(filling))
 
     def _refuse_loads(self, plan: StepPlan) -> None:
         if plan.load_slots or plan.ahead_slots:
-            self._report.void_since("hang", plan.seq)
+            self.report.void_since("hang", plan.seq)
 
     def _can_wait_by_layer(self, scheduler_output: "SchedulerOutput") -> bool:
         waits = self._layer_waits

@@ -99,6 +99,10 @@ class Copier:
                 self._check(slots[chunk])
                 self._copy(engine.loads(slots[chunk], blocks[chunk]))
 
+    def is_filled(self, slot: int) -> bool:
+        """Whether the last store into `slot` did not fail."""
+        return slot not in self._bad_slots
+
     # ------------------------------------------------------------------ failures
 
     def _store_blocks(

@@ -73,6 +73,16 @@ class CopyOrder(ABC):
         return True
 
     @abstractmethod
+    def have_ended(self, stores: int, loads: int) -> bool:
+        """Whether all copies that began have ended, of these plans.
+
+        Args:
+            stores: Stores of plans up to this `seq`.
+            loads: Loads, ahead or not, of plans up to this `seq`.
+
+        """
+
+    @abstractmethod
     def finish(self) -> None:
         """Wait for the end of all copies that were queued."""
 
@@ -115,6 +125,9 @@ class InOrder(CopyOrder):
                 self._times[kind, plan.seq] = time_taken
                 if kind == "load":
                     self._times["stall", plan.seq] = time_taken
+
+    def have_ended(self, stores: int, loads: int) -> bool:
+        return True
 
     def finish(self) -> None:
         pass

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_tier.plan import PrefillTime, StepReport, Times
+from vllm.v1.kv_tier.plan import (
+    PrefillTime,
+    SecondaryResult,
+    StepReport,
+    Times,
+)
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -55,6 +60,11 @@ class ReportDraft:
         """This rank copies no more, and loads may still write to these blocks."""
         with self._lock:
             self._reported().lost_blocks = lost_blocks
+
+    def secondary_ended(self, result: SecondaryResult) -> None:
+        """A job of the tier below has ended."""
+        with self._lock:
+            self._reported().secondary.append(result)
 
     def joined(self, size: int, seconds: float) -> None:
         """What `JoinTimer` measured."""

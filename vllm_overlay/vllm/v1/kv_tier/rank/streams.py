@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of copies and compute on a GPU: fences of plans as waits of streams."""
 
+import math
 import sys
 import threading
 import time
@@ -130,6 +131,15 @@ class CudaStreams(CopyOrder):
             torch.cuda.current_stream(self._device)
         )
         return all_waited
+
+    def have_ended(self, stores: int, loads: int) -> bool:
+        self._forget_ended()
+        return not (
+            _first(self._stored) <= stores
+            or _first(self._cleaned) <= stores
+            or _first(self._loaded) <= loads
+            or _first(self._loaded_ahead) <= loads
+        )
 
     def finish(self) -> None:
         for jobs in self._jobs.values():
@@ -341,6 +351,11 @@ def _loads_first(last_load: list[Job]) -> Callable[[Job], None]:
             load.wait_on_host()
 
     return wait_for_load
+
+
+def _first(jobs: Jobs) -> float:
+    """The plan of the oldest job that has not ended."""
+    return next(iter(jobs), math.inf)
 
 
 def _latest(jobs: Jobs, seq: int) -> Iterator[Job]:

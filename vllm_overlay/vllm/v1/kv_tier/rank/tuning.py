@@ -66,6 +66,10 @@ class RankTuning:
     end_within_s: float = 10.0
     """How long a thread has to end when its tier goes."""
 
+    idle_wait_s: float = 1e-3
+    """How long a step that runs nothing waits for the tier below. A request that
+    arrives meanwhile waits with it."""
+
     # ------------------------------------------------------- copies that hang
 
     limit_s: float = 30.0

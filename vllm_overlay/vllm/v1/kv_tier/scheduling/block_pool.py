@@ -31,6 +31,7 @@ from vllm.v1.kv_tier.config import KVTierLayout
 from vllm.v1.kv_tier.eviction.by_name import make_policy
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.scheduling.admission import Admission
+from vllm.v1.kv_tier.scheduling.backing import make_backing
 from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.draft import PlanDraft
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
@@ -81,9 +82,7 @@ class TieredBlockPool(BlockPool):
         self.admission: Admission | None = None
         if config.store_from_use > 1:
             self.admission = Admission(config.store_from_use, num_keys)
-        self.storer = BlockStorer(
-            self, self.host, self._draft, self.admission, self._stats
-        )
+        self.storer = BlockStorer(self, self.host, self._draft, self.admission, stats)
         self._writes_through = config.store_policy == "write_through"
         self.writer: Writer = (
             WriteThrough(self._draft, self.storer)
@@ -98,17 +97,9 @@ class TieredBlockPool(BlockPool):
         self.waiting = WaitingRoom(
             self.costs, self.prefetches, self._draft, tuning, num_spare
         )
-        loader = Loader(
-            self,
-            self.free,
-            self.host,
-            self._draft,
-            self.prefetches,
-            self.costs,
-            self.writer,
-            self._stats,
-            tuning,
-        )
+        host, draft = self.host, self._draft
+        loading = (self.prefetches, self.costs, self.writer, stats, tuning)
+        loader = Loader(self, self.free, host, draft, *loading)
         self._promotion = Promotion(
             self,
             self._draft,
@@ -118,9 +109,10 @@ class TieredBlockPool(BlockPool):
             self.writer,
             self.admission,
             self.releasing,
-            self._stats,
+            stats,
             tuning,
         )
+        self.backing = make_backing(layout, self, self.host, self.costs, stats)
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
         self._demoting = False
@@ -145,6 +137,8 @@ class TieredBlockPool(BlockPool):
         """
         self.writer.write(is_idle)
         plan = self._draft.finish()
+        if self.backing is not None:
+            self.backing.finish(plan, is_idle)
         self._stats.stored_blocks += len(plan.store_slots) + len(plan.clean_slots)
         self._stats.loaded_blocks += len(plan.load_slots)
         self._stats.loaded_ahead_blocks += len(plan.ahead_slots)
@@ -165,6 +159,8 @@ class TieredBlockPool(BlockPool):
             block = self.cached_block_hash_to_block.get_one_block(key)
             if block is None:
                 block = self.host.get(key)
+                if block is None and self.backing is not None:
+                    block = self.backing.fetching.found.get(key)
                 if block is None:
                     return None
                 if not self._serves_host:
@@ -180,26 +176,27 @@ class TieredBlockPool(BlockPool):
         request: Request,
         managers: Sequence[Any],
         computed_blocks: tuple[Sequence[KVCacheBlock], ...],
-        num_local_tokens: int,
-        num_external_tokens: int,
-        num_new_tokens: int,
-        has_scheduled_reqs: bool,
+        *others: Any,
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:
         """Turn the host slots of a prefix hit into cached device blocks, see
-        `Promotion.promote`."""
-        return self._promotion.promote(
-            request,
-            managers,
-            computed_blocks,
-            num_local_tokens,
-            num_external_tokens,
-            num_new_tokens,
-            has_scheduled_reqs,
-        )
+        `Promotion.promote`, which takes the same. What lies below the host is fetched
+        first."""
+        promote, below = self._promotion.promote, self.backing
+        if below is None:
+            return promote(request, managers, computed_blocks, *others)
+        if below.fetching.fetches(request, computed_blocks):
+            return None
+        promoted = promote(request, managers, computed_blocks, *others)
+        for group in promoted or ():
+            below.spiller.hit(group)
+        return promoted
 
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
         """Whether `request` waits for loads that are still on their way. Saves the
         lookup of its prefix."""
+        below = self.backing if self._serves_host else None
+        if below is not None and below.fetching.holds_back(request):
+            return True
         return has_scheduled_reqs and self.waiting.is_loading(request)
 
     def load_ahead(
@@ -210,7 +207,9 @@ class TieredBlockPool(BlockPool):
     ) -> None:
         """Begin to load the hit of a request that lacks blocks, see
         `Promotion.prefetch`."""
-        self._promotion.prefetch(managers, computed_blocks, num_tokens)
+        below = self.backing
+        if below is None or not below.fetching.fetches(None, computed_blocks):
+            self._promotion.prefetch(managers, computed_blocks, num_tokens)
 
     # ------------------------------------------------------------------ demote
 
@@ -316,6 +315,8 @@ class TieredBlockPool(BlockPool):
     def _clear_host(self) -> None:
         self.storer.drop_all()
         self.writer.forget()
+        if self.backing is not None:
+            self.backing.detach("the prefix cache was cleared, maybe for other weights")
 
     def apply_report(self, report: StepReport) -> int | None:
         """Take back what failed copies left without content.
@@ -329,6 +330,8 @@ class TieredBlockPool(BlockPool):
         self.costs.take(report)
         self._breaker.take(report, self.costs.clock())
         self._stats.record_report(report)
+        if self.backing is not None:
+            self.backing.take(report.secondary)
         if report.lost_blocks is not None:
             self._switch_off(report.lost_blocks)
         for index, seq in report.failed_store_slots.items():
@@ -356,6 +359,8 @@ class TieredBlockPool(BlockPool):
 
         """
         self.storer.drop_all()
+        if self.backing is not None:
+            self.backing.detach("the host tier is off")
         self.host.close()
         self.lost.add(lost_blocks)
         self._withdraw_lost()

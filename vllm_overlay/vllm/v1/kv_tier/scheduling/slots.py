@@ -93,9 +93,10 @@ class SlotTable:
         self._by_index: list[HostSlot | None] = [None] * num_slots
         self._num_filled = 0
         self._free = list(range(num_slots - 1, -1, -1))
-        # When each slot was last read; outlives its content, because a store
-        # into a reused slot must wait for that load.
+        # When each slot was last read and last stored to; both outlive its content,
+        # because what fills a reused slot must wait for that.
         self._load_seq = [0] * num_slots
+        self._store_seq = [0] * num_slots
         self._pinned: set[BlockHashWithGroupId] = set()
         # Pinned keys that the policy gave up. It gets them back when the plan is
         # complete, so that no victim costs a search through all that is pinned.
@@ -104,6 +105,14 @@ class SlotTable:
         self._released: dict[BlockHashWithGroupId, None] = {}
         # Removed while pinned: the plan still copies from or to them.
         self._free_after_plan: list[int] = []
+        # Primary keys of slots that are being written below, by index: they serve
+        # loads, and their memory is given to nobody. And those of them that were
+        # removed meanwhile.
+        self._held: dict[int, BlockHashWithGroupId] = {}
+        self._held_keys: set[BlockHashWithGroupId] = set()
+        self._free_after_hold: set[int] = set()
+        # Slots that are being filled from below.
+        self._reserved: set[int] = set()
 
     def __len__(self) -> int:
         return self._num_filled
@@ -154,6 +163,11 @@ class SlotTable:
         """Last plan that read the memory of `slot`, for whatever content."""
         return self._load_seq[slot.index]
 
+    def last_copies(self, index: int) -> tuple[int, int]:
+        """Last plans that stored to slot `index` and that loaded from it, for whatever
+        content."""
+        return self._store_seq[index], self._load_seq[index]
+
     def insert(
         self,
         keys: tuple[BlockHashWithGroupId, ...],
@@ -174,32 +188,89 @@ class SlotTable:
         if not self._free and not self._evict():
             return None
         slot = HostSlot(self._free.pop(), keys, num_tokens, seq)
+        self._store_seq[slot.index] = seq
+        self._pinned.add(keys[0])
+        self._enter(slot)
+        return slot
+
+    def _enter(self, slot: HostSlot) -> None:
         self._by_index[slot.index] = slot
         self._num_filled += 1
-        for key in keys:
+        for key in slot.keys:
             assert key not in self._slots
             self._slots[key] = slot
-        self._policy.insert(keys[0])
-        self._pinned.add(keys[0])
+        self._policy.insert(slot.keys[0])
         for listener in self.listeners:
             listener.filled(slot)
-        return slot
 
     def _evict(self) -> bool:
         # Every victim of a plan comes by here: no search for nothing.
         if len(self._pinned) >= self._num_filled:
             return False
-        if self._released:
-            self.num_evicted += 1
-            self.remove(self._slots[next(iter(self._released))])
+        if self._released and self._evict_released():
             return True
-        while (victim := self._policy.evict(_is_pinned)) in self._pinned:
+        pinned, held = self._pinned, self._held_keys
+        while (victim := self._policy.evict(_is_pinned)) in pinned or victim in held:
             self._aside[victim] = None  # type: ignore[index]
         if victim is None:
             return False
         self.num_evicted += 1
         self._forget(self._slots[victim])  # type: ignore[index]
         return True
+
+    def _evict_released(self) -> bool:
+        for key in self._released:
+            slot = self._slots[key]
+            if slot.index not in self._held:
+                self.num_evicted += 1
+                self.remove(slot)
+                return True
+        return False
+
+    # ------------------------------------------------------------- the tier below
+
+    def is_held(self, slot: HostSlot) -> bool:
+        """Whether `slot` is being written below."""
+        return slot.index in self._held
+
+    def hold(self, slot: HostSlot) -> None:
+        """`slot` is being written below."""
+        self._held[slot.index] = slot.keys[0]
+        self._held_keys.add(slot.keys[0])
+
+    def end_hold(self, index: int) -> None:
+        """It is not any more, whatever became of its content meanwhile."""
+        key = self._held.pop(index)
+        if key not in self._held.values():
+            self._held_keys.remove(key)
+        if index in self._free_after_hold:
+            self._free_after_hold.remove(index)
+            self._free_slot(index)
+
+    def reserve(self, num_slots: int) -> list[int]:
+        """Slots that are to be filled from below, as many as can be had. Nobody sees
+        them until `fill`, or `give_back`."""
+        indices: list[int] = []
+        while len(indices) < num_slots and (self._free or self._evict()):
+            indices.append(self._free.pop())
+        self._reserved.update(indices)
+        return indices
+
+    def fill(
+        self, index: int, key: BlockHashWithGroupId, num_tokens: int | None
+    ) -> None:
+        """Slot `index`, reserved, has the block of `key`, which no other slot has."""
+        self._reserved.remove(index)
+        self._enter(HostSlot(index, (key,), num_tokens, store_seq=0))
+
+    def give_back(self, index: int) -> None:
+        """Slot `index`, reserved, is of no use."""
+        self._reserved.remove(index)
+        self._free_slot(index)
+
+    def _free_slot(self, index: int) -> None:
+        if index < self.num_slots:
+            self._free.append(index)
 
     def release(self, slot: HostSlot) -> None:
         """Let `slot` make room first, unless it is used before."""
@@ -222,6 +293,7 @@ class SlotTable:
         self.num_slots = 0
         self._free.clear()
         self._free_after_plan.clear()
+        self._free_after_hold.clear()
 
     def _forget(self, slot: HostSlot) -> None:
         for key in slot.keys:
@@ -230,8 +302,11 @@ class SlotTable:
             self._released.pop(slot.keys[0], None)
         self._by_index[slot.index] = None
         self._num_filled -= 1
-        if slot.keys[0] in self._pinned:
-            self._pinned.remove(slot.keys[0])
+        is_pinned = slot.keys[0] in self._pinned
+        self._pinned.discard(slot.keys[0])
+        if slot.index in self._held:
+            self._free_after_hold.add(slot.index)
+        elif is_pinned:
             self._free_after_plan.append(slot.index)
         else:
             self._free.append(slot.index)

@@ -69,6 +69,20 @@ class SchedulingTuning:
     """As above, for launches that took longer than known: what holds up a launch now
     and then hides no load."""
 
+    settled_steps: int = 16
+    """After so many steps the outputs of all before have come: more than any pipeline
+    has in flight. What a step stored is not written below sooner."""
+
+    fetch_part: float = 1 / 4
+    """Part of the slots that may be on their way from the tier below."""
+
+    max_late_fetches: int = 3
+    """Requests in a row that have waited for the tier below in vain, after which it is
+    left alone for a while."""
+
+    retry_store_s: float = 30.0
+    """This while."""
+
     max_failed_loads: int = 3
     """Reports of failed loads, without a load that succeeded between them, after which
     lookups pass over the host for a while. Each of them has made every running request

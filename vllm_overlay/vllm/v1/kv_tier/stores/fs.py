@@ -117,7 +117,8 @@ class FsConfig:
             ValueError: It cannot, or others could read what is in it.
 
         """
-        setting, root = f"{_ENTRY}.root_dir {self.root_dir}", Path(self.root_dir)
+        setting = f"{_ENTRY}.root_dir {self.root_dir}"
+        root = Path(self.root_dir)
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = root.lstat()

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import vllm
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_tier.stores.format import FORMAT_VERSION
 
@@ -30,8 +29,15 @@ _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 64 << 10, 16, 4 << 10
 _DIGEST_BYTES = 16
 
 
-def namespace(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
+def namespace(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", release: str
+) -> str:
     """A name for all that shapes the bytes and is known to the scheduler's process.
+
+    Args:
+        vllm_config: Settings of the engine.
+        kv_cache_config: The scheduler's.
+        release: Of vLLM, which may compute KV otherwise than another one.
 
     Returns:
         32 hex digits, the same in each process with these settings and weights.
@@ -54,7 +60,7 @@ def namespace(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> st
     return _digest(
         {
             "format": FORMAT_VERSION,
-            "vllm": vllm.__version__,
+            "vllm": release,
             "model": _model(vllm_config.model_config, load_format),
             "speculative": speculative and getattr(speculative, "method", None),
             "draft": draft and _model(draft, load_format),
@@ -62,7 +68,6 @@ def namespace(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> st
             "block_size": cache.block_size,
             "mamba": {k: v for k, v in vars(cache).items() if k.startswith("mamba_")},
             "groups": kv_cache_config.kv_cache_groups,
-            "shared": [t.shared_by for t in kv_cache_config.kv_cache_tensors],
             "sizes": {
                 name: getattr(parallel, f"{name}_parallel_size", 1)
                 for name in (

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random scripts with a tier below the host, which is late, forgets and loses.
+
+The checks after each step are those of all scripts: what came from below and can be
+found must have the bytes of its key.
+"""
+
+import os
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from vllm.v1.kv_tier.scheduling.fetching import Fetching
+from vllm.v1.kv_tier.scheduling.slots import SlotTable
+from vllm.v1.kv_tier.scheduling.spilling import Spiller
+
+from . import upstream
+from .content import Violation
+from .layouts import LAYOUTS
+from .scripts import Reset, Script, random_script, scripts
+
+EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
+MAX_SCRIPTS = 1000
+
+ONE_SIZE = [
+    layout
+    for layout in LAYOUTS
+    if {group.block_size for group in layout.groups} == {layout.hash_block_size}
+]
+
+
+def with_below(script: Script, seed: int, delay: int) -> Script:
+    """Few slots, so that much comes back from below. Resets leave it alone."""
+    setup = replace(
+        script.setup,
+        below=(seed, delay),
+        num_slots=4 + script.setup.num_slots // 4,
+        store_from_use=1,
+        tuning=replace(script.setup.tuning, fetch_part=1.0),
+    )
+    actions = [action for action in script.actions if not isinstance(action, Reset)]
+    actions = script.actions if seed % 4 == 0 else [*actions, *actions]
+    return Script(setup, actions)
+
+
+def test_scripts_with_a_tier_below() -> None:
+    events: Counter[str] = Counter()
+
+    @settings(
+        max_examples=max(EXAMPLES // 3, 60),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.sampled_from(ONE_SIZE), st.data(), st.integers(0, 99), st.integers(0, 6))
+    def play(layout: object, data: st.DataObject, seed: int, delay: int) -> None:
+        script = with_below(data.draw(scripts(layout=layout)), seed, delay)
+        note(str(script))
+        engine = script.play()
+        assert engine.below is not None
+        events["put"] += engine.below.num_put
+        events["got"] += engine.below.num_got
+        events.update(engine.events)
+
+    play()
+    least = {"put": 1000, "got": 50, "failed": 10, "reset": 1, "preempted": 10}
+    assert all(events[name] >= n * EXAMPLES // 500 for name, n in least.items()), events
+
+
+def hold_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A slot that is being written below may make room."""
+    patch.setattr(SlotTable, "hold", lambda self, slot: None)
+    patch.setattr(SlotTable, "end_hold", lambda self, index: None)
+
+
+def write_what_is_not_settled(patch: pytest.MonkeyPatch) -> None:
+    """A slot is written below although a load before it may have failed."""
+    write = Spiller.write
+    patch.setattr(Spiller, "write", lambda self, seq: write(self, seq + 100))
+
+
+def serve_before_it_came(patch: pytest.MonkeyPatch) -> None:
+    """A key enters the slot table when its job begins."""
+    fetch = Fetching._fetch
+
+    def fetch_and_fill(self: Fetching, blocks: list, indices: list[int]) -> int:
+        job = fetch(self, blocks, indices)
+        for block, index in zip(blocks, indices):
+            if self._table.get(block.key) is None:
+                self._table.fill(index, block.key, block.num_tokens)
+                self._table._reserved.add(index)
+        return job
+
+    patch.setattr(Fetching, "_fetch", fetch_and_fill)
+
+
+def serve_what_did_not_come(patch: pytest.MonkeyPatch) -> None:
+    """What a rank could not read counts as read."""
+    came = Fetching._came
+    patch.setattr(Fetching, "_came", lambda self, b, i, there: came(self, b, i, True))
+
+
+def forget_what_used_a_slot(patch: pytest.MonkeyPatch) -> None:
+    """Jobs do not wait for copies that used their slots before."""
+    patch.setattr(SlotTable, "last_copies", lambda self, index: (0, 0))
+
+
+def serve_after_a_reset(patch: pytest.MonkeyPatch) -> None:
+    """A reset leaves the tier below as it is."""
+    patch.setattr(Spiller, "detach", lambda self: None)
+    patch.setattr(Fetching, "detach", lambda self: None)
+
+
+BUGS = [
+    hold_nothing,
+    write_what_is_not_settled,
+    serve_before_it_came,
+    serve_what_did_not_come,
+    forget_what_used_a_slot,
+    serve_after_a_reset,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_planted_bugs_are_found(bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)  # type: ignore[operator]
+    for i in range(MAX_SCRIPTS):
+        rng = Random(i)
+        script = random_script(rng)
+        stages = rng.choice([1, 3]) if upstream.PREEMPTS_IN_PIPELINES else 1
+        setup = replace(script.setup, layout=rng.choice(ONE_SIZE), num_stages=stages)
+        delay = rng.choice([0, 0, 2, 6])
+        script = with_below(Script(setup, script.actions), 4 * i + i % 2, delay)
+        try:
+            script.play()
+        except (Violation, AssertionError, KeyError):
+            return
+    pytest.fail(f"{MAX_SCRIPTS} scripts did not find it")

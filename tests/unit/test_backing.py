@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier below, on the scheduler's side: what is written, what is fetched."""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan, StepReport
+from vllm.v1.kv_tier.scheduling.asking import Asker
+from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
+from vllm.v1.kv_tier.scheduling.fetching import StoredBlock
+
+from .tier import BLOCK, Tier, hash_of, hashes
+
+SETTLED = 2
+
+
+def key(name: str) -> bytes:
+    return bytes(make_block_hash_with_group_id(hash_of(name), 0))
+
+
+class Request:
+    """What the tier below must know of a request."""
+
+    num_preemptions = 0
+    kv_transfer_params = None
+
+    def __init__(self, names: str) -> None:
+        self.block_hashes = hashes(names)
+
+
+class Store:
+    """What is stored. Its answers come when the test lets them."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        self.answers.wait()
+        return [each in self.keys for each in keys]
+
+
+class Below:
+    """A pool with a tier below, whose store and ranks are played by the test."""
+
+    def __init__(
+        self,
+        num_blocks: int = 8,
+        num_slots: int = 16,
+        store_policy: str = "write_back",
+        **layout: Any,
+    ) -> None:
+        # The thread that asks holds it, and nothing else of the test.
+        self.store = Store()
+        options: dict[str, Any] = {
+            "name": "/kv",
+            "num_ranks": 1,
+            "asker": Asker(self.store.exists),
+            "num_groups": 1,
+            "block_size": BLOCK,
+            "store_from_use": 1,
+            "deadline_s": 5.0,
+            "max_writing": 4,
+            "max_known": 64,
+        }
+        self.tier = Tier(
+            num_blocks,
+            num_slots,
+            store_policy=store_policy,
+            secondary=SecondaryLayout(**options | layout),
+            tuning={"settled_steps": SETTLED, "fetch_part": 1 / 2},
+        )
+        self.pool = self.tier.pool
+        self.backing = self.pool.backing
+        assert self.backing is not None
+
+    def plans(self, num_steps: int = SETTLED + 1) -> list[StepPlan]:
+        return self.tier.idle(num_steps)
+
+    def jobs(self, plans: list[StepPlan]) -> list[SecondaryJob]:
+        return [job for plan in plans for job in plan.secondary]
+
+    def hit(self, names: str) -> StepPlan:
+        """A step that admits a request with these blocks."""
+        self.tier.begin()
+        self.tier.promote(self.tier.find(names), request=Request(names))
+        return self.tier.end()
+
+    def end(self, job: SecondaryJob, *done: bool) -> None:
+        """A rank has told of a job."""
+        told = list(done) or [True] * len(job.slots)
+        report = StepReport(secondary=[SecondaryResult(job.number, told, 0.1)])
+        self.pool.apply_report(report)
+
+    def asked(self, request: Request) -> None:
+        """A request asks, and the answer comes."""
+        assert self.pool.is_loading(request, False)  # type: ignore[arg-type]
+        limit = time.monotonic() + 10
+        while self.pool.is_loading(request, False):  # type: ignore[arg-type]
+            assert time.monotonic() < limit, "nobody answers"
+            time.sleep(0.001)
+
+    def begins_to_fetch(self, request: Request, names: str) -> SecondaryJob:
+        """A request is held back since some of its blocks are below."""
+        self.tier.begin()
+        self.asked(request)
+        promoted = self.tier.try_promote(self.tier.find(names), request=request)
+        assert promoted is None
+        (job,) = self.tier.end().secondary
+        assert not job.is_put
+        return job
+
+    def where(self, name: str) -> str:
+        found = self.pool.get_cached_block(hash_of(name), [0])
+        if found and type(found[0]) is StoredBlock:
+            return "below"
+        return self.tier.where(name)
+
+
+# -------------------------------------------------------------------------- writing
+
+
+def test_a_slot_is_written_once_its_steps_are_settled() -> None:
+    below = Below()
+    stored_by = below.tier.demoted("ab").seq
+    plans = below.plans(SETTLED + 2)
+    (job,) = below.jobs(plans)
+    assert job.is_put and set(job.keys) == {key("a"), key("b")}
+    by_plan = {plan.seq: plan for plan in plans}
+    assert min(s for s, p in by_plan.items() if p.secondary) >= stored_by
+    slots = {below.tier.slot(name) for name in "ab"}
+    assert {slot.index for slot in slots} == set(job.slots)
+    assert job.after_stores == max(slot.store_seq for slot in slots)
+    begun = next(s for s, p in by_plan.items() if p.secondary)
+    assert begun - job.after_stores >= SETTLED
+
+
+def test_what_is_being_written_serves_loads_and_makes_no_room() -> None:
+    below = Below(num_blocks=4, num_slots=4)
+    below.tier.demoted("abcd")
+    (job,) = below.jobs(below.plans())
+    assert len(job.slots) == 4
+    # The next four find no slot, since all are held.
+    below.tier.demoted_or_dropped("efgh")
+    assert all(below.where(name) == "host" for name in "abcd")
+    assert below.pool.take_stats().dropped_blocks == 4
+    below.end(job)
+    below.tier.demoted("efgh")
+    assert all(below.where(name) == "nowhere" for name in "abcd")
+
+
+def test_memory_of_a_slot_that_is_dropped_meanwhile_is_given_to_nobody() -> None:
+    below = Below(num_blocks=4, num_slots=4)
+    below.tier.demoted("a")
+    (job,) = below.jobs(below.plans())
+    below.tier.drop("a")
+    below.tier.demoted_or_dropped("bcde")
+    taken = {below.tier.slot(n).index for n in "bcde" if below.where(n) == "host"}
+    assert len(taken) == 3 and not taken & set(job.slots)
+    below.end(job)
+    assert sorted(below.pool.host._free) == job.slots
+
+
+def test_nothing_is_written_twice_but_what_the_tier_below_refused() -> None:
+    below = Below()
+    below.tier.demoted("ab")
+    (job,) = below.jobs(below.plans())
+    below.end(job, *(name == key("a") for name in job.keys))
+    plans = [below.hit("a"), below.hit("b"), *below.plans()]
+    (again,) = below.jobs(plans)
+    assert again.keys == [key("b")]
+    stats = below.pool.take_stats()
+    assert stats.secondary_stored_blocks == 1 == stats.secondary_refused_blocks
+
+
+def test_from_the_second_use_on() -> None:
+    below = Below(store_from_use=2)
+    below.tier.demoted("ab")
+    assert not below.jobs(below.plans())
+    (job,) = below.jobs([below.hit("a"), *below.plans()])
+    assert job.keys == [key("a")]
+
+
+def test_a_device_hit_is_a_use_too() -> None:
+    below = Below(store_from_use=2, store_policy="write_through")
+    below.tier.computed("ab")
+    assert not below.jobs(below.plans(SETTLED + 2))
+    (job,) = below.jobs([below.hit("ab"), *below.plans()])
+    assert set(job.keys) == {key("a"), key("b")}
+
+
+def test_no_more_is_written_at_a_time() -> None:
+    below = Below(max_writing=1)
+    below.tier.demoted("abc")
+    (first,) = below.jobs(below.plans(6))
+    assert len(first.slots) == 1
+    below.end(first)
+    (second,) = below.jobs(below.plans(6))
+    assert second.keys != first.keys
+
+
+@pytest.mark.parametrize("told", [1, 2])
+def test_a_job_is_over_when_all_ranks_have_told(told: int) -> None:
+    below = Below(num_ranks=2)
+    below.tier.demoted("a")
+    (job,) = below.jobs(below.plans())
+    for _ in range(told):
+        below.end(job)
+    assert below.pool.host.is_held(below.tier.slot("a")) == (told == 1)
+
+
+# ------------------------------------------------------------------------- fetching
+
+
+def test_a_prefix_from_below_becomes_a_host_hit() -> None:
+    below = Below()
+    below.store.keys = {key("a"), key("b")}
+    request = Request("abc")
+    job = below.begins_to_fetch(request, "ab")
+    assert job.keys == [key("a"), key("b")]
+    # Not before it has been told, and the request waits, busy or not.
+    assert below.where("a") == "below"
+    below.tier.begin()
+    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    assert below.tier.end().awaits_secondary is False
+    assert below.pool.take_plan(is_idle=True).awaits_secondary
+    below.end(job)
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    assert below.where("a") == below.where("b") == "host"
+    below.tier.begin()
+    below.tier.promote(below.tier.find("ab"), request=request)
+    plan = below.tier.end()
+    assert sorted(plan.load_slots) == sorted(job.slots)
+    assert below.pool.take_stats().secondary_loaded_blocks == 2
+
+
+def test_what_did_not_come_whole_is_a_miss_and_its_slot_is_free() -> None:
+    below = Below()
+    below.store.keys = {key("a"), key("b")}
+    request = Request("ab")
+    job = below.begins_to_fetch(request, "ab")
+    num_free = len(below.pool.host._free)
+    below.end(job, True, False)
+    assert below.where("a") == "host" and below.where("b") == "nowhere"
+    assert len(below.pool.host._free) == num_free + 1
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    assert below.pool.take_stats().secondary_missed_blocks == 1
+
+
+def test_one_rank_without_its_part_is_enough_for_a_miss() -> None:
+    below = Below(num_ranks=2)
+    below.store.keys = {key("a")}
+    job = below.begins_to_fetch(Request("a"), "a")
+    below.end(job, True)
+    assert below.where("a") == "below"
+    below.end(job, False)
+    assert below.where("a") == "nowhere"
+
+
+def test_a_request_goes_on_at_its_deadline_and_what_comes_later_is_kept() -> None:
+    below = Below(deadline_s=5.0)
+    below.store.keys = {key("a")}
+    request = Request("a")
+    job = below.begins_to_fetch(request, "a")
+    below.tier.now = 4.9
+    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    below.tier.now = 5.1
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    assert below.where("a") == "nowhere"
+    assert below.pool.take_stats().secondary_late_requests == 1
+    # The slot is nobody else's until the ranks have told.
+    assert not set(job.slots) & set(below.pool.host._free)
+    below.end(job)
+    assert below.where("a") == "host"
+
+
+def test_a_store_that_never_answers_is_left_alone_after_a_few() -> None:
+    below = Below(deadline_s=5.0)
+    below.store.answers.clear()
+    for i in range(3):
+        request = Request("a")
+        assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+        below.tier.now += 5.1
+        assert not below.pool.is_loading(request, False), i  # type: ignore[arg-type]
+    # Nobody waits any more, for a while.
+    late = Request("a")
+    assert not below.pool.is_loading(late, False)  # type: ignore[arg-type]
+    below.tier.now += 31
+    late = Request("a")
+    assert below.pool.is_loading(late, False)  # type: ignore[arg-type]
+    below.store.answers.set()
+
+
+def test_two_requests_with_one_prefix_wait_for_one_job() -> None:
+    below = Below()
+    below.store.keys = {key("a")}
+    first, second = Request("ab"), Request("ac")
+    job = below.begins_to_fetch(first, "a")
+    below.tier.begin()
+    below.asked(second)
+    assert below.tier.try_promote(below.tier.find("a"), request=second) is None
+    assert not below.tier.end().secondary
+    assert below.pool.is_loading(second, False)  # type: ignore[arg-type]
+    below.end(job)
+    assert not below.pool.is_loading(second, False)  # type: ignore[arg-type]
+
+
+def test_no_more_than_a_part_of_the_slots_and_its_begin_first() -> None:
+    below = Below(num_slots=4)
+    below.store.keys = {key(name) for name in "abcd"}
+    job = below.begins_to_fetch(Request("abcd"), "abcd")
+    assert job.keys == [key("a"), key("b")]
+    assert below.where("c") == "nowhere"
+
+
+def test_what_was_given_up_in_a_step_is_not_taken_for_a_block() -> None:
+    below = Below()
+    below.store.keys = {key("a"), key("z")}
+    below.end(below.begins_to_fetch(Request("z"), "z"))
+    below.pool.costs.prefill_s = 0.05
+    request = Request("ab")
+    below.tier.begin()
+    below.asked(request)
+    hit = (below.tier.find("a"),)
+    assert below.tier.try_promote(*hit, request=request) is None
+    assert below.where("a") == "nowhere"
+    # What the scheduler calls for whoever was not admitted.
+    below.pool.load_ahead([], hit, BLOCK)
+    assert not below.tier.end().secondary
+
+
+def test_a_fetch_waits_for_the_copies_that_used_its_slots_before() -> None:
+    below = Below(num_blocks=2, num_slots=2)
+    below.tier.demoted("ab")
+    plans = [below.hit("ab"), *below.plans()]
+    loaded_by = plans[0].seq
+    for job in below.jobs(plans):
+        below.end(job)
+    stored_by = max(below.tier.slot(name).store_seq for name in "ab")
+    below.store.keys = {key("c")}
+    job = below.begins_to_fetch(Request("c"), "c")
+    assert (job.after_stores, job.after_loads) == (stored_by, loaded_by)
+
+
+def test_computing_is_not_waited_for_where_it_is_cheaper() -> None:
+    below = Below()
+    below.store.keys = {key(name) for name in "abcd"}
+    below.end(below.begins_to_fetch(Request("a"), "a"))
+    # A block takes 0.1 seconds to come, as was told.
+    below.pool.costs.prefill_s = 0.05
+    request = Request("b")
+    below.tier.begin()
+    below.asked(request)
+    assert below.tier.try_promote(below.tier.find("b"), request=request) is None
+    assert not below.tier.end().secondary
+    assert below.where("b") == "nowhere"
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------ what is void
+
+
+def test_after_a_reset_nothing_is_written_asked_for_or_served() -> None:
+    below = Below()
+    below.store.keys = {key("a"), key("x")}
+    request = Request("a")
+    job = below.begins_to_fetch(request, "a")
+    below.tier.demoted("bc")
+    assert below.pool.reset_prefix_cache()
+    assert not below.jobs(below.plans())
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    below.end(job)
+    assert below.where("a") == "nowhere"
+    assert not below.pool.is_loading(Request("x"), False)  # type: ignore[arg-type]
+    assert len(below.pool.host._free) == below.pool.host.num_slots
+
+
+def test_a_hang_of_the_host_ends_it_too() -> None:
+    below = Below()
+    below.store.keys = {key("a")}
+    job = below.begins_to_fetch(Request("a"), "a")
+    below.pool.apply_report(StepReport(lost_blocks=[]))
+    below.end(job)
+    assert below.where("a") == "nowhere"
+    assert not below.pool.host._free
+
+
+def test_without_a_tier_below_plans_are_as_before() -> None:
+    tier = Tier(8)
+    tier.demoted("ab")
+    assert all(not plan.secondary for plan in tier.idle(20))
+    assert tier.pool.backing is None

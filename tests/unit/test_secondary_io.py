@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's part of the tier below: jobs, with real files, and what it tells of them."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan, merge_reports
+from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.secondary import SecondaryIO
+from vllm.v1.kv_tier.rank.tuning import RankTuning
+from vllm.v1.kv_tier.stores.base import BlockStore
+from vllm.v1.kv_tier.stores.by_name import check_entry, open_store
+from vllm.v1.outputs import ModelRunnerOutput
+
+from ..sim.upstream import model_runner_output
+
+SLOT_BYTES = 4096
+
+
+def put(
+    number: int, slots: Sequence[int], after: tuple[int, int] = (0, 0)
+) -> SecondaryJob:
+    return SecondaryJob(number, True, keys(slots), list(slots), *after)
+
+
+def get(number: int, names: Sequence[int], slots: Sequence[int]) -> SecondaryJob:
+    return SecondaryJob(number, False, keys(names), list(slots), 0, 0)
+
+
+def keys(names: Sequence[int]) -> list[bytes]:
+    return [f"key {name}".encode() for name in names]
+
+
+class Rank:
+    """Slots with random bytes, a store and a report."""
+
+    def __init__(self, store: BlockStore, **tuning: float) -> None:
+        self.slots = torch.randint(0, 256, (8, SLOT_BYTES), dtype=torch.uint8)
+        self.report = ReportDraft()
+        self.io = SecondaryIO(store, self.slots, self.report, RankTuning(**tuning))  # type: ignore[arg-type]
+        self._seq = 0
+
+    def step(
+        self,
+        *jobs: SecondaryJob,
+        have_ended: Callable[[int, int], bool] = lambda stores, loads: True,
+        is_filled: Callable[[int], bool] = lambda slot: True,
+        awaits: bool = False,
+    ) -> None:
+        self._seq += 1
+        plan = StepPlan(self._seq, secondary=list(jobs), awaits_secondary=awaits)
+        self.io.begin_step(plan, have_ended, is_filled)
+
+    def told(self, num_jobs: int = 1) -> list[SecondaryResult]:
+        """What reports say, once they have told of so many jobs."""
+        results: list[SecondaryResult] = []
+        limit = time.monotonic() + 10
+        while len(results) < num_jobs:
+            assert time.monotonic() < limit, "nobody tells"
+            output: ModelRunnerOutput = self.report.attach(
+                model_runner_output([]), is_last_stage=True
+            )
+            if output.kv_tier_report is not None:
+                results += output.kv_tier_report.secondary
+            time.sleep(0.001)
+        return results
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlockStore:
+    entry = {"type": "fs", "root_dir": str(tmp_path / "kv"), "max_gib": 0.01}
+    config = check_entry(entry)
+    config.check_directory()
+    return open_store(config, "ab", 0, SLOT_BYTES)
+
+
+def test_what_was_put_comes_back_into_other_slots(store: BlockStore) -> None:
+    rank = Rank(store)
+    rank.step(put(1, [0, 1]))
+    (result,) = rank.told()
+    assert (result.number, result.done) == (1, [True, True])
+    right = rank.slots[:2].clone()
+    rank.step(get(2, [1, 5, 0], [6, 3, 7]))
+    (result,) = rank.told()
+    assert result.done == [True, False, True]
+    assert torch.equal(rank.slots[[7, 6]], right)
+
+
+def test_a_job_waits_for_its_fences_and_not_for_those_of_others(
+    store: BlockStore,
+) -> None:
+    rank = Rank(store)
+    ended = {"stores": 4, "loads": 2}
+
+    def have_ended(stores: int, loads: int) -> bool:
+        return stores <= ended["stores"] and loads <= ended["loads"]
+
+    rank.step(put(1, [0], (5, 0)), put(2, [1], (4, 0)), have_ended=have_ended)
+    assert [result.number for result in rank.told()] == [2]
+    rank.step(put(3, [2], (0, 3)), have_ended=have_ended)
+    time.sleep(0.05)
+    assert rank.report.is_empty
+    ended |= {"stores": 5}
+    rank.step(have_ended=have_ended)
+    assert [result.number for result in rank.told()] == [1]
+    ended |= {"loads": 3}
+    rank.step(have_ended=have_ended)
+    assert [result.number for result in rank.told()] == [3]
+
+
+def test_a_slot_that_was_never_filled_is_not_kept_for_others(
+    store: BlockStore,
+) -> None:
+    rank = Rank(store)
+    rank.step(put(1, [0, 1]), is_filled=lambda slot: slot != 1)
+    assert rank.told()[0].done == [True, False]
+    assert store.exists(keys([0, 1])) == [True, False]
+    # What is read into has nothing yet.
+    rank.step(get(2, [0], [1]), is_filled=lambda slot: False)
+    assert rank.told()[0].done == [True]
+
+
+class Stub(BlockStore):
+    """A store that waits for the test, or fails."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.goes_on = threading.Event()
+
+    def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+        self.goes_on.wait()
+        if self.fails:
+            raise RuntimeError("planned")
+        return [True] * len(keys)
+
+    get = put
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    stub = Stub()
+    yield stub
+    stub.goes_on.set()
+
+
+def test_a_store_that_fails_is_told_as_such(stub: Stub) -> None:
+    stub.fails = True
+    stub.goes_on.set()
+    rank = Rank(stub)
+    rank.step(put(1, [0, 1]), get(2, [3], [3]))
+    assert {r.number: r.done for r in rank.told(2)} == {1: [False, False], 2: [False]}
+
+
+def test_what_a_request_waits_for_does_not_queue_behind_writing(
+    stub: Stub, store: BlockStore
+) -> None:
+    stub.get = store.get  # type: ignore[method-assign]
+    rank = Rank(stub)
+    rank.step(put(1, [0]), get(2, [3], [3]))
+    assert [result.number for result in rank.told()] == [2]
+
+
+def test_only_a_step_that_runs_nothing_waits_and_not_for_long(stub: Stub) -> None:
+    rank = Rank(stub, idle_wait_s=0.2)
+    begun = time.monotonic()
+    rank.step(put(1, [0]))
+    assert time.monotonic() - begun < 0.1
+    rank.step(awaits=True)
+    assert 0.2 <= time.monotonic() - begun < 5
+    begun = time.monotonic()
+    threading.Timer(0.02, stub.goes_on.set).start()
+    rank = Rank(stub, idle_wait_s=60)
+    rank.step(put(1, [0]), awaits=True)
+    assert time.monotonic() - begun < 10
+
+
+def test_results_of_all_ranks_reach_the_scheduler() -> None:
+    drafts = [ReportDraft(), ReportDraft()]
+    for draft, done in zip(drafts, (True, False)):
+        draft.secondary_ended(SecondaryResult(7, [done], 0.1))
+    reports = [
+        draft.attach(model_runner_output([]), is_last_stage=True).kv_tier_report
+        for draft in drafts
+    ]
+    merged = merge_reports(reports)
+    assert merged is not None
+    assert [result.done for result in merged.secondary] == [[True], [False]]

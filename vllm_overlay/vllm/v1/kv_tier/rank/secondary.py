@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part of the tier below: host slots to a store, and back.
+
+Threads do the input and output, straight from and to the slots. The scheduler hears
+of the end of each job in a report; until then it neither gives the slots to others nor
+serves what is read into them. Nothing here ever waits for a store but a step that runs
+nothing anyway.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
+from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.tuning import RankTuning
+from vllm.v1.kv_tier.stores.base import BlockStore
+
+logger = init_logger(__name__)
+
+
+class SecondaryIO:
+    """Carries out the `SecondaryJob`s of one rank.
+
+    Args:
+        store: Where the objects of this rank are. It spreads a job over threads.
+        slots: `[num_slots, slot_bytes]`, uint8: the host memory of the rank.
+        report: Where the ends of jobs go.
+        tuning: How long a step that runs nothing waits.
+
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        slots: torch.Tensor,
+        report: ReportDraft,
+        tuning: RankTuning,
+    ) -> None:
+        self._store = store
+        self._slots = slots.numpy()
+        self._report = report
+        self._tuning = tuning
+        self._waiting: list[SecondaryJob] = []
+        self._has_ended = threading.Event()
+        # What a request waits for does not queue behind what nobody waits for.
+        self._threads = {
+            is_put: ThreadPoolExecutor(1, f"kv-tier-{name}")
+            for is_put, name in ((True, "put"), (False, "get"))
+        }
+        weakref.finalize(self, _end, self._threads, store)
+
+    def begin_step(
+        self,
+        plan: StepPlan,
+        have_ended: Callable[[int, int], bool],
+        is_filled: Callable[[int], bool],
+    ) -> None:
+        """Begin the jobs of `plan`, and of earlier plans, that may begin by now.
+
+        Args:
+            plan: Its copies are queued.
+            have_ended: As `CopyOrder.have_ended`.
+            is_filled: Whether the last store into a slot did not fail.
+
+        """
+        # Whatever ended before is told with this step's output.
+        self._has_ended.clear()
+        waiting, self._waiting = self._waiting + plan.secondary, []
+        for job in waiting:
+            if have_ended(job.after_stores, job.after_loads):
+                # What was never filled must not be kept for others.
+                places = [
+                    i
+                    for i, slot in enumerate(job.slots)
+                    if not job.is_put or is_filled(slot)
+                ]
+                self._threads[job.is_put].submit(self._run, job, places)
+            else:
+                self._waiting.append(job)
+        if plan.awaits_secondary:
+            # Else an engine that waits for a store would spin.
+            self._has_ended.wait(self._tuning.idle_wait_s)
+
+    def _run(self, job: SecondaryJob, places: list[int]) -> None:
+        begun = time.monotonic()
+        done = [False] * len(job.slots)
+        try:
+            keys = [job.keys[i] for i in places]
+            rows = [memoryview(self._slots[job.slots[i]]) for i in places]
+            move = self._store.put if job.is_put else self._store.get
+            for i, is_done in zip(places, move(keys, rows), strict=True):
+                done[i] = is_done
+        except Exception:
+            # A store says what it could not do. This is a fault of its own.
+            logger.exception("KV tier: the tier below failed.")
+        seconds = time.monotonic() - begun
+        self._report.secondary_ended(SecondaryResult(job.number, done, seconds))
+        self._has_ended.set()
+
+
+def _end(threads: dict[bool, ThreadPoolExecutor], store: BlockStore) -> None:
+    for each in threads.values():
+        each.shutdown(wait=False, cancel_futures=True)
+    store.close()

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler must know of the tier below, and when there can be one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.v1.kv_tier.stores.by_name import check_entry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_FLAG = "--kv-offloading-config: secondary_tiers"
+
+Exists = Callable[[Sequence[bytes]], list[bool]]
+"""Whether objects of these names are there, on all ranks. May take its time."""
+
+
+class Asks(Protocol):
+    """Asks the tier below what it has, without making anybody wait."""
+
+    def ask(self, keys: Sequence[bytes]) -> int:
+        """Returns the number of the question, which is not 0."""
+
+    def take_answer(self, number: int) -> list[bool] | None:
+        """For each key of a question whether it is there; None: no answer yet."""
+
+
+@dataclass(frozen=True)
+class SecondaryLayout:
+    """The tier below as it was opened."""
+
+    name: str
+    """For messages."""
+    num_ranks: int
+    """That have an object each for a block."""
+    asker: Asks
+    num_groups: int
+    """KV cache groups. A block of each covers the same tokens."""
+    block_size: int
+    """These tokens."""
+    store_from_use: int
+    """Write a slot from its n-th use on."""
+    deadline_s: float
+    """How long a request waits, from its first look at the prefix on."""
+    max_writing: int
+    """Slots that are written at a time."""
+    max_known: int
+    """Keys that are remembered as being there."""
+
+
+def check_tiers(tiers: Any) -> None:
+    """Refuse settings of a tier below that are wrong.
+
+    Raises:
+        ValueError: The message names the setting, the value and the mend.
+
+    """
+    if tiers is None:
+        return
+    if not isinstance(tiers, list):
+        raise ValueError(
+            f"{_FLAG} must be a list of tiers, got {tiers!r}. Use "
+            '[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}].'
+        )
+    if len(tiers) > 1:
+        raise ValueError(
+            f"{_FLAG}: one tier below the host is supported, got {len(tiers)}. Keep "
+            "the one that is nearest."
+        )
+    for entry in tiers:
+        check_entry(entry)
+
+
+def check_engine(vllm_config: "VllmConfig") -> None:
+    """Refuse an engine that a tier below does not go with yet.
+
+    Raises:
+        ValueError: The message says what to change.
+
+    """
+    if getattr(vllm_config, "lora_config", None) is not None:
+        raise ValueError(
+            f"{_FLAG} is not supported with --enable-lora: the keys of an adapter's "
+            "blocks are numbers of this process, which another one would take for "
+            "other adapters. Remove one of the two."
+        )
+    events = getattr(vllm_config, "kv_events_config", None)
+    if events is not None and events.enable_kv_cache_events:
+        raise ValueError(
+            f"{_FLAG} is not supported with KV events (--kv-events-config): those who "
+            "follow them would not hear of what comes from below. Remove one of the "
+            "two."
+        )

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of the tier below that have not ended on all ranks.
+
+Acknowledgements take the place of fences here, since nobody knows how long a disk or a
+network takes: a job is over when every rank has told of it, and a block counts only if
+it went well on all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
+from vllm.v1.kv_tier.scheduling.slots import SlotTable
+
+Ended = Callable[[Sequence[bool], float], None]
+"""Takes for each slot of a job whether it went well on all ranks, and the seconds that
+the slowest one took."""
+
+
+@dataclass
+class _Job:
+    done: list[bool]
+    ended: Ended
+    seconds: float = 0.0
+    num_told: int = 0
+
+
+class Jobs:
+    """Numbers jobs, puts them into plans, and hears of their ends.
+
+    Args:
+        table: Knows which copies used a slot last.
+        num_ranks: That tell of each job.
+
+    """
+
+    def __init__(self, table: SlotTable, num_ranks: int) -> None:
+        self._table = table
+        self._num_ranks = num_ranks
+        self._num_jobs = 0
+        self._queue: list[SecondaryJob] = []
+        self._jobs: dict[int, _Job] = {}
+
+    def add(
+        self,
+        is_put: bool,
+        keys: Sequence[BlockHashWithGroupId],
+        slots: list[int],
+        ended: Ended,
+    ) -> int:
+        """Let the next plan begin a job.
+
+        Args:
+            is_put: From slots to the store. Else from the store to slots.
+            keys: At least one.
+            slots: As many.
+            ended: Is called once.
+
+        Returns:
+            Its number.
+
+        """
+        self._num_jobs += 1
+        fences = [self._table.last_copies(index) for index in slots]
+        job = SecondaryJob(
+            self._num_jobs,
+            is_put,
+            [bytes(key) for key in keys],
+            slots,
+            after_stores=max(stored for stored, _ in fences),
+            # Loads may read what is being written below.
+            after_loads=0 if is_put else max(loaded for _, loaded in fences),
+        )
+        self._queue.append(job)
+        self._jobs[job.number] = _Job([True] * len(slots), ended)
+        return job.number
+
+    def finish(self, plan: StepPlan) -> None:
+        """Put what was added into `plan`."""
+        if self._queue:
+            plan.secondary, self._queue = self._queue, []
+
+    def take(self, results: Sequence[SecondaryResult]) -> None:
+        """Ranks have told of jobs."""
+        for result in results:
+            job = self._jobs.get(result.number)
+            if job is None:
+                continue
+            job.done = [a and b for a, b in zip(job.done, result.done, strict=True)]
+            job.seconds = max(job.seconds, result.seconds)
+            job.num_told += 1
+            if job.num_told == self._num_ranks:
+                del self._jobs[result.number]
+                job.ended(job.done, job.seconds)
+
+    def are_under_way(self, numbers: set[int]) -> bool:
+        """Whether one of these has not ended."""
+        return not numbers.isdisjoint(self._jobs)
