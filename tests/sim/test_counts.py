@@ -82,7 +82,10 @@ def test_what_is_counted_is_what_happened() -> None:
     # Simulated time is another one, and a slot is rarely wanted twice.
     rare = {"refused_pinned", "request_hits", "recomputed_lookups"}
     rare |= {"load_seconds_per_block", "prefill_seconds_per_block"}
-    never = [name for name in asdict(engine.tier.take_stats()) if not total[name]]
+    # No engine here has a tier below.
+    names = [*asdict(engine.tier.take_stats())]
+    rare |= {name for name in names if name.startswith("secondary_")}
+    never = [name for name in names if not total[name]]
     assert set(never) <= rare
 
 

@@ -311,6 +311,21 @@ def test_two_requests_with_one_prefix_wait_for_one_job() -> None:
     assert not below.pool.is_loading(second, False)  # type: ignore[arg-type]
 
 
+def test_nobody_waits_twice_for_a_job_that_does_not_end() -> None:
+    below = Below(deadline_s=5.0)
+    below.store.keys = {key("a")}
+    below.begins_to_fetch(Request("ab"), "a")
+    # It comes by what the first one has found, and not by an answer of its own.
+    second = Request("a")
+    below.tier.begin()
+    below.pool.backing.fetching.fetches(second, (below.tier.find("a"),))  # type: ignore[union-attr, arg-type]
+    below.tier.end()
+    assert below.pool.is_loading(second, False)  # type: ignore[arg-type]
+    below.tier.now = 5.1
+    assert not below.pool.is_loading(second, False)  # type: ignore[arg-type]
+    assert below.where("a") == "nowhere"
+
+
 def test_no_more_than_a_part_of_the_slots_and_its_begin_first() -> None:
     below = Below(num_slots=4)
     below.store.keys = {key(name) for name in "abcd"}

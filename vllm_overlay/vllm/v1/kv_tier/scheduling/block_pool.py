@@ -220,9 +220,13 @@ class TieredBlockPool(BlockPool):
         self.writer.allocated(num_blocks)
         self._demoting = True
         try:
-            return super().get_new_blocks(num_blocks)
+            blocks = super().get_new_blocks(num_blocks)
         finally:
             self._demoting = False
+        self.prefetches.claim(blocks)
+        if self.storer.released:
+            self.storer.released.difference_update(b.block_id for b in blocks)
+        return blocks
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         # Upstream calls this for victims and for content that turned invalid.
@@ -242,22 +246,17 @@ class TieredBlockPool(BlockPool):
             self.cached_block_hash_to_block.pop(key, block.block_id)
             block.reset_hash()
         # Copies of what a reset forgot may still be under way.
-        self._overwrites(block)
+        draft.overwrites(block)
         return key is not None
 
     def _remove_cached_block_hashes(
         self, block: KVCacheBlock
     ) -> list[BlockHashWithGroupId]:
         # Whoever takes the keys away is about to overwrite the block.
-        self._overwrites(block)
-        return super()._remove_cached_block_hashes(block)
-
-    def _overwrites(self, block: KVCacheBlock) -> None:
-        if block.block_id in self.prefetches.unclaimed:
-            self.prefetches.claim((block,))
-        if self.storer.released:
-            self.storer.released.discard(block.block_id)
+        self.prefetches.claim((block,))
+        self.storer.released.discard(block.block_id)
         self._draft.overwrites(block)
+        return super()._remove_cached_block_hashes(block)
 
     def free_blocks(
         self, ordered_blocks: Iterable[KVCacheBlock], **kwargs: Any
@@ -281,9 +280,12 @@ class TieredBlockPool(BlockPool):
         **kwargs: Any,
     ) -> None:
         """As upstream; remembers for whom the blocks are computed."""
-        place = (num_cached_blocks, num_full_blocks)
-        super().cache_full_blocks(request, blocks, *place, *args, **kwargs)
-        self.releasing.computed(request, blocks[num_cached_blocks:num_full_blocks])
+        super().cache_full_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs
+        )
+        # Tests of upstream have stand-ins.
+        if getattr(request, "kv_transfer_params", None) is not None:
+            self.releasing.computed(request, blocks[num_cached_blocks:num_full_blocks])
 
     def _insert_block_hash(
         self,

@@ -187,9 +187,12 @@ class Fetching:
     def _give_up(self, wait: _Wait) -> None:
         wait.is_over = True
         wait.question = 0
-        wait.jobs.clear()
-        for key in wait.found:
+        # Also what another one has found: a job that never ends must not make anybody
+        # wait twice.
+        late = [key for key, job in self._fetched_by.items() if job in wait.jobs]
+        for key in (*wait.found, *late):
             self.found.pop(key, None)
+        wait.jobs.clear()
 
     def _is_late(self, now: float) -> None:
         self._stats.secondary_late_requests += 1

@@ -189,19 +189,16 @@ class SlotTable:
             return None
         slot = HostSlot(self._free.pop(), keys, num_tokens, seq)
         self._store_seq[slot.index] = seq
-        self._pinned.add(keys[0])
-        self._enter(slot)
-        return slot
-
-    def _enter(self, slot: HostSlot) -> None:
         self._by_index[slot.index] = slot
         self._num_filled += 1
-        for key in slot.keys:
+        for key in keys:
             assert key not in self._slots
             self._slots[key] = slot
-        self._policy.insert(slot.keys[0])
+        self._policy.insert(keys[0])
+        self._pinned.add(keys[0])
         for listener in self.listeners:
             listener.filled(slot)
+        return slot
 
     def _evict(self) -> bool:
         # Every victim of a plan comes by here: no search for nothing.
@@ -260,8 +257,14 @@ class SlotTable:
         self, index: int, key: BlockHashWithGroupId, num_tokens: int | None
     ) -> None:
         """Slot `index`, reserved, has the block of `key`, which no other slot has."""
+        assert key not in self._slots
         self._reserved.remove(index)
-        self._enter(HostSlot(index, (key,), num_tokens, store_seq=0))
+        slot = HostSlot(index, (key,), num_tokens, store_seq=0)
+        self._by_index[index] = self._slots[key] = slot
+        self._num_filled += 1
+        self._policy.insert(key)
+        for listener in self.listeners:
+            listener.filled(slot)
 
     def give_back(self, index: int) -> None:
         """Slot `index`, reserved, is of no use."""
@@ -303,7 +306,8 @@ class SlotTable:
         self._by_index[slot.index] = None
         self._num_filled -= 1
         is_pinned = slot.keys[0] in self._pinned
-        self._pinned.discard(slot.keys[0])
+        if is_pinned:
+            self._pinned.remove(slot.keys[0])
         if slot.index in self._held:
             self._free_after_hold.add(slot.index)
         elif is_pinned:

@@ -85,7 +85,11 @@ class BlockStorer:
 
         """
         table, draft = self._table, self._draft
-        keys = self.keys(block)
+        # Without a call for blocks of one key: each store comes by here.
+        keys: tuple[BlockHashWithGroupId, ...]
+        keys = (block.block_hash,)  # type: ignore[assignment]
+        if self._pool.cached_block_hashes_by_block:
+            keys = self.keys(block)
         if len(keys) > 1 and not self._drop_stale(keys):
             self._stats.refused_pinned += 1
             return False

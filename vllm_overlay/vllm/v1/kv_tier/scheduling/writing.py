@@ -177,9 +177,7 @@ class Cleaner:
             self._num_clean = self._clean_steps = 0
             last = None
         num_looks = min(window - self._num_clean, max_looks)
-        for block in self._clean(self._free.first(num_looks, last), max_stores):
-            self._num_clean += 1
-            last = block
+        last = self._clean(self._free.first(num_looks, last), max_stores) or last
         self._free.cursor = last or self._pool.free_block_queue.fake_free_list_head
         self._clean_steps += self._num_clean >= window
         self._backlog = max(0, min(window, len(self._free)) - self._num_clean)
@@ -204,9 +202,14 @@ class Cleaner:
 
     def _clean(
         self, blocks: Iterable[KVCacheBlock], max_stores: int
-    ) -> Iterable[KVCacheBlock]:
-        """Store those of `blocks` that are dirty. Yields what is clean then, up to the
-        first that cannot be."""
+    ) -> KVCacheBlock | None:
+        """Store those of `blocks` that are dirty, up to the first that cannot be.
+
+        Returns:
+            The last one that is clean then. All before it are counted.
+
+        """
+        last, num_clean = None, 0
         seq, computed_by = self._draft.seq, self._draft.computed_by
         storer, has_slot = self._storer, self._table.get
         have_one_key = not self._pool.cached_block_hashes_by_block
@@ -219,8 +222,11 @@ class Cleaner:
             if not is_clean and (admits_all or storer.is_admitted(block)):
                 # Those that this step computes are the last ones.
                 if computed_by[block.block_id] == seq or max_stores == 0:
-                    return
+                    break
                 if not storer.store(block, before_eviction=True):
-                    return
+                    break
                 max_stores -= 1
-            yield block
+            last = block
+            num_clean += 1
+        self._num_clean += num_clean
+        return last
