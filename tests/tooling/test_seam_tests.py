@@ -119,6 +119,8 @@ def test_the_environment_is_mended_when_interrupted(
     installed: Path, number: signal.Signals
 ) -> None:
     installed.write_text(WITH_ALL)
+    # A shell ignores it for what it runs in the background.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGTERM)
     site = installed.parents[1]
     with (
@@ -129,3 +131,4 @@ def test_the_environment_is_mended_when_interrupted(
         os.kill(os.getpid(), number)
     assert installed.read_text() == WITH_ALL
     assert signal.getsignal(signal.SIGTERM) == before
+    signal.signal(signal.SIGINT, interrupt)

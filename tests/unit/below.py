@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block pool with a tier below, whose store and ranks are played by the test."""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan, StepReport
+from vllm.v1.kv_tier.scheduling.asking import Asker
+from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
+from vllm.v1.kv_tier.scheduling.fetching import StoredBlock
+
+from .tier import BLOCK, Tier, hash_of, hashes
+
+SETTLED = 2
+
+
+def key(name: str) -> bytes:
+    return bytes(make_block_hash_with_group_id(hash_of(name), 0))
+
+
+class Request:
+    """What the tier below must know of a request."""
+
+    num_preemptions = 0
+    kv_transfer_params = None
+
+    def __init__(self, names: str) -> None:
+        self.block_hashes = hashes(names)
+
+
+class Store:
+    """What is stored. Its answers come when the test lets them."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        self.answers.wait()
+        return [each in self.keys for each in keys]
+
+
+class Below:
+    """A pool with a tier below, whose store and ranks are played by the test."""
+
+    def __init__(
+        self,
+        num_blocks: int = 8,
+        num_slots: int = 16,
+        store_policy: str = "write_back",
+        **layout: Any,
+    ) -> None:
+        # The thread that asks holds it, and nothing else of the test.
+        self.store = Store()
+        options: dict[str, Any] = {
+            "name": "/kv",
+            "num_ranks": 1,
+            "asker": Asker(self.store.exists),
+            "num_groups": 1,
+            "block_size": BLOCK,
+            "store_from_use": 1,
+            "deadline_s": 5.0,
+            "max_writing": 4,
+            "max_known": 64,
+        }
+        self.tier = Tier(
+            num_blocks,
+            num_slots,
+            store_policy=store_policy,
+            secondary=SecondaryLayout(**options | layout),
+            tuning={"settled_steps": SETTLED, "fetch_part": 1 / 2},
+        )
+        self.pool = self.tier.pool
+        self.backing = self.pool.backing
+        assert self.backing is not None
+
+    def plans(self, num_steps: int = SETTLED + 1) -> list[StepPlan]:
+        return self.tier.idle(num_steps)
+
+    def jobs(self, plans: list[StepPlan]) -> list[SecondaryJob]:
+        return [job for plan in plans for job in plan.secondary]
+
+    def hit(self, names: str) -> StepPlan:
+        """A step that admits a request with these blocks."""
+        self.tier.begin()
+        self.tier.promote(self.tier.find(names), request=Request(names))
+        return self.tier.end()
+
+    def end(self, job: SecondaryJob, *done: bool) -> None:
+        """A rank has told of a job."""
+        told = list(done) or [True] * len(job.slots)
+        report = StepReport(secondary=[SecondaryResult(job.number, told, 0.1)])
+        self.pool.apply_report(report)
+
+    def asked(self, request: Request) -> None:
+        """A request asks, and the answer comes."""
+        assert self.pool.is_loading(request, False)  # type: ignore[arg-type]
+        limit = time.monotonic() + 10
+        while self.pool.is_loading(request, False):  # type: ignore[arg-type]
+            assert time.monotonic() < limit, "nobody answers"
+            time.sleep(0.001)
+
+    def begins_to_fetch(self, request: Request, names: str) -> SecondaryJob:
+        """A request is held back since some of its blocks are below."""
+        self.tier.begin()
+        self.asked(request)
+        promoted = self.tier.try_promote(self.tier.find(names), request=request)
+        assert promoted is None
+        (job,) = self.tier.end().secondary
+        assert not job.is_put
+        return job
+
+    def where(self, name: str) -> str:
+        found = self.pool.get_cached_block(hash_of(name), [0])
+        if found and type(found[0]) is StoredBlock:
+            return "below"
+        return self.tier.where(name)
