@@ -72,7 +72,7 @@ class Below:
             num_slots,
             store_policy=store_policy,
             secondary=SecondaryLayout(**options | layout),
-            tuning={"settled_steps": SETTLED, "fetch_part": 1 / 2},
+            tuning={"settled_steps": SETTLED, "fetch_part": 1 / 2, "max_asks": 4},
         )
         self.pool = self.tier.pool
         self.backing = self.pool.backing

@@ -182,6 +182,20 @@ def test_a_store_that_never_answers_is_left_alone_after_a_few() -> None:
     below.store.answers.set()
 
 
+def test_a_step_asks_for_some_requests_and_the_next_one_for_more() -> None:
+    below = Below()
+    below.store.answers.clear()
+    requests = [Request(name) for name in "abcdef"]
+    fetching = below.pool.backing.fetching  # type: ignore[union-attr]
+    for num_asked in (4, 6, 6):
+        below.tier.begin()
+        # Whoever was not asked for waits for its turn.
+        assert all(below.pool.is_loading(each, True) for each in requests)  # type: ignore[arg-type]
+        below.tier.end()
+        assert len(fetching._waits) == num_asked
+    below.store.answers.set()
+
+
 def test_two_requests_with_one_prefix_wait_for_one_job() -> None:
     below = Below()
     below.store.keys = {key("a")}

@@ -117,6 +117,7 @@ class Backing:
         self.spiller.write(plan.seq)
         self._jobs.finish(plan)
         plan.awaits_secondary = is_idle and self.fetching.is_awaited
+        self.fetching.end_step()
 
     def take(self, results: Sequence[SecondaryResult]) -> None:
         """Ranks have told of jobs."""

@@ -118,6 +118,7 @@ class Fetching:
         # Nobody tells of requests that are aborted.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
         self._fetch_s = 0.0
+        self._num_asked = 0
         self._num_late = 0
         self._closed_until = 0.0
         self._is_detached = False
@@ -126,6 +127,10 @@ class Fetching:
         """Serve nothing any more, not even what is on its way."""
         self._is_detached = True
         self.found.clear()
+
+    def end_step(self) -> None:
+        """The step is complete."""
+        self._num_asked = 0
 
     @property
     def is_awaited(self) -> bool:
@@ -137,6 +142,10 @@ class Fetching:
         now = self._costs.clock()
         wait = self._waits.get(request)
         if wait is None:
+            if self._num_asked >= self._tuning.max_asks:
+                # Its turn comes in a later step: thousands may wait.
+                return True
+            self._num_asked += 1
             wait = self._waits[request] = self._ask(request, now)
         if wait.is_over:
             return False
@@ -236,8 +245,9 @@ class Fetching:
             return False
         # The begin of a prefix is of use without its end.
         stored.sort(key=lambda place: place[0])
-        new = [b for _, b in stored if b.key not in self._fetched_by]
-        jobs = {self._fetched_by[b.key] for _, b in stored if b not in new}
+        fetched_by = self._fetched_by
+        new = [b for _, b in stored if b.key not in fetched_by]
+        jobs = {fetched_by[b.key] for _, b in stored if b.key in fetched_by}
         if new and self._is_worth_it:
             # A part of the hit must not make room for the rest.
             self._table.pin(b for g in groups for b in g if type(b) is HostSlot)

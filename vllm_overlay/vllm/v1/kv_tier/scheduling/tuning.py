@@ -73,6 +73,10 @@ class SchedulingTuning:
     """After so many steps the outputs of all before have come: more than any pipeline
     has in flight. What a step stored is not written below sooner."""
 
+    max_asks: int = 16
+    """Requests for which a step asks the tier below. Each has its keys made, and others
+    wait meanwhile."""
+
     fetch_part: float = 1 / 4
     """Part of the slots that may be on their way from the tier below."""
 
