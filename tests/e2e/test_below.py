@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 from vllm.v1.kv_tier.stores.format import ObjectFormat
 
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS
@@ -18,6 +19,10 @@ from .model import make_llama, make_tokenizer
 from .server import Server
 from .test_http import CORE, SERVE, SIZE, server_environment
 from .workloads import text
+
+pytestmark = pytest.mark.skipif(
+    not keys_are_bytes(), reason="refused: hashes are numbers of a process"
+)
 
 PROMPTS = [text(300 + i, 5 * BLOCK_TOKENS + 1) for i in range(8)]
 HIT = 5 * BLOCK_TOKENS

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
+from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 from vllm.v1.kv_tier.scheduling.fetching import Fetching
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.scheduling.spilling import Spiller
@@ -22,6 +23,10 @@ from . import upstream
 from .content import Violation
 from .layouts import LAYOUTS
 from .scripts import Reset, Script, random_script, scripts
+
+pytestmark = pytest.mark.skipif(
+    not keys_are_bytes(), reason="refused: hashes are numbers of a process"
+)
 
 EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
 MAX_SCRIPTS = 1000

@@ -4,9 +4,14 @@
 import pytest
 
 from vllm.v1.kv_tier.plan import StepReport
+from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
 from .below import SETTLED, Below, Request, key
 from .tier import BLOCK, Tier
+
+pytestmark = pytest.mark.skipif(
+    not keys_are_bytes(), reason="refused: hashes are numbers of a process"
+)
 
 # -------------------------------------------------------------------------- writing
 

@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    BlockHashWithGroupId,
-    make_block_hash_with_group_id,
-)
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.plan import SecondaryResult, StepPlan
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
 from vllm.v1.kv_tier.scheduling.costs import Costs
@@ -52,12 +48,6 @@ def make_backing(
     """
     if layout.secondary is None:
         return None
-    if not isinstance(make_block_hash_with_group_id(BlockHash(b""), 0), bytes):
-        raise ValueError(
-            "--kv-offloading-config: secondary_tiers is not supported with this "
-            "release of vLLM, whose block hashes are numbers of this process. Remove "
-            "it."
-        )
     # Not all releases can tell them apart.
     block_size = layout.secondary.block_size
     if (size := getattr(pool, "hash_block_size", block_size)) != block_size:

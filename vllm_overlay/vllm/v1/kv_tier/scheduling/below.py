@@ -72,6 +72,15 @@ def check_tiers(tiers: Any) -> None:
         check_entry(entry)
 
 
+def keys_are_bytes() -> bool:
+    """Whether blocks have keys that are the same in every process."""
+    # Settings are checked before the engine's modules can be imported.
+    from vllm.v1.core import kv_cache_utils
+
+    kind: Any = kv_cache_utils.BlockHash
+    return issubclass(getattr(kind, "__supertype__", kind), bytes)
+
+
 def check_engine(vllm_config: "VllmConfig") -> None:
     """Refuse an engine that a tier below does not go with yet.
 
@@ -79,6 +88,11 @@ def check_engine(vllm_config: "VllmConfig") -> None:
         ValueError: The message says what to change.
 
     """
+    if not keys_are_bytes():
+        raise ValueError(
+            f"{_FLAG} is not supported with this release of vLLM, whose block hashes "
+            "are numbers of one process. Remove it."
+        )
     if getattr(vllm_config, "lora_config", None) is not None:
         raise ValueError(
             f"{_FLAG} is not supported with --enable-lora: the keys of an adapter's "
