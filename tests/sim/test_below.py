@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
+from vllm.v1.kv_tier.scheduling.backing import Backing
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 from vllm.v1.kv_tier.scheduling.fetching import Fetching
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
@@ -117,8 +118,7 @@ def forget_what_used_a_slot(patch: pytest.MonkeyPatch) -> None:
 
 def serve_after_a_reset(patch: pytest.MonkeyPatch) -> None:
     """A reset leaves the tier below as it is."""
-    patch.setattr(Spiller, "detach", lambda self: None)
-    patch.setattr(Fetching, "detach", lambda self: None)
+    patch.setattr(Backing, "detach", lambda self, reason: None)
 
 
 BUGS = [

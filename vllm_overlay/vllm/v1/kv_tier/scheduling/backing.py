@@ -94,7 +94,6 @@ class Backing:
             stats,
             tuning,
         )
-        self._is_detached = False
 
     def finish(self, plan: StepPlan, is_idle: bool) -> None:
         """The step is complete: put its jobs into its plan.
@@ -115,12 +114,12 @@ class Backing:
 
     def detach(self, reason: str) -> None:
         """What was computed until now is void: neither write nor serve any of it."""
-        if not self._is_detached:
+        if not self._jobs.is_detached:
             logger.info(
                 "KV tier: %s. The tier below is left alone until the engine starts "
                 "again.",
                 reason,
             )
-        self._is_detached = True
-        self.spiller.detach()
-        self.fetching.detach()
+        self._jobs.is_detached = True
+        self.spiller.forget()
+        self.fetching.forget()

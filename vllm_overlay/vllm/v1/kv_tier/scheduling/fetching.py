@@ -121,11 +121,9 @@ class Fetching:
         self._num_asked = 0
         self._num_late = 0
         self._closed_until = 0.0
-        self._is_detached = False
 
-    def detach(self) -> None:
-        """Serve nothing any more, not even what is on its way."""
-        self._is_detached = True
+    def forget(self) -> None:
+        """Nothing that was found is there any more."""
         self.found.clear()
 
     def end_step(self) -> None:
@@ -152,9 +150,9 @@ class Fetching:
         if wait.question:
             self._hear(wait)
         is_waiting = wait.question > 0 or self._jobs.are_under_way(wait.jobs)
-        if is_waiting and now < wait.until and not self._is_detached:
+        if is_waiting and now < wait.until and not self._jobs.is_detached:
             return True
-        if is_waiting and not self._is_detached:
+        if is_waiting and not self._jobs.is_detached:
             self._is_late(now)
         if is_waiting or wait.jobs or not wait.found or now >= wait.until:
             # What has come lies in slots now. What has not is computed.
@@ -163,7 +161,7 @@ class Fetching:
 
     def _ask(self, request: Request, now: float) -> _Wait:
         wait = _Wait(until=now + self._layout.deadline_s)
-        if not self._is_detached and now >= self._closed_until:
+        if not self._jobs.is_detached and now >= self._closed_until:
             wait.wanted = self._missing(request)
         if wait.wanted:
             wait.question = self._asker.ask([bytes(w.key) for w in wait.wanted])
@@ -186,7 +184,7 @@ class Fetching:
         if answer is None:
             return
         wait.question = 0
-        if self._is_detached:
+        if self._jobs.is_detached:
             return
         for wanted, is_there in zip(wait.wanted, answer, strict=True):
             if is_there:
@@ -288,12 +286,12 @@ class Fetching:
         key = block.key
         del self._fetched_by[key]
         self.found.pop(key, None)
-        if is_there and not self._is_detached and self._table.get(key) is None:
+        if is_there and not self._jobs.is_detached and self._table.get(key) is None:
             self._num_late = 0
             self._table.fill(index, key, block.num_tokens)
             self._is_below(key)
         else:
-            self._table.give_back(index)
+            self._table.unreserve(index)
 
     @property
     def _is_worth_it(self) -> bool:

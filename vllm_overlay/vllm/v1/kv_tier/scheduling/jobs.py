@@ -38,6 +38,9 @@ class Jobs:
     def __init__(self, table: SlotTable, num_ranks: int) -> None:
         self._table = table
         self._num_ranks = num_ranks
+        self.is_detached = False
+        """The tier below is left alone: its jobs end, and nobody adds one or uses what
+        one brought."""
         self._num_jobs = 0
         self._queue: list[SecondaryJob] = []
         self._jobs: dict[int, _Job] = {}

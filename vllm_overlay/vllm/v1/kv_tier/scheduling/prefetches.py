@@ -80,11 +80,9 @@ class Prefetches:
             None: no block does.
 
         """
-        # Asked for every block of a long prefix: one lookup each.
-        limit = self._kept_after
-        kept = {p for p in self._by_plan.values() if p.num_unclaimed and p.end > limit}
-        if not kept:
+        if not (kept := self._kept()):
             return None
+        # Asked for every block of a long prefix: one lookup each.
         get = self.unclaimed.get
         return lambda block: get(block.block_id) in kept
 
@@ -95,14 +93,16 @@ class Prefetches:
             without: Blocks that do not count.
 
         """
-        if not self.unclaimed:
+        if not (kept := self._kept()):
             return 0
+        get = self.unclaimed.get
+        num_without = sum(get(block.block_id) in kept for block in without)
+        return sum(prefetch.num_unclaimed for prefetch in kept) - num_without
+
+    def _kept(self) -> set[_Prefetch]:
+        """Those with blocks that wait for the request that they are for."""
         limit = self._kept_after
-        kept = [p.num_unclaimed for p in self._by_plan.values() if p.end > limit]
-        if not (num_kept := sum(kept)):
-            return 0
-        is_kept = self.kept()
-        return num_kept - (sum(map(is_kept, without)) if is_kept else 0)
+        return {p for p in self._by_plan.values() if p.num_unclaimed and p.end > limit}
 
     @property
     def _kept_after(self) -> float:

@@ -246,7 +246,7 @@ class SlotTable:
 
     def reserve(self, num_slots: int) -> list[int]:
         """Slots that are to be filled from below, as many as can be had. Nobody sees
-        them until `fill`, or `give_back`."""
+        them until `fill`, or `unreserve`."""
         indices: list[int] = []
         while len(indices) < num_slots and (self._free or self._evict()):
             indices.append(self._free.pop())
@@ -266,7 +266,7 @@ class SlotTable:
         for listener in self.listeners:
             listener.filled(slot)
 
-    def give_back(self, index: int) -> None:
+    def unreserve(self, index: int) -> None:
         """Slot `index`, reserved, is of no use."""
         self._reserved.remove(index)
         self._free_slot(index)

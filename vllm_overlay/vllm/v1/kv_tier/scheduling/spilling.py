@@ -40,7 +40,6 @@ class Spiller:
         self._jobs = jobs
         self._stats = stats
         self._tuning = tuning
-        self._is_detached = False
         self._num_writing = 0
         # Keys that are to be written, and those that are there or were lately; the
         # oldest first.
@@ -83,12 +82,12 @@ class Spiller:
     def _is_due(self, slot: HostSlot) -> None:
         key = slot.keys[0]
         # A block with several keys was hashed before it was full.
-        if len(slot.keys) == 1 and key not in self._written and not self._is_detached:
+        is_of_use = len(slot.keys) == 1 and not self._jobs.is_detached
+        if is_of_use and key not in self._written:
             self._due[key] = None
 
-    def detach(self) -> None:
-        """Write nothing any more."""
-        self._is_detached = True
+    def forget(self) -> None:
+        """Nothing is due any more."""
         self._due.clear()
 
     # ---------------------------------------------------------------- writing
