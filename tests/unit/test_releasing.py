@@ -30,6 +30,8 @@ class Turn(Asking):
 def serve(tier: Tier, turn: Turn, tokens: str, num_hits: int = 0) -> None:
     """A step that computes what `tokens` has beyond its hit; the turn ends with it."""
     tier.begin()
+    # Upstream's scheduler asks of every waiting request.
+    assert not tier.pool.is_loading(turn, False)  # type: ignore[arg-type]
     blocks: list[KVCacheBlock] = []
     if num_hits:
         (group,) = tier.promote(tier.find(tokens[:num_hits]), request=turn)
@@ -212,3 +214,11 @@ def test_the_next_victims_come_in_order() -> None:
     assert _names(queue.get_all_free_blocks()) == _names([*chosen, *rest])
     assert_nothing_leaks(tier)
     assert tier.pool.get_new_blocks(6) == [*chosen, *rest]
+
+
+def test_upstreams_method_is_its_own_until_the_first_hint() -> None:
+    tier = Tier(8)
+    serve(tier, Turn("1", "ab"), "ab")
+    assert "cache_full_blocks" not in vars(tier.pool)
+    serve(tier, Turn("2", "cd", conversation="c"), "cd")
+    assert "cache_full_blocks" in vars(tier.pool)

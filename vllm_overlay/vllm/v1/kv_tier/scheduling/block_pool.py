@@ -39,7 +39,7 @@ from vllm.v1.kv_tier.scheduling.loading import Loader
 from vllm.v1.kv_tier.scheduling.losses import LoadBreaker, LostBlocks
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
 from vllm.v1.kv_tier.scheduling.promotion import Promotion
-from vllm.v1.kv_tier.scheduling.releasing import Releasing
+from vllm.v1.kv_tier.scheduling.releasing import Releasing, has_hints
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.scheduling.storing import BlockStorer
 from vllm.v1.kv_tier.scheduling.waiting import WaitingRoom
@@ -97,9 +97,17 @@ class TieredBlockPool(BlockPool):
         self.waiting = WaitingRoom(
             self.costs, self.prefetches, self._draft, tuning, num_spare
         )
-        host, draft = self.host, self._draft
-        loading = (self.prefetches, self.costs, self.writer, stats, tuning)
-        loader = Loader(self, self.free, host, draft, *loading)
+        loader = Loader(
+            self,
+            self.free,
+            self.host,
+            self._draft,
+            self.prefetches,
+            self.costs,
+            self.writer,
+            stats,
+            tuning,
+        )
         self._promotion = Promotion(
             self,
             self._draft,
@@ -115,6 +123,7 @@ class TieredBlockPool(BlockPool):
         self.backing = make_backing(layout, self, self.host, self.costs, stats)
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
+        self._num_taken = 0
         self._demoting = False
         self._serves_host = True
 
@@ -135,6 +144,8 @@ class TieredBlockPool(BlockPool):
             is_idle: The step runs nothing, so there is time.
 
         """
+        self.writer.allocated(self._num_taken)
+        self._num_taken = 0
         self.writer.write(is_idle)
         plan = self._draft.finish()
         if self.backing is not None:
@@ -194,6 +205,8 @@ class TieredBlockPool(BlockPool):
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
         """Whether `request` waits for loads that are still on their way. Saves the
         lookup of its prefix."""
+        if not self.releasing.is_listening and has_hints(request):
+            self.releasing.listen()
         below = self.backing if self._serves_host else None
         if below is not None and below.fetching.holds_back(request):
             return True
@@ -215,15 +228,18 @@ class TieredBlockPool(BlockPool):
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """As upstream; the content of cached victims goes to host slots."""
-        if self.prefetches and (is_kept := self.prefetches.kept()):
+        # Each new block of a decoding request comes by here.
+        prefetches = self.prefetches
+        if prefetches.unclaimed and (is_kept := prefetches.kept()):
             self.free.pass_over(num_blocks, is_kept)
-        self.writer.allocated(num_blocks)
+        self._num_taken += num_blocks
         self._demoting = True
         try:
             blocks = super().get_new_blocks(num_blocks)
         finally:
             self._demoting = False
-        self.prefetches.claim(blocks)
+        if prefetches.unclaimed:
+            prefetches.claim(blocks)
         if self.storer.released:
             self.storer.released.difference_update(b.block_id for b in blocks)
         return blocks
@@ -269,23 +285,6 @@ class TieredBlockPool(BlockPool):
         super().free_blocks(blocks, **kwargs)
         if self.lost.in_use:
             self._withdraw_lost()
-
-    def cache_full_blocks(
-        self,
-        request: Request,
-        blocks: list[KVCacheBlock],
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """As upstream; remembers for whom the blocks are computed."""
-        super().cache_full_blocks(
-            request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs
-        )
-        # Tests of upstream have stand-ins.
-        if getattr(request, "kv_transfer_params", None) is not None:
-            self.releasing.computed(request, blocks[num_cached_blocks:num_full_blocks])
 
     def _insert_block_hash(
         self,

@@ -7,6 +7,7 @@ orders, and both serve whoever asks for them until then.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm.logger import init_logger
@@ -58,6 +59,31 @@ class Releasing:
         self._hints: WeakKeyDictionary[Request, Hints | None] = WeakKeyDictionary()
         # Requests that release their conversation when they end, by id.
         self._last: dict[str, Request] = {}
+        self.is_listening = False
+        """Whether this hears of what is computed."""
+
+    def listen(self) -> None:
+        """Hear from now on for whom blocks are computed.
+
+        Not before the first request with hints: every block of a decoding request comes
+        by there, and upstream's own method is the cheapest.
+        """
+        self.is_listening = True
+        cache_full_blocks = self._pool.cache_full_blocks
+
+        def listening(
+            request: Request,
+            blocks: list[KVCacheBlock],
+            num_cached_blocks: int,
+            num_full_blocks: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            numbers = num_cached_blocks, num_full_blocks
+            cache_full_blocks(request, blocks, *numbers, *args, **kwargs)
+            self.computed(request, blocks[slice(*numbers)])
+
+        self._pool.cache_full_blocks = listening  # type: ignore[method-assign]
 
     def begin_step(self) -> None:
         """Put first what requests have released that ended since the last step."""
@@ -69,7 +95,7 @@ class Releasing:
 
     def computed(self, request: Request, blocks: Iterable[KVCacheBlock]) -> None:
         """The step in the making computes `blocks` for `request`."""
-        if not _has_hints(request) or self._follow(request) is None:
+        if not has_hints(request) or self._follow(request) is None:
             return
         owner = self._owner(request)
         for block in blocks:
@@ -79,7 +105,7 @@ class Releasing:
     def hit(self, request: Request, groups: Iterable[Iterable[KVCacheBlock]]) -> None:
         """`request` is admitted with device blocks in `groups` that it hit."""
         owner: Hashable | None = None
-        if _has_hints(request) and self._follow(request) is not None:
+        if has_hints(request) and self._follow(request) is not None:
             owner = self._owner(request)
         if not self._owners and not self._storer.released:
             return
@@ -129,7 +155,8 @@ class Releasing:
         return block.ref_cnt > 0 or self._prefetches.is_unclaimed(block)
 
 
-def _has_hints(request: Request) -> bool:
-    # Asked for every block of every request. Tests of upstream have stand-ins.
+def has_hints(request: Request) -> bool:
+    """Whether a client says something of the KV of `request`."""
+    # Tests of upstream have stand-ins.
     params = getattr(request, "kv_transfer_params", None)
     return params is not None and KEY in params
