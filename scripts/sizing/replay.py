@@ -201,6 +201,9 @@ class Replay:
     ) -> list[KVCacheBlock]:
         """The blocks of a request, in a step of its own; empty: no room."""
         pool = self.pool
+        if self._num_slots:
+            # Upstream's scheduler asks of every request.
+            pool.is_loading(request, True)
         hits = []
         for block_hash in request.block_hashes[:num_prompt_blocks]:
             found = pool.get_cached_block(block_hash, [0])

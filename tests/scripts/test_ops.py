@@ -106,9 +106,9 @@ def test_every_kind_of_metric_is_on_the_dashboard() -> None:
         *("slots_used", "slots", "host_slots", "slot_bytes", "request_hit_tokens"),
         *("stored_blocks", "loaded_blocks", "loaded_ahead_blocks"),
         *("resumed_device_hit_tokens", "resumed_host_hit_tokens"),
-        *("secondary_stored_blocks", "secondary_refused_blocks"),
-        *("secondary_loaded_blocks", "secondary_missed_blocks"),
-        "secondary_late_requests",
+        *("secondary_stored_blocks", "secondary_loaded_blocks"),
+        *("secondary_writing_blocks", "secondary_due_blocks", "secondary_is_closed"),
+        *("secondary_missed_blocks", "secondary_late_requests"),
     }
     names = asked((OPS / "grafana.json").read_text())
     shown = {m.name for m in METRICS if any(PREFIX + m.name in n for n in names)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier below of a simulated engine: as late and as lossy as it is drawn."""
+"""The tiers below of a simulated engine: as late and as lossy as they are drawn."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -10,39 +10,41 @@ from vllm.v1.kv_tier.rank.report import ReportDraft
 from .content import GARBAGE
 
 
-class Below:
-    """Objects by key, in place of a store, of those who ask it and of a rank's threads.
+class Clock:
+    """Counts the steps of a rank."""
+
+    now = 0
+
+
+class Objects:
+    """Objects by key, in place of a store and of those who ask it.
 
     Args:
-        seed: Of its luck.
-        max_delay: Steps that an answer or a job takes at most.
+        rng: Its luck.
+        clock: Of the rank.
+        max_delay: Steps that an answer takes at most.
 
     """
 
-    def __init__(self, seed: int, max_delay: int) -> None:
+    def __init__(self, rng: Random, clock: Clock, max_delay: int) -> None:
         self.objects: dict[bytes, list[int]] = {}
-        self.num_put = self.num_got = 0
-        self._rng = Random(seed)
+        self._rng = rng
+        self._clock = clock
         self._max_delay = max_delay
-        self._now = 0
         self._num_asked = 0
         self._questions: dict[int, tuple[int, list[bytes]]] = {}
-        self._jobs: list[tuple[int, SecondaryJob]] = []
-        self._is_filled: Callable[[int], bool] = lambda slot: True
 
-    def _later(self) -> int:
-        return self._now + self._rng.randint(0, self._max_delay)
-
-    # ------------------------------------------------------------- the scheduler
+    def later(self) -> int:
+        return self._clock.now + self._rng.randint(0, self._max_delay)
 
     def ask(self, keys: Sequence[bytes]) -> int:
         self._num_asked += 1
-        self._questions[self._num_asked] = self._later(), list(keys)
+        self._questions[self._num_asked] = self.later(), list(keys)
         return self._num_asked
 
     def take_answer(self, number: int) -> list[bool] | None:
         due, keys = self._questions[number]
-        if due > self._now:
+        if due > self._clock.now:
             return None
         answer = [key in self.objects for key in self._questions.pop(number)[1]]
         # What was there a moment ago need not be any more.
@@ -51,7 +53,29 @@ class Below:
                 del self.objects[key]
         return answer
 
-    # ------------------------------------------------------------------ the rank
+
+class Below:
+    """Stores, in place of real ones, and the threads of a rank.
+
+    Args:
+        seed: Of its luck.
+        max_delay: Steps that an answer or a job takes at most.
+
+    """
+
+    tells_early = False
+    """A planted bug: the end of a job is told although it still writes."""
+
+    def __init__(self, seed: int, max_delay: int) -> None:
+        self.num_put = self.num_got = 0
+        self._rng = Random(seed)
+        self._clock = Clock()
+        self.tiers = [
+            Objects(self._rng, self._clock, max_delay) for _ in range(1 + seed % 2)
+        ]
+        self._jobs: list[tuple[int, SecondaryJob]] = []
+        self._told: set[int] = set()
+        self._is_filled: Callable[[int], bool] = lambda slot: True
 
     def begin_step(
         self,
@@ -60,9 +84,9 @@ class Below:
         is_filled: Callable[[int], bool],
     ) -> None:
         """As `SecondaryIO.begin_step`; `run` does the rest."""
-        self._now += 1
+        self._clock.now += 1
         self._is_filled = is_filled
-        self._jobs += [(self._later(), job) for job in plan.secondary]
+        self._jobs += [(self.tiers[j.tier].later(), j) for j in plan.secondary]
 
     def run(
         self,
@@ -73,22 +97,41 @@ class Below:
         """Carry out the jobs whose time has come."""
         waiting, self._jobs = self._jobs, []
         for due, job in waiting:
-            if due <= self._now and have_ended(job.after_stores, job.after_loads):
+            may_begin = have_ended(job.after_stores, job.after_loads)
+            if due <= self._clock.now and may_begin:
                 move = self._put if job.is_put else self._get
-                done = [move(k, s, host) for k, s in zip(job.keys, job.slots)]
+                objects = self.tiers[job.tier].objects
+                done = [move(objects, k, s, host) for k, s in zip(job.keys, job.slots)]
+                if job.number not in self._told:
+                    report.secondary_ended(SecondaryResult(job.number, done, 1.0))
+                continue
+            self._jobs.append((due, job))
+            if self.tells_early and may_begin and job.number not in self._told:
+                self._told.add(job.number)
+                done = [False] * len(job.slots)
                 report.secondary_ended(SecondaryResult(job.number, done, 1.0))
-            else:
-                self._jobs.append((due, job))
 
-    def _put(self, key: bytes, slot: int, host: list[list[int]]) -> bool:
+    def _put(
+        self,
+        objects: dict[bytes, list[int]],
+        key: bytes,
+        slot: int,
+        host: list[list[int]],
+    ) -> bool:
         if not self._is_filled(slot) or self._rng.random() < 0.1:
             return False
-        self.objects[key] = host[slot].copy()
+        objects[key] = host[slot].copy()
         self.num_put += 1
         return True
 
-    def _get(self, key: bytes, slot: int, host: list[list[int]]) -> bool:
-        found = self.objects.get(key)
+    def _get(
+        self,
+        objects: dict[bytes, list[int]],
+        key: bytes,
+        slot: int,
+        host: list[list[int]],
+    ) -> bool:
+        found = objects.get(key)
         if found is None or self._rng.random() < 0.1:
             host[slot] = [GARBAGE] * len(host[slot])
             return False

@@ -16,7 +16,7 @@ from vllm.config import (
 )
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
-from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
+from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -119,13 +119,19 @@ def _base() -> tuple[VllmConfig, StructuredOutputManager]:
 
 def _secondary(layout: Layout, below: Below) -> SecondaryLayout:
     return SecondaryLayout(
-        name="simulated",
+        tiers=tuple(
+            SecondaryTier(
+                name="simulated",
+                label=f"simulated-{i}",
+                asker=objects,
+                store_from_use=1,
+                deadline_s=6.0 - 3.0 * i,
+            )
+            for i, objects in enumerate(below.tiers)
+        ),
         num_ranks=1,
-        asker=below,
         num_groups=len(layout.groups),
         block_size=layout.block_size,
-        store_from_use=1,
-        deadline_s=6.0,
         max_writing=4,
         max_known=20,
     )

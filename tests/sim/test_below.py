@@ -20,7 +20,7 @@ from vllm.v1.kv_tier.scheduling.fetching import Fetching
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.scheduling.spilling import Spiller
 
-from . import upstream
+from . import below, upstream
 from .content import Violation
 from .layouts import LAYOUTS
 from .scripts import Reset, Script, random_script, scripts
@@ -81,7 +81,7 @@ def test_scripts_with_a_tier_below() -> None:
 def hold_nothing(patch: pytest.MonkeyPatch) -> None:
     """A slot that is being written below may make room."""
     patch.setattr(SlotTable, "hold", lambda self, slot: None)
-    patch.setattr(SlotTable, "end_hold", lambda self, index: None)
+    patch.setattr(SlotTable, "end_hold", lambda self, index, key: None)
 
 
 def write_what_is_not_settled(patch: pytest.MonkeyPatch) -> None:
@@ -94,13 +94,12 @@ def serve_before_it_came(patch: pytest.MonkeyPatch) -> None:
     """A key enters the slot table when its job begins."""
     fetch = Fetching._fetch
 
-    def fetch_and_fill(self: Fetching, blocks: list, indices: list[int]) -> int:
-        job = fetch(self, blocks, indices)
+    def fetch_and_fill(self: Fetching, blocks: list, indices: list[int]) -> None:
+        fetch(self, blocks, indices)
         for block, index in zip(blocks, indices):
             if self._table.get(block.key) is None:
                 self._table.fill(index, block.key, block.num_tokens)
                 self._table._reserved.add(index)
-        return job
 
     patch.setattr(Fetching, "_fetch", fetch_and_fill)
 
@@ -121,7 +120,13 @@ def serve_after_a_reset(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Backing, "detach", lambda self, reason: None)
 
 
+def tell_what_still_writes(patch: pytest.MonkeyPatch) -> None:
+    """A job that failed is told, and goes on writing to its slots."""
+    patch.setattr(below.Below, "tells_early", True)
+
+
 BUGS = [
+    tell_what_still_writes,
     hold_nothing,
     write_what_is_not_settled,
     serve_before_it_came,

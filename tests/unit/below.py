@@ -3,14 +3,15 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan, StepReport
 from vllm.v1.kv_tier.scheduling.asking import Asker
-from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
+from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduling.fetching import StoredBlock
+from vllm.v1.kv_tier.stats import SecondaryStats
 
 from .tier import BLOCK, Tier, hash_of, hashes
 
@@ -52,18 +53,31 @@ class Below:
         num_blocks: int = 8,
         num_slots: int = 16,
         store_policy: str = "write_back",
+        num_tiers: int = 1,
+        store_from_use: int = 1,
+        deadline_s: float = 5.0,
         **layout: Any,
     ) -> None:
         # The thread that asks holds it, and nothing else of the test.
         self.store = Store()
+        self.second = Store()
+        tiers = [
+            SecondaryTier(
+                name=f"/kv{i}",
+                label=label,
+                asker=Asker(store.exists),
+                store_from_use=store_from_use,
+                deadline_s=deadline_s,
+            )
+            for i, (label, store) in enumerate(
+                (("fs", self.store), ("redis", self.second))
+            )
+        ]
         options: dict[str, Any] = {
-            "name": "/kv",
+            "tiers": tuple(tiers[:num_tiers]),
             "num_ranks": 1,
-            "asker": Asker(self.store.exists),
             "num_groups": 1,
             "block_size": BLOCK,
-            "store_from_use": 1,
-            "deadline_s": 5.0,
             "max_writing": 4,
             "max_known": 64,
         }
@@ -98,9 +112,12 @@ class Below:
 
     def asked(self, request: Request) -> None:
         """A request asks, and the answer comes."""
-        assert self.pool.is_loading(request, False)  # type: ignore[arg-type]
+        self.until(lambda: False, request)
+
+    def until(self, is_so: Callable[[], bool], request: Request) -> None:
+        """A request is held back until something is so, or it need not wait."""
         limit = time.monotonic() + 10
-        while self.pool.is_loading(request, False):  # type: ignore[arg-type]
+        while self.pool.is_loading(request, False) and not is_so():  # type: ignore[arg-type]
             assert time.monotonic() < limit, "nobody answers"
             time.sleep(0.001)
 
@@ -113,6 +130,9 @@ class Below:
         (job,) = self.tier.end().secondary
         assert not job.is_put
         return job
+
+    def stats(self, label: str = "fs") -> SecondaryStats:
+        return self.pool.take_stats().secondary[label]
 
     def where(self, name: str) -> str:
         found = self.pool.get_cached_block(hash_of(name), [0])

@@ -33,7 +33,7 @@ def open_fs(
     """A store with room for so many objects."""
     max_gib = (objects * OBJECT_BYTES + OWN_BYTES) / GiB
     config = FsConfig(str(root), max_gib=max_gib, num_threads=3)
-    config.check_directory()
+    config.check()
     return FsStore(config, namespace, rank, ROW_BYTES)
 
 

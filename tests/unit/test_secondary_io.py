@@ -25,11 +25,11 @@ SLOT_BYTES = 4096
 def put(
     number: int, slots: Sequence[int], after: tuple[int, int] = (0, 0)
 ) -> SecondaryJob:
-    return SecondaryJob(number, True, keys(slots), list(slots), *after)
+    return SecondaryJob(number, True, keys(slots), list(slots), 0, *after)
 
 
 def get(number: int, names: Sequence[int], slots: Sequence[int]) -> SecondaryJob:
-    return SecondaryJob(number, False, keys(names), list(slots), 0, 0)
+    return SecondaryJob(number, False, keys(names), list(slots), 0, 0, 0)
 
 
 def keys(names: Sequence[int]) -> list[bytes]:
@@ -42,7 +42,7 @@ class Rank:
     def __init__(self, store: BlockStore, **tuning: float) -> None:
         self.slots = torch.randint(0, 256, (8, SLOT_BYTES), dtype=torch.uint8)
         self.report = ReportDraft()
-        self.io = SecondaryIO(store, self.slots, self.report, RankTuning(**tuning))  # type: ignore[arg-type]
+        self.io = SecondaryIO([store], self.slots, self.report, RankTuning(**tuning))  # type: ignore[arg-type]
         self._seq = 0
 
     def step(
@@ -75,7 +75,7 @@ class Rank:
 def store(tmp_path: Path) -> BlockStore:
     entry = {"type": "fs", "root_dir": str(tmp_path / "kv"), "max_gib": 0.01}
     config = check_entry(entry)
-    config.check_directory()
+    config.check()
     return open_store(config, "ab", 0, SLOT_BYTES)
 
 

@@ -59,7 +59,7 @@ def test_what_is_wrong_says_so(entry: Any, message: str) -> None:
 
 
 def check(path: Path, max_gib: float = 0.001) -> None:
-    FsConfig(str(path), max_gib).check_directory()
+    FsConfig(str(path), max_gib).check()
 
 
 def test_the_directory_is_made_for_its_owner_alone(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm.v1.kv_tier.stats import KVTierStats
+from vllm.v1.kv_tier.stats import KVTierStats, SecondaryStats
 from vllm.v1.metrics.stats import CachingMetrics, PrefixCacheStats, SchedulerStats
 
 PREFIX = "vllm:kv_tier_"
@@ -36,12 +36,24 @@ _TIERS = ("device", "host")
 _COPIES = ("store", "clean", "load", "load_ahead")
 FAILURES = ("store", "load", "layer_wait", "hang")
 
+_SECONDARY: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
+    ("loaded_tokens", "counter", "Prompt tokens whose KV came from below."),
+    ("loaded_blocks", "counter", "KV blocks that came from below."),
+    ("loaded_bytes", "counter", "Their bytes, all ranks together."),
+    ("missed_blocks", "counter", "KV blocks that were named and did not come whole."),
+    ("late_requests", "counter", "Requests that went on without it by deadline_ms."),
+    ("stored_blocks", "counter", "KV blocks that went below the host."),
+    ("stored_bytes", "counter", "Their bytes, all ranks together."),
+    ("refused_blocks", "counter", "KV blocks that it did not take: full, or failed."),
+    ("dropped_blocks", "counter", "KV blocks that left the host before their turn."),
+    ("due_blocks", "gauge", "KV blocks that wait to be written."),
+    ("writing_blocks", "gauge", "Host slots that are being written."),
+    ("filling_blocks", "gauge", "Host slots kept for what is on its way from below."),
+    ("is_closed", "gauge", "1 while it is left alone because it was too slow."),
+)
+
 METRICS = (
-    Metric(
-        "slots_used",
-        "gauge",
-        "Host slots that hold a KV block.",
-    ),
+    Metric("slots_used", "gauge", "Host slots that hold a KV block."),
     Metric("host_slots", "gauge", "Host slots."),
     # Dashboards of core.1 have this name, which Prometheus keeps for counters.
     Metric(
@@ -164,23 +176,6 @@ METRICS = (
         "counter",
         "Requests whose hints were not understood, and ignored.",
     ),
-    Metric("secondary_stored_blocks", "counter", "KV blocks that went below the host."),
-    Metric(
-        "secondary_refused_blocks",
-        "counter",
-        "KV blocks that the tier below did not take on some rank: full, or failed.",
-    ),
-    Metric("secondary_loaded_blocks", "counter", "KV blocks that came from below."),
-    Metric(
-        "secondary_missed_blocks",
-        "counter",
-        "KV blocks that the tier below had named, and that did not come or not whole.",
-    ),
-    Metric(
-        "secondary_late_requests",
-        "counter",
-        "Requests that went on without what had not come from below by deadline_ms.",
-    ),
     Metric(
         "cleaner_backlog_blocks",
         "gauge",
@@ -211,6 +206,21 @@ METRICS = (
         "depends on them is computed again.",
         "kind",
         FAILURES,
+    ),
+    *(
+        Metric(
+            f"secondary_{name}", kind, f"Of one tier below the host. {text}", "store"
+        )
+        for name, kind, text in _SECONDARY
+    ),
+    Metric(
+        "secondary_seconds",
+        "histogram",
+        "Duration of the writes (put) and reads (get) of one step and tier below the "
+        "host, on the slowest rank.",
+        "kind",
+        ("put", "get"),
+        _decades(-4, 2),
     ),
 )
 
@@ -258,7 +268,8 @@ class KVTierProm:
             name = PREFIX + metric.name
             self._metrics[metric.name] = cls(name, metric.text, names, **options)
             for engine in per_engine_labelvalues:
-                for value in metric.values or ("",):
+                # Which tiers are below is known when they report.
+                for value in metric.values or ([] if metric.label else [""]):
                     self._child(metric.name, engine, value)
 
     def _child(self, name: str, engine: int, label: str = "") -> Any:
@@ -298,6 +309,8 @@ class KVTierProm:
         for hit in stats.request_hits:
             for tier, num_tokens in zip(_TIERS, hit):
                 self._child("request_hit_tokens", engine, tier).observe(num_tokens)
+        for store, each in stats.secondary.items():
+            self._observe_secondary(each, engine, store, stats.slot_bytes)
         for kind, num_blocks, seconds in stats.times:
             if kind == "stall":
                 self._child("load_stall_seconds", engine).observe(seconds)
@@ -305,6 +318,19 @@ class KVTierProm:
                 self._child("copy_seconds", engine, kind).observe(seconds)
                 rate = num_blocks * stats.slot_bytes / seconds if seconds else 0.0
                 self._child("copy_bytes_per_second", engine, kind).observe(rate)
+
+    def _observe_secondary(
+        self, stats: SecondaryStats, engine: int, store: str, slot_bytes: int
+    ) -> None:
+        counts = vars(stats) | {
+            "stored_bytes": stats.stored_blocks * slot_bytes,
+            "loaded_bytes": stats.loaded_blocks * slot_bytes,
+        }
+        for name, is_a, _ in _SECONDARY:
+            child = self._child(f"secondary_{name}", engine, store)
+            (child.inc if is_a == "counter" else child.set)(counts[name])
+        for kind, _, seconds in stats.times:
+            self._child("secondary_seconds", engine, kind).observe(seconds)
 
 
 def _counts(stats: KVTierStats) -> dict[str, Any]:

@@ -26,6 +26,8 @@ class SecondaryJob(NamedTuple):
     keys: list[bytes]
     """Names of the objects; pairs with `slots`."""
     slots: list[int]
+    tier: int
+    """Which tier below, in the order of the settings."""
     after_stores: int
     """Stores of plans up to this `seq` fill these slots, or filled them before."""
     after_loads: int

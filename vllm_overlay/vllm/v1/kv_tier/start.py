@@ -20,7 +20,12 @@ from vllm.v1.kv_tier.layer_waits import set_layer_waits
 from vllm.v1.kv_tier.memory.regions import build_regions, flatten
 from vllm.v1.kv_tier.rank.layers import make_layer_waits
 from vllm.v1.kv_tier.scheduling.asking import Asker
-from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
+from vllm.v1.kv_tier.scheduling.below import (
+    Exists,
+    SecondaryLayout,
+    SecondaryTier,
+    labels,
+)
 from vllm.v1.kv_tier.stores.by_name import check_entry, open_store
 from vllm.v1.kv_tier.stores.fs import FsConfig
 from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
@@ -111,7 +116,7 @@ def start_kv_tier(
 def _open_secondary(
     vllm_config: "VllmConfig", executor: Any, kv_cache_config: Any, num_slots: int
 ) -> SecondaryLayout | None:
-    """Open the tier below on all ranks, if there is to be one.
+    """Open the tiers below on all ranks, if there are to be any.
 
     Raises:
         ValueError: It cannot be used. The message names the setting and the mend.
@@ -128,12 +133,38 @@ def _open_secondary(
             "whose layers have KV blocks of several sizes "
             f"({', '.join(map(str, sorted(sizes)))} tokens). Remove it."
         )
-    entry = check_entry(config.secondary_tiers[0])
-    entry.check_directory()
+    entries = [check_entry(e, i) for i, e in enumerate(config.secondary_tiers)]
+    for entry in entries:
+        entry.check()
     space = namespace(vllm_config, kv_cache_config, about()["tag"])
     ranks = executor.collective_rpc(
-        _open_rank, args=(entry, space, kv_cache_config.num_blocks)
+        _open_rank, args=(entries, space, kv_cache_config.num_blocks)
     )
+    types = labels([each["type"] for each in config.secondary_tiers])
+    tiers = []
+    for entry, label in zip(entries, types):
+        logger.info("KV tier: below the host, %s, as %s.", entry.name, space)
+        tiers.append(
+            SecondaryTier(
+                name=entry.name,
+                label=label,
+                asker=Asker(_exists_on_all(entry, ranks)),
+                store_from_use=entry.store_from_use,
+                deadline_s=entry.deadline_ms / 1e3,
+            )
+        )
+    bytes_on_ranks = sum(num_bytes for _, num_bytes in ranks)
+    return SecondaryLayout(
+        tiers=tuple(tiers),
+        num_ranks=sum(num_bytes > 0 for _, num_bytes in ranks),
+        num_groups=len(groups),
+        block_size=sizes.pop(),
+        max_writing=max(1, min(num_slots // 4, _MAX_WRITING_BYTES // bytes_on_ranks)),
+        max_known=4 * num_slots,
+    )
+
+
+def _exists_on_all(entry: FsConfig, ranks: Sequence[tuple[str, int]]) -> Exists:
     stores = [
         open_store(entry, rank_space, rank, num_bytes)
         for rank, (rank_space, num_bytes) in enumerate(ranks)
@@ -143,24 +174,7 @@ def _open_secondary(
     def exists(keys: Sequence[bytes]) -> list[bool]:
         return [all(each) for each in zip(*(store.exists(keys) for store in stores))]
 
-    bytes_on_ranks = sum(num_bytes for _, num_bytes in ranks)
-    logger.info(
-        "KV tier: below the host, %s (%g GiB), as %s.",
-        entry.root_dir,
-        entry.max_gib,
-        space,
-    )
-    return SecondaryLayout(
-        name=entry.root_dir,
-        num_ranks=len(stores),
-        asker=Asker(exists),
-        num_groups=len(groups),
-        block_size=sizes.pop(),
-        store_from_use=entry.store_from_use,
-        deadline_s=entry.deadline_ms / 1e3,
-        max_writing=max(1, min(num_slots // 4, _MAX_WRITING_BYTES // bytes_on_ranks)),
-        max_known=4 * num_slots,
-    )
+    return exists
 
 
 def _tokens_per_block(vllm_config: "VllmConfig", kv_cache_config: Any) -> float:
@@ -218,16 +232,17 @@ def _start_rank(
 
 
 def _open_rank(
-    wrapper: Any, entry: FsConfig, space: str, num_blocks: int
+    wrapper: Any, entries: Sequence[FsConfig], space: str, num_blocks: int
 ) -> tuple[str, int]:
-    """Open the store of this rank. Returns its namespace, and the bytes of an object; 0
-    where the rank has no KV memory."""
+    """Open the stores of this rank. Returns its namespace, and the bytes of an object:
+    0 where the rank has no KV memory."""
     tier, worker = wrapper.kv_tier, wrapper.worker
     num_bytes = tier.buffer.slots.shape[1]
     name = rank_namespace(space, wrapper.rpc_rank, _describe(worker, num_blocks))
     if num_bytes:
-        store = open_store(entry, name, wrapper.rpc_rank, num_bytes)
-        tier.open_secondary(store)
+        tier.open_secondary(
+            [open_store(each, name, wrapper.rpc_rank, num_bytes) for each in entries]
+        )
     return name, num_bytes
 
 

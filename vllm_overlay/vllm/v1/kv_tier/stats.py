@@ -13,6 +13,47 @@ _MAX_SAMPLES = 1000
 
 
 @dataclass
+class SecondaryStats:
+    """What one tier below the host did since the last report, and its state."""
+
+    stored_blocks: int = 0
+    """Blocks that it took."""
+    refused_blocks: int = 0
+    """Blocks that it did not take, on some rank."""
+    dropped_blocks: int = 0
+    """Blocks that were to be written and left the host before their turn."""
+    loaded_blocks: int = 0
+    """Blocks that came from it into slots."""
+    loaded_tokens: int = 0
+    """Prompt tokens that these cover, all groups of layers together."""
+    missed_blocks: int = 0
+    """Blocks that it had named and that did not come, or not whole."""
+    late_requests: int = 0
+    """Requests that went on without what had not come by their deadline."""
+    due_blocks: int = 0
+    """Blocks that wait to be written."""
+    writing_blocks: int = 0
+    """Slots that are kept since they are being written."""
+    filling_blocks: int = 0
+    """Slots that are kept since they are being filled, however late that ends."""
+    is_closed: int = 0
+    """1 while it is not asked, because it was too slow."""
+    times: list[tuple[str, int, float]] = field(default_factory=list)
+    """(`put` or `get`, blocks, seconds on the slowest rank) of each job that ended."""
+
+    def record_job(self, kind: str, num_blocks: int, seconds: float) -> None:
+        """A job ended."""
+        if len(self.times) < _MAX_SAMPLES:
+            self.times.append((kind, num_blocks, seconds))
+
+    def take(self) -> "SecondaryStats":
+        """What was counted since the last call. Counting begins anew."""
+        taken = replace(self)
+        vars(self).update(vars(SecondaryStats(is_closed=self.is_closed)))
+        return taken
+
+
+@dataclass
 class KVTierStats:
     """What the tier did since the last report, and its fill."""
 
@@ -44,16 +85,6 @@ class KVTierStats:
     """Blocks of conversations that are over, wherever they lay."""
     refused_hints: int = 0
     """Requests whose hints were not understood, and ignored."""
-    secondary_stored_blocks: int = 0
-    """Blocks that the tier below took."""
-    secondary_refused_blocks: int = 0
-    """Blocks that it did not take, on some rank."""
-    secondary_loaded_blocks: int = 0
-    """Blocks that came from the tier below into slots."""
-    secondary_missed_blocks: int = 0
-    """Blocks that it had named and that did not come, or not whole."""
-    secondary_late_requests: int = 0
-    """Requests that went on without what had not come by their deadline."""
     slots_used: int = 0
     slots_total: int = 0
     slot_bytes: int = 0
@@ -66,6 +97,8 @@ class KVTierStats:
     """Device and host hit tokens of each new request that hit something."""
     times: list[tuple[str, int, float]] = field(default_factory=list)
     """(kind, blocks, seconds), as in `StepReport`."""
+    secondary: dict[str, SecondaryStats] = field(default_factory=dict)
+    """Of the tiers below the host, by their labels."""
 
     def take(self) -> "KVTierStats":
         """What was counted since the last call. Counting begins anew."""

@@ -61,7 +61,7 @@ class HostTier:
         """What the scheduler is to hear next."""
         self._copier = Copier(regions, engines, self.report, checksums, tuning)
         self.secondary: SecondaryIO | None = None
-        """The tier below, if there is one."""
+        """The tiers below, if there are any."""
         self._join = JoinTimer(tuning)
         self._seq = 0
         self._is_off = False
@@ -109,10 +109,10 @@ class HostTier:
         tier.buffer = buffer
         return tier
 
-    def open_secondary(self, store: BlockStore) -> None:
-        """From now on carry out what plans ask of the tier below."""
+    def open_secondary(self, stores: Sequence[BlockStore]) -> None:
+        """From now on carry out what plans ask of the tiers below."""
         slots = self.buffer.slots
-        self.secondary = SecondaryIO(store, slots, self.report, self._tuning)
+        self.secondary = SecondaryIO(stores, slots, self.report, self._tuning)
 
     buffer: HostBuffer
     """Kept as long as the tier is."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part of the tier below: host slots to a store, and back.
+"""One rank's part of the tiers below: host slots to stores, and back.
 
 Threads do the input and output, straight from and to the slots. The scheduler hears
 of the end of each job in a report; until then it neither gives the slots to others nor
@@ -10,7 +10,7 @@ nothing anyway.
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -28,7 +28,8 @@ class SecondaryIO:
     """Carries out the `SecondaryJob`s of one rank.
 
     Args:
-        store: Where the objects of this rank are. It spreads a job over threads.
+        stores: Where the objects of this rank are, a store for each tier. They spread
+            a job over threads.
         slots: `[num_slots, slot_bytes]`, uint8: the host memory of the rank.
         report: Where the ends of jobs go.
         tuning: How long a step that runs nothing waits.
@@ -37,23 +38,25 @@ class SecondaryIO:
 
     def __init__(
         self,
-        store: BlockStore,
+        stores: Sequence[BlockStore],
         slots: torch.Tensor,
         report: ReportDraft,
         tuning: RankTuning,
     ) -> None:
-        self._store = store
+        self._stores = stores
         self._slots = slots.numpy()
         self._report = report
         self._tuning = tuning
         self._waiting: list[SecondaryJob] = []
         self._has_ended = threading.Event()
-        # What a request waits for does not queue behind what nobody waits for.
+        # What a request waits for does not queue behind what nobody waits for, nor one
+        # tier behind another.
         self._threads = {
-            is_put: ThreadPoolExecutor(1, f"kv-tier-{name}")
+            (tier, is_put): ThreadPoolExecutor(1, f"kv-tier-{name}-{tier}")
+            for tier in range(len(stores))
             for is_put, name in ((True, "put"), (False, "get"))
         }
-        weakref.finalize(self, _end, self._threads, store)
+        weakref.finalize(self, _end, list(self._threads.values()), stores)
 
     def begin_step(
         self,
@@ -80,7 +83,7 @@ class SecondaryIO:
                     for i, slot in enumerate(job.slots)
                     if not job.is_put or is_filled(slot)
                 ]
-                self._threads[job.is_put].submit(self._run, job, places)
+                self._threads[job.tier, job.is_put].submit(self._run, job, places)
             else:
                 self._waiting.append(job)
         if plan.awaits_secondary:
@@ -93,18 +96,20 @@ class SecondaryIO:
         try:
             keys = [job.keys[i] for i in places]
             rows = [memoryview(self._slots[job.slots[i]]) for i in places]
-            move = self._store.put if job.is_put else self._store.get
+            store = self._stores[job.tier]
+            move = store.put if job.is_put else store.get
             for i, is_done in zip(places, move(keys, rows), strict=True):
                 done[i] = is_done
         except Exception:
             # A store says what it could not do. This is a fault of its own.
-            logger.exception("KV tier: the tier below failed.")
+            logger.exception("KV tier: a tier below failed.")
         seconds = time.monotonic() - begun
         self._report.secondary_ended(SecondaryResult(job.number, done, seconds))
         self._has_ended.set()
 
 
-def _end(threads: dict[bool, ThreadPoolExecutor], store: BlockStore) -> None:
-    for each in threads.values():
+def _end(threads: Sequence[ThreadPoolExecutor], stores: Sequence[BlockStore]) -> None:
+    for each in threads:
         each.shutdown(wait=False, cancel_futures=True)
-    store.close()
+    for store in stores:
+        store.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier below the host, as the block pool sees it. Nothing here waits for it.
+"""The tiers below the host, as the block pool sees them. Nothing here waits for it.
 
 The life of a block below the host:
 
@@ -11,21 +11,22 @@ The life of a block below the host:
     all ranks have told ──────────────── ▶ the key enters the slot table: a host hit
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.plan import SecondaryResult, StepPlan
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
 from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.fetching import Fetching
 from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
+from vllm.v1.kv_tier.scheduling.sources import Source
 from vllm.v1.kv_tier.scheduling.spilling import Spiller
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
-from vllm.v1.kv_tier.stats import KVTierStats
+from vllm.v1.kv_tier.stats import SecondaryStats
 
 if TYPE_CHECKING:
     from vllm.v1.kv_tier.config import KVTierLayout
@@ -38,9 +39,8 @@ def make_backing(
     pool: BlockPool,
     table: SlotTable,
     costs: Costs,
-    stats: KVTierStats,
 ) -> "Backing | None":
-    """The tier below of `pool`, if it has one.
+    """What lies below `pool`, if anything does.
 
     Raises:
         ValueError: Blocks are not what keys are made for.
@@ -57,18 +57,17 @@ def make_backing(
             "Remove it."
         )
     is_cached = pool.cached_block_hash_to_block.get_one_block
-    return Backing(layout.secondary, table, costs, is_cached, stats, layout.tuning)
+    return Backing(layout.secondary, table, costs, is_cached, layout.tuning)
 
 
 class Backing:
     """What writes below, what fetches from there, and the end of both.
 
     Args:
-        layout: The tier below.
+        layout: The tiers below.
         table: The slots.
         costs: Of loads and of computing.
         is_cached: Whether the device has a block.
-        stats: Counts.
         tuning: How much at a time.
 
     """
@@ -79,21 +78,37 @@ class Backing:
         table: SlotTable,
         costs: Costs,
         is_cached: Callable[[BlockHashWithGroupId], object],
-        stats: KVTierStats,
         tuning: SchedulingTuning,
     ) -> None:
+        self._layout = layout
         self._jobs = Jobs(table, layout.num_ranks)
-        self.spiller = Spiller(layout, table, self._jobs, stats, tuning)
+        self._stats = {tier.label: SecondaryStats() for tier in layout.tiers}
+        self.spillers = [
+            Spiller(i, tier, layout, table, self._jobs, stats, tuning)
+            for i, (tier, stats) in enumerate(zip(layout.tiers, self._stats.values()))
+        ]
+        sources = [
+            Source(i, tier, costs, stats, tuning)
+            for i, (tier, stats) in enumerate(zip(layout.tiers, self._stats.values()))
+        ]
         self.fetching = Fetching(
             layout,
+            sources,
             table,
             self._jobs,
             costs,
             is_cached,
-            self.spiller.is_below,
-            stats,
+            self._is_below,
             tuning,
         )
+
+    def _is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
+        self.spillers[tier].is_below(key)
+
+    def hit(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """A request is admitted with device blocks that it hit."""
+        for spiller in self.spillers:
+            spiller.hit(blocks)
 
     def finish(self, plan: StepPlan, is_idle: bool) -> None:
         """The step is complete: put its jobs into its plan.
@@ -103,7 +118,8 @@ class Backing:
             is_idle: The step runs nothing.
 
         """
-        self.spiller.write(plan.seq)
+        for spiller in self.spillers:
+            spiller.write(plan.seq)
         self._jobs.finish(plan)
         plan.awaits_secondary = is_idle and self.fetching.is_awaited
         self.fetching.end_step()
@@ -121,5 +137,21 @@ class Backing:
                 reason,
             )
         self._jobs.is_detached = True
-        self.spiller.forget()
+        for spiller in self.spillers:
+            spiller.forget()
         self.fetching.forget()
+
+    def take_stats(self) -> dict[str, SecondaryStats]:
+        """What happened since the last call, for each tier."""
+        filling = self.fetching.num_filling()
+        for stats, spiller in zip(self._stats.values(), self.spillers):
+            stats.due_blocks, stats.writing_blocks = (
+                spiller.num_due,
+                spiller.num_writing,
+            )
+        for stats, num_filling in zip(self._stats.values(), filling):
+            stats.filling_blocks = num_filling
+            stats.loaded_tokens = (
+                stats.loaded_blocks * self._layout.block_size // self._layout.num_groups
+            )
+        return {label: stats.take() for label, stats in self._stats.items()}

@@ -27,26 +27,44 @@ class Asks(Protocol):
 
 
 @dataclass(frozen=True)
-class SecondaryLayout:
-    """The tier below as it was opened."""
+class SecondaryTier:
+    """One tier below the host as it was opened."""
 
     name: str
     """For messages."""
+    label: str
+    """Of its metrics."""
+    asker: Asks
+    store_from_use: int
+    """Write a slot from its n-th use on."""
+    deadline_s: float
+    """How long a request waits for it, from its first look at the prefix on."""
+
+
+@dataclass(frozen=True)
+class SecondaryLayout:
+    """The tiers below the host as they were opened."""
+
+    tiers: tuple[SecondaryTier, ...]
+    """In the order in which they are asked."""
     num_ranks: int
     """That have an object each for a block."""
-    asker: Asks
     num_groups: int
     """KV cache groups. A block of each covers the same tokens."""
     block_size: int
     """These tokens."""
-    store_from_use: int
-    """Write a slot from its n-th use on."""
-    deadline_s: float
-    """How long a request waits, from its first look at the prefix on."""
     max_writing: int
-    """Slots that are written at a time."""
+    """Slots that are written to a tier at a time."""
     max_known: int
-    """Keys that are remembered as being there."""
+    """Keys that are remembered as being there, for each tier."""
+
+
+def labels(types: Sequence[str]) -> list[str]:
+    """Of metrics: the types of tiers, numbered where one type stands there twice."""
+    return [
+        kind if types.count(kind) == 1 else f"{kind}-{types[: i + 1].count(kind)}"
+        for i, kind in enumerate(types)
+    ]
 
 
 def check_tiers(tiers: Any) -> None:
@@ -63,13 +81,8 @@ def check_tiers(tiers: Any) -> None:
             f"{_FLAG} must be a list of tiers, got {tiers!r}. Use "
             '[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}].'
         )
-    if len(tiers) > 1:
-        raise ValueError(
-            f"{_FLAG}: one tier below the host is supported, got {len(tiers)}. Keep "
-            "the one that is nearest."
-        )
-    for entry in tiers:
-        check_entry(entry)
+    for index, entry in enumerate(tiers):
+        check_entry(entry, index)
 
 
 def keys_are_bytes() -> bool:

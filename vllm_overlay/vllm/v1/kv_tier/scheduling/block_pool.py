@@ -120,7 +120,7 @@ class TieredBlockPool(BlockPool):
             stats,
             tuning,
         )
-        self.backing = make_backing(layout, self, self.host, self.costs, stats)
+        self.backing = make_backing(layout, self, self.host, self.costs)
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
         self._num_taken = 0
@@ -199,7 +199,7 @@ class TieredBlockPool(BlockPool):
             return None
         promoted = promote(request, managers, computed_blocks, *others)
         for group in promoted or ():
-            below.spiller.hit(group)
+            below.hit(group)
         return promoted
 
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
@@ -395,4 +395,6 @@ class TieredBlockPool(BlockPool):
         stats.load_seconds_per_block = self.costs.load_s
         stats.prefill_seconds_per_block = self.costs.prefill_s
         stats.evicted_slots, self.host.num_evicted = self.host.num_evicted, 0
+        if self.backing is not None:
+            stats.secondary = self.backing.take_stats()
         return stats

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills slots from the tier below, for requests that wait in the queue."""
+"""Fills slots from the tiers below, for requests that wait in the queue."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
@@ -16,15 +14,13 @@ from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
 from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
+from vllm.v1.kv_tier.scheduling.sources import Source, Wanted
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
-from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
-
-logger = init_logger(__name__)
 
 
 class StoredBlock(KVCacheBlock):
-    """A block that the tier below has, and the placeholder for it in a prefix scan.
+    """A block that a tier below has, and the placeholder for it in a prefix scan.
 
     As a `HostSlot` it is never referenced, and counts as one block to allocate. But it
     stands for no memory: a hit with one of them is not admitted.
@@ -32,18 +28,22 @@ class StoredBlock(KVCacheBlock):
     Args:
         key: Of the block.
         num_tokens: Prefix tokens that it covers.
+        source: The first tier that has it.
 
     """
 
-    __slots__ = ("key", "num_tokens")
+    __slots__ = ("key", "num_tokens", "source")
     block_id = -1
     ref_cnt = 0
     prev_free_block = next_free_block = None
     is_null = False
 
-    def __init__(self, key: BlockHashWithGroupId, num_tokens: int) -> None:
+    def __init__(
+        self, key: BlockHashWithGroupId, num_tokens: int, source: Source
+    ) -> None:
         self.key = key
         self.num_tokens = num_tokens
+        self.source = source
 
     @property
     def block_hash(self) -> BlockHashWithGroupId:
@@ -58,36 +58,31 @@ class StoredBlock(KVCacheBlock):
     __repr__ = object.__repr__
 
 
-class _Wanted(NamedTuple):
-    key: BlockHashWithGroupId
-    num_tokens: int
-
-
 @dataclass
 class _Wait:
-    """A request that the tier below may have something for."""
+    """A request that the tiers below may have something for."""
 
-    until: float
-    """When it goes on without."""
-    wanted: list[_Wanted] = field(default_factory=list)
-    question: int = 0
+    since: float
+    wanted: list[Wanted] = field(default_factory=list)
+    questions: dict[Source, int] = field(default_factory=dict)
     """Whether they are there, while there is no answer."""
     found: list[BlockHashWithGroupId] = field(default_factory=list)
-    jobs: set[int] = field(default_factory=set)
+    jobs: dict[int, Source] = field(default_factory=dict)
+    """That fetch what it waits for."""
     is_over: bool = False
 
 
 class Fetching:
-    """Asks the tier below for what requests lack, and fetches what it has.
+    """Asks the tiers below for what requests lack, and fetches what they have.
 
     Args:
-        layout: The tier below.
+        layout: The tiers below.
+        sources: These, in the order in which they are asked.
         table: The slots.
         jobs: Carries out.
-        costs: Knows the time, and what computing costs.
+        costs: Knows the time.
         is_cached: Whether the device has a block.
-        is_below: Is told of what the tier below turned out to have.
-        stats: Counts.
+        is_below: Is told of what a tier turned out to have, by key and its index.
         tuning: How much at a time.
 
     """
@@ -95,32 +90,29 @@ class Fetching:
     def __init__(
         self,
         layout: SecondaryLayout,
+        sources: Sequence[Source],
         table: SlotTable,
         jobs: Jobs,
         costs: Costs,
         is_cached: Callable[[BlockHashWithGroupId], object],
-        is_below: Callable[[BlockHashWithGroupId], None],
-        stats: KVTierStats,
+        is_below: Callable[[BlockHashWithGroupId, int], None],
         tuning: SchedulingTuning,
     ) -> None:
         self._layout = layout
+        self._sources = sources
         self._table = table
         self._jobs = jobs
         self._costs = costs
         self._is_cached = is_cached
         self._is_below = is_below
-        self._stats = stats
         self._tuning = tuning
-        self._asker = layout.asker
         self.found: dict[BlockHashWithGroupId, StoredBlock] = {}
         """What is below of the prompts of requests that wait."""
         self._fetched_by: dict[BlockHashWithGroupId, int] = {}
         # Nobody tells of requests that are aborted.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
-        self._fetch_s = 0.0
         self._num_asked = 0
-        self._num_late = 0
-        self._closed_until = 0.0
+        self._num_filling = [0] * len(sources)
 
     def forget(self) -> None:
         """Nothing that was found is there any more."""
@@ -133,7 +125,7 @@ class Fetching:
     @property
     def is_awaited(self) -> bool:
         """Whether a request waits for an answer or for a job."""
-        return any(wait.question or wait.jobs for wait in self._waits.values())
+        return any(wait.questions or wait.jobs for wait in self._waits.values())
 
     def holds_back(self, request: Request) -> bool:
         """Whether `request` waits. Asks for it the first time."""
@@ -147,76 +139,74 @@ class Fetching:
             wait = self._waits[request] = self._ask(request, now)
         if wait.is_over:
             return False
-        if wait.question:
-            self._hear(wait)
-        is_waiting = wait.question > 0 or self._jobs.are_under_way(wait.jobs)
-        if is_waiting and now < wait.until and not self._jobs.is_detached:
+        if self._jobs.is_detached:
+            self._give_up(wait)
+            return False
+        if wait.questions and self._awaits_answers(wait, now):
             return True
-        if is_waiting and not self._jobs.is_detached:
-            self._is_late(now)
-        if is_waiting or wait.jobs or not wait.found or now >= wait.until:
+        awaited = {s for job, s in wait.jobs.items() if self._jobs.is_under_way(job)}
+        late = [source for source in awaited if now >= wait.since + source.deadline_s]
+        if len(late) < len(awaited):
+            return True
+        for source in late:
+            source.is_late(now)
+        if wait.jobs or not wait.found:
             # What has come lies in slots now. What has not is computed.
             self._give_up(wait)
         return False
 
+    def _awaits_answers(self, wait: _Wait, now: float) -> bool:
+        self._hear(wait)
+        if all(each.key in self.found for each in wait.wanted):
+            wait.questions.clear()
+        for source in list(wait.questions):
+            # The other half is for fetching what others have.
+            if now >= wait.since + source.deadline_s / 2:
+                del wait.questions[source]
+                source.is_late(now)
+        return bool(wait.questions)
+
     def _ask(self, request: Request, now: float) -> _Wait:
-        wait = _Wait(until=now + self._layout.deadline_s)
-        if not self._jobs.is_detached and now >= self._closed_until:
+        wait = _Wait(now)
+        if not self._jobs.is_detached:
             wait.wanted = self._missing(request)
-        if wait.wanted:
-            wait.question = self._asker.ask([bytes(w.key) for w in wait.wanted])
-        else:
-            wait.is_over = True
+        for source in self._sources if wait.wanted else ():
+            if question := source.ask(wait.wanted, now):
+                wait.questions[source] = question
+        wait.is_over = not wait.questions
         return wait
 
-    def _missing(self, request: Request) -> list[_Wanted]:
+    def _missing(self, request: Request) -> list[Wanted]:
         """Full blocks of a request that neither device nor host has."""
         missing = []
         for i, block_hash in enumerate(request.block_hashes):
             for group_id in range(self._layout.num_groups):
                 key = make_block_hash_with_group_id(block_hash, group_id)
                 if self._table.get(key) is None and not self._is_cached(key):
-                    missing.append(_Wanted(key, (i + 1) * self._layout.block_size))
+                    missing.append(Wanted(key, (i + 1) * self._layout.block_size))
         return missing
 
     def _hear(self, wait: _Wait) -> None:
-        answer = self._asker.take_answer(wait.question)
-        if answer is None:
-            return
-        wait.question = 0
-        if self._jobs.is_detached:
-            return
-        for wanted, is_there in zip(wait.wanted, answer, strict=True):
-            if is_there:
-                wait.found.append(wanted.key)
-                self.found[wanted.key] = StoredBlock(*wanted)
+        for source, question in list(wait.questions.items()):
+            answer = source.take_answer(question)
+            if answer is None:
+                continue
+            del wait.questions[source]
+            for wanted, is_there in zip(wait.wanted, answer, strict=True):
+                known = self.found.get(wanted.key)
+                if is_there and (known is None or source.index < known.source.index):
+                    self.found[wanted.key] = StoredBlock(*wanted, source)
+                    wait.found.append(wanted.key)
 
     def _give_up(self, wait: _Wait) -> None:
         wait.is_over = True
-        wait.question = 0
+        wait.questions.clear()
         # Also what another one has found: a job that never ends must not make anybody
         # wait twice.
         late = [key for key, job in self._fetched_by.items() if job in wait.jobs]
         for key in (*wait.found, *late):
             self.found.pop(key, None)
         wait.jobs.clear()
-
-    def _is_late(self, now: float) -> None:
-        self._stats.secondary_late_requests += 1
-        self._num_late += 1
-        if self._num_late < self._tuning.max_late_fetches:
-            return
-        self._num_late = 0
-        self._closed_until = now + self._tuning.retry_store_s
-        logger.error(
-            "KV tier: the tier below (%s) is too slow: %d requests in a row went on "
-            "without it after %g ms. It is not asked for %d seconds. Look after its "
-            "disk, or raise deadline_ms in secondary_tiers.",
-            self._layout.name,
-            self._tuning.max_late_fetches,
-            self._layout.deadline_s * 1e3,
-            self._tuning.retry_store_s,
-        )
 
     # --------------------------------------------------------------- fetching
 
@@ -243,63 +233,68 @@ class Fetching:
             return False
         # The begin of a prefix is of use without its end.
         stored.sort(key=lambda place: place[0])
-        fetched_by = self._fetched_by
-        new = [b for _, b in stored if b.key not in fetched_by]
-        jobs = {fetched_by[b.key] for _, b in stored if b.key in fetched_by}
-        if new and self._is_worth_it:
+        blocks = [block for _, block in stored]
+        new = [b for b in blocks if b.key not in self._fetched_by]
+        new = [b for b in new if b.source.is_worth_it]
+        if new:
             # A part of the hit must not make room for the rest.
             self._table.pin(b for g in groups for b in g if type(b) is HostSlot)
-            indices = self._table.reserve(min(len(new), self._room))
-            if indices:
-                jobs.add(self._fetch(new[: len(indices)], indices))
-            new = new[len(indices) :]
-        for block in new:
-            self.found.pop(block.key, None)
+            self._fetch(new, self._table.reserve(min(len(new), self._room)))
+        jobs: dict[int, Source] = {}
+        for block in blocks:
+            if (job := self._fetched_by.get(block.key)) is not None:
+                jobs[job] = block.source
+            else:
+                self.found.pop(block.key, None)
         if request is not None:
             self._wait_for(request, jobs)
         return True
 
-    def _wait_for(self, request: Request, jobs: set[int]) -> None:
+    def _wait_for(self, request: Request, jobs: dict[int, Source]) -> None:
         wait = self._waits.get(request)
         if wait is None or wait.is_over:
             # Found by another request, after this one had asked.
-            until = self._costs.clock() + self._layout.deadline_s
-            wait = self._waits[request] = _Wait(until)
+            wait = self._waits[request] = _Wait(self._costs.clock())
         wait.jobs |= jobs
         if not wait.jobs:
             self._give_up(wait)
 
-    def _fetch(self, blocks: Sequence[StoredBlock], indices: list[int]) -> int:
-        def ended(done: Sequence[bool], seconds: float) -> None:
-            for index, block, is_there in zip(indices, blocks, done):
-                self._came(block, index, is_there)
-            self._stats.secondary_loaded_blocks += sum(done)
-            self._stats.secondary_missed_blocks += len(done) - sum(done)
-            weight = self._tuning.cost_weight if self._fetch_s else 1.0
-            self._fetch_s += weight * (seconds / len(done) - self._fetch_s)
+    def _fetch(self, blocks: Sequence[StoredBlock], indices: list[int]) -> None:
+        """Fetch as many of `blocks` as there are slots."""
+        places = list(zip(blocks, indices))
+        for source in self._sources:
+            if some := [place for place in places if place[0].source is source]:
+                self._fetch_from(source, some)
 
-        job = self._jobs.add(False, [b.key for b in blocks], indices, ended)
-        self._fetched_by.update((block.key, job) for block in blocks)
-        return job
+    def _fetch_from(
+        self, source: Source, places: Sequence[tuple[StoredBlock, int]]
+    ) -> None:
+        def ended(done: Sequence[bool], seconds: float) -> None:
+            for (block, index), is_there in zip(places, done):
+                self._came(block, index, is_there)
+            source.came(done, seconds)
+
+        keys, indices = [b.key for b, _ in places], [index for _, index in places]
+        job = self._jobs.add(False, source.index, keys, indices, ended)
+        self._fetched_by.update(dict.fromkeys(keys, job))
+        self._num_filling[source.index] += len(keys)
 
     def _came(self, block: StoredBlock, index: int, is_there: bool) -> None:
-        key = block.key
+        key, tier = block.key, block.source.index
         del self._fetched_by[key]
+        self._num_filling[tier] -= 1
         self.found.pop(key, None)
         if is_there and not self._jobs.is_detached and self._table.get(key) is None:
-            self._num_late = 0
+            self._is_below(key, tier)
             self._table.fill(index, key, block.num_tokens)
-            self._is_below(key)
         else:
             self._table.unreserve(index)
-
-    @property
-    def _is_worth_it(self) -> bool:
-        """Whether a block comes sooner than it is computed, as far as is known."""
-        prefill_s = self._costs.prefill_s
-        return not (prefill_s and self._fetch_s + self._costs.load_s > prefill_s)
 
     @property
     def _room(self) -> int:
         room = int(self._tuning.fetch_part * self._table.num_slots)
         return max(0, room - len(self._fetched_by))
+
+    def num_filling(self) -> list[int]:
+        """Slots that are being filled, from each tier."""
+        return list(self._num_filling)

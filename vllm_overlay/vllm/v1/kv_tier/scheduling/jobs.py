@@ -48,6 +48,7 @@ class Jobs:
     def add(
         self,
         is_put: bool,
+        tier: int,
         keys: Sequence[BlockHashWithGroupId],
         slots: list[int],
         ended: Ended,
@@ -56,6 +57,7 @@ class Jobs:
 
         Args:
             is_put: From slots to the store. Else from the store to slots.
+            tier: Which of the tiers below.
             keys: At least one.
             slots: As many.
             ended: Is called once.
@@ -71,6 +73,7 @@ class Jobs:
             is_put,
             [bytes(key) for key in keys],
             slots,
+            tier,
             after_stores=max(stored for stored, _ in fences),
             # Loads may read what is being written below.
             after_loads=0 if is_put else max(loaded for _, loaded in fences),
@@ -97,6 +100,6 @@ class Jobs:
                 del self._jobs[result.number]
                 job.ended(job.done, job.seconds)
 
-    def are_under_way(self, numbers: set[int]) -> bool:
-        """Whether one of these has not ended."""
-        return not numbers.isdisjoint(self._jobs)
+    def is_under_way(self, number: int) -> bool:
+        """Whether this one has not ended."""
+        return number in self._jobs

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which KV block lies in which host slot."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -105,11 +106,11 @@ class SlotTable:
         self._released: dict[BlockHashWithGroupId, None] = {}
         # Removed while pinned: the plan still copies from or to them.
         self._free_after_plan: list[int] = []
-        # Primary keys of slots that are being written below, by index: they serve
-        # loads, and their memory is given to nobody. And those of them that were
-        # removed meanwhile.
-        self._held: dict[int, BlockHashWithGroupId] = {}
-        self._held_keys: set[BlockHashWithGroupId] = set()
+        # To how many tiers below slots are being written, by index, and so their
+        # primary keys: they serve loads, and their memory is given to nobody. And
+        # those of them that were removed meanwhile.
+        self._held: Counter[int] = Counter()
+        self._held_keys: Counter[BlockHashWithGroupId] = Counter()
         self._free_after_hold: set[int] = set()
         # Slots that are being filled from below.
         self._reserved: set[int] = set()
@@ -226,21 +227,19 @@ class SlotTable:
 
     # ------------------------------------------------------------- the tier below
 
-    def is_held(self, slot: HostSlot) -> bool:
-        """Whether `slot` is being written below."""
-        return slot.index in self._held
-
     def hold(self, slot: HostSlot) -> None:
         """`slot` is being written below."""
-        self._held[slot.index] = slot.keys[0]
-        self._held_keys.add(slot.keys[0])
+        self._held[slot.index] += 1
+        self._held_keys[slot.keys[0]] += 1
 
-    def end_hold(self, index: int) -> None:
-        """It is not any more, whatever became of its content meanwhile."""
-        key = self._held.pop(index)
-        if key not in self._held.values():
-            self._held_keys.remove(key)
-        if index in self._free_after_hold:
+    def end_hold(self, index: int, key: BlockHashWithGroupId) -> None:
+        """A tier has written what slot `index` had under `key`, whatever became of it
+        meanwhile."""
+        for holds, held in ((self._held, index), (self._held_keys, key)):
+            holds[held] -= 1  # type: ignore[index]
+            if not holds[held]:  # type: ignore[index]
+                del holds[held]  # type: ignore[arg-type]
+        if index in self._free_after_hold and index not in self._held:
             self._free_after_hold.remove(index)
             self._free_slot(index)
 

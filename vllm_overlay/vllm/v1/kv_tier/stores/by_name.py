@@ -9,14 +9,18 @@ from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore
 STORES = {"fs": (FsConfig, FsStore)}
 
 
-def check_entry(entry: Any) -> FsConfig:
+def check_entry(entry: Any, index: int = 0) -> FsConfig:
     """The settings of an entry of `secondary_tiers`.
+
+    Args:
+        entry: As it was given.
+        index: Its place in the list.
 
     Raises:
         ValueError: No such type, or a setting of it is wrong.
 
     """
-    setting = "--kv-offloading-config: secondary_tiers[0]"
+    setting = f"--kv-offloading-config: secondary_tiers[{index}]"
     known = ", ".join(STORES)
     if not isinstance(entry, dict):
         raise ValueError(

@@ -85,6 +85,11 @@ class FsConfig:
         return config
 
     @property
+    def name(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.root_dir} ({self.max_gib:g} GiB)"
+
+    @property
     def max_bytes(self) -> int:
         return int(self.max_gib * GiB)
 
@@ -110,7 +115,7 @@ class FsConfig:
                     f"{value!r}."
                 )
 
-    def check_directory(self) -> None:
+    def check(self) -> None:
         """Make the directory if it is not there, and see that it can be used.
 
         Raises:

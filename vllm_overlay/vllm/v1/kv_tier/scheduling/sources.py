@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiers below the host, as what blocks are fetched from: what it costs, and whether
+it answers in time."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.kv_tier.scheduling.below import SecondaryTier
+from vllm.v1.kv_tier.scheduling.costs import Costs
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.stats import SecondaryStats
+
+logger = init_logger(__name__)
+
+
+class Wanted(NamedTuple):
+    """A block that a request lacks."""
+
+    key: BlockHashWithGroupId
+    num_tokens: int
+    """Prefix tokens that it covers."""
+
+
+class Source:
+    """One tier below.
+
+    Args:
+        index: Its place in the order in which tiers are asked.
+        tier: As it was opened.
+        costs: Of loads and of computing.
+        stats: Counts what is late.
+        tuning: When a tier is left alone.
+
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tier: SecondaryTier,
+        costs: Costs,
+        stats: SecondaryStats,
+        tuning: SchedulingTuning,
+    ) -> None:
+        self.index = index
+        self.deadline_s = tier.deadline_s
+        """How long a request waits for it: half of it for an answer at most."""
+        self._stats = stats
+        self._tier = tier
+        self._costs = costs
+        self._tuning = tuning
+        self._fetch_s = 0.0
+        self._num_late = 0
+        self._closed_until = 0.0
+
+    def ask(self, wanted: Sequence[Wanted], now: float) -> int:
+        """Ask which of these are there.
+
+        Returns:
+            The number of the question; 0: this tier is left alone.
+
+        """
+        self._stats.is_closed = int(now < self._closed_until)
+        if self._stats.is_closed:
+            return 0
+        return self._tier.asker.ask([bytes(each.key) for each in wanted])
+
+    def take_answer(self, number: int) -> list[bool] | None:
+        """For each block of a question whether it is there; None: no answer yet."""
+        return self._tier.asker.take_answer(number)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether a block comes sooner than it is computed, as far as is known."""
+        prefill_s = self._costs.prefill_s
+        return not (prefill_s and self._fetch_s + self._costs.load_s > prefill_s)
+
+    def came(self, done: Sequence[bool], seconds: float) -> None:
+        """Blocks were fetched, or not, in so many seconds together."""
+        if any(done):
+            self._num_late = 0
+        self._stats.record_job("get", len(done), seconds)
+        self._stats.loaded_blocks += sum(done)
+        self._stats.missed_blocks += len(done) - sum(done)
+        weight = self._tuning.cost_weight if self._fetch_s else 1.0
+        self._fetch_s += weight * (seconds / len(done) - self._fetch_s)
+
+    def is_late(self, now: float) -> None:
+        """A request goes on without what has not come."""
+        self._stats.late_requests += 1
+        self._num_late += 1
+        if self._num_late < self._tuning.max_late_fetches:
+            return
+        self._num_late = 0
+        self._closed_until = now + self._tuning.retry_store_s
+        logger.error(
+            "KV tier: the tier below (%s) is too slow: %d requests in a row went on "
+            "without it after %g ms. It is not asked for %d seconds. Look after its "
+            "disk or server, or raise deadline_ms in secondary_tiers.",
+            self._tier.name,
+            self._tuning.max_late_fetches,
+            self.deadline_s * 1e3,
+            self._tuning.retry_store_s,
+        )
