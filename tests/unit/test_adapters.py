@@ -183,3 +183,44 @@ def test_a_running_request_keeps_its_load(path: Path) -> None:
     same.append_output_token_ids([1] * BLOCK)
     assert len(running.block_hashes) == 3
     assert running.block_hashes == same.block_hashes
+
+
+# ----------------------------------------------------- with a tier below the host
+
+
+@pytest.fixture
+def by_content() -> None:
+    set_adapter_loads(AdapterLoads(by_content=True))
+
+
+def elsewhere(adapter: LoRARequest) -> list[BlockHash]:
+    """The keys of another process."""
+    set_adapter_loads(AdapterLoads(by_content=True))
+    return keys(adapter)
+
+
+@pytest.mark.usefixtures("by_content")
+def test_another_process_knows_an_adapter_by_its_bytes(path: Path) -> None:
+    first = keys(lora(path))
+    assert elsewhere(lora(path)) == first
+    write(path, "2")
+    assert not set(elsewhere(lora(path))) & set(first)
+    write(path, "1")
+    assert elsewhere(lora(path)) == first
+
+
+@pytest.mark.usefixtures("by_content")
+def test_one_that_came_back_is_the_one_that_it_was(path: Path) -> None:
+    first = keys(lora(path))
+    note_adapter_unload(1)
+    assert keys(lora(path)) == first
+    write(path, "2")
+    note_adapter_load(lora(path, load_inplace=True))
+    assert not set(keys(lora(path))) & set(first)
+
+
+@pytest.mark.usefixtures("by_content")
+def test_what_cannot_be_read_is_nobody_elses() -> None:
+    first = keys(lora("hub/adapter"))
+    assert keys(lora("hub/adapter")) == first
+    assert not set(elsewhere(lora("hub/adapter"))) & set(first)

@@ -4,13 +4,14 @@
 Upstream's keys name an adapter by its name and path, and a reload from the same path
 changes neither: what was computed before is served as if nothing had happened
 (upstream issues 42125 and 53769). The device forgets it soon; the host would not.
-With the tier, keys count the loads.
+With the tier, keys count the loads. With a tier below it, which outlives this process
+and its numbers, they name the content.
 """
 
 import itertools
 import os
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
@@ -18,19 +19,33 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+class Load(NamedTuple):
+    """What tells a load of an adapter from others."""
+
+    number: int
+    """In this process. 0: the first under its name, or `content` says it all."""
+    content: str = ""
+    """Digest of the adapter's files, where other processes must know it again."""
+
+
 class AdapterLoads:
     """Numbers the loads of all adapters of an engine.
 
-    Requests keep the number with which they came, for all their blocks.
+    Requests keep the load with which they came, for all their blocks.
+
+    Args:
+        by_content: Other processes must know a load again, and by its bytes.
+
     """
 
-    def __init__(self) -> None:
+    def __init__(self, by_content: bool = False) -> None:
+        self._by_content = by_content
         self._numbers = itertools.count(1)
         # By name and id: under a new id workers load an adapter anew.
-        self._current: dict[tuple[str, int], int] = {}
+        self._current: dict[tuple[str, int], Load] = {}
         self._names: set[str] = set()
         self._files: dict[tuple[str, int], Hashable] = {}
-        self._of_request: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._of_request: WeakKeyDictionary[Request, Load] = WeakKeyDictionary()
 
     def load(self, lora: "LoRARequest") -> None:
         """Workers are about to load `lora`, if it is new or replaces itself."""
@@ -38,21 +53,30 @@ class AdapterLoads:
         is_first = lora.lora_name not in self._names
         if is_first and not _replaces(lora):
             # As without a tier.
-            self._current[key] = 0
+            self._current[key] = self._load(lora, 0)
         elif _replaces(lora) or key not in self._current:
-            self._current[key] = next(self._numbers)
+            self._current[key] = self._load(lora, next(self._numbers))
         self._names.add(lora.lora_name)
         self._files[key] = _files(lora.lora_path)
+
+    def _load(self, lora: "LoRARequest", number: int) -> "Load":
+        if not self._by_content:
+            return Load(number)
+        content = _content(lora.lora_path)
+        if content is not None:
+            return Load(0, content)
+        # Nobody else must take it for theirs.
+        return Load(number, os.urandom(16).hex())
 
     def unload(self, number: int) -> None:
         """Workers drop the adapter with this id, and read its files when it is back."""
         for key in [key for key in self._current if key[1] == number]:
             del self._current[key]
 
-    def of(self, request: "Request") -> int:
-        """The load whose weights `request` runs with; 0 for the first."""
-        number = self._of_request.get(request)
-        if number is None:
+    def of(self, request: "Request") -> "Load":
+        """The load whose weights `request` runs with."""
+        load = self._of_request.get(request)
+        if load is None:
             lora = request.lora_request
             assert lora is not None
             key = (lora.lora_name, lora.lora_int_id)
@@ -65,8 +89,8 @@ class AdapterLoads:
             )
             if replaced or key not in self._current:
                 self.load(lora)
-            number = self._of_request[request] = self._current[key]
-        return number
+            load = self._of_request[request] = self._current[key]
+        return load
 
 
 def _replaces(lora: "LoRARequest") -> bool:
@@ -81,6 +105,22 @@ def _files(path: str) -> Hashable:
     except OSError:
         return None
     return path, *sorted((n, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in entries)
+
+
+def _content(path: str) -> str | None:
+    """A digest of the names and of all bytes of an adapter's files; None: they are not
+    to be seen here."""
+    from blake3 import blake3
+
+    digest = blake3()
+    try:
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+            if entry.is_file():
+                digest.update(f"{entry.name}/{entry.stat().st_size}/".encode())
+                digest.update_mmap(entry.path)
+    except OSError:
+        return None
+    return digest.hexdigest(16)
 
 
 _loads: AdapterLoads | None = None
@@ -112,7 +152,10 @@ def salt_key(salt: str) -> str | tuple[str, str]:
 
 def adapter_load_keys(request: "Request") -> list[tuple[str, str, str]]:
     """What a block's key must have beside name and path of the request's adapter."""
-    if _loads is None or not (number := _loads.of(request)):
+    if _loads is None:
         return []
+    load = _loads.of(request)
     assert request.lora_request is not None
-    return [("lora load", request.lora_request.lora_name, str(number))]
+    name = request.lora_request.lora_name
+    keys = [("lora load", name, str(load.number))] if load.number else []
+    return [*keys, ("lora content", name, load.content)] if load.content else keys

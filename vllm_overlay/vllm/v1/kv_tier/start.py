@@ -58,7 +58,9 @@ def start_kv_tier(
 
     """
     config = KVTierConfig.from_vllm_config(vllm_config)
-    set_adapter_loads(None if config is None else AdapterLoads())
+    set_adapter_loads(
+        None if config is None else AdapterLoads(bool(config.secondary_tiers))
+    )
     if config is None:
         return
     num_blocks = kv_cache_config.num_blocks

@@ -106,12 +106,6 @@ def check_engine(vllm_config: "VllmConfig") -> None:
             f"{_FLAG} is not supported with this release of vLLM, whose block hashes "
             "are numbers of one process. Remove it."
         )
-    if getattr(vllm_config, "lora_config", None) is not None:
-        raise ValueError(
-            f"{_FLAG} is not supported with --enable-lora: the keys of an adapter's "
-            "blocks are numbers of this process, which another one would take for "
-            "other adapters. Remove one of the two."
-        )
     events = getattr(vllm_config, "kv_events_config", None)
     if events is not None and events.enable_kv_cache_events:
         raise ValueError(

@@ -64,6 +64,8 @@ def namespace(
             "model": _model(vllm_config.model_config, load_format),
             "speculative": speculative and getattr(speculative, "method", None),
             "draft": draft and _model(draft, load_format),
+            # The adapters themselves are in the keys.
+            "lora": getattr(vllm_config, "lora_config", None),
             "cache_dtype": cache.cache_dtype,
             "block_size": cache.block_size,
             "mamba": {k: v for k, v in vars(cache).items() if k.startswith("mamba_")},
