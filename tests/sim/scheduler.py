@@ -123,6 +123,7 @@ def _secondary(layout: Layout, below: Below) -> SecondaryLayout:
             SecondaryTier(
                 name="simulated",
                 label=f"simulated-{i}",
+                locality=("LOCAL", "REMOTE")[i],
                 asker=objects,
                 store_from_use=1,
                 deadline_s=6.0 - 3.0 * i,

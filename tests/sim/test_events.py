@@ -21,6 +21,7 @@ from vllm.distributed.kv_events import (
     EventBatch,
     ZmqEventPublisher,
 )
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
     get_group_id,
@@ -34,12 +35,18 @@ from . import upstream
 from .engine import Conversation, Engine
 from .layouts import LAYOUTS, Layout
 from .scheduler import Setup
-from .scripts import random_action, random_setup
+from .scripts import Reset, random_action, random_setup
 
 FOLLOWED = [
     layout
     for layout in LAYOUTS
     if upstream.EVENTS_TELL_GROUPS or len(layout.groups) == 1
+]
+
+ONE_SIZE = [
+    layout
+    for layout in FOLLOWED
+    if {group.block_size for group in layout.groups} == {layout.hash_block_size}
 ]
 
 STEPS = 900
@@ -112,7 +119,8 @@ class FollowedEngine(Engine):
         pool, follower = self.pool, self.follower
         device = {key: 1 for key, _ in upstream.cached_blocks(pool)}
         host = {key: 1 for key in pool.host._slots}
-        for medium, keys in (("GPU", device), ("CPU", host)):
+        below = self._known_below()
+        for medium, keys in (("GPU", device), ("CPU", host), ("STORAGE", below)):
             held = Counter(
                 {
                     (get_group_id(k), maybe_convert_block_hash(get_block_hash(k))): n
@@ -126,9 +134,17 @@ class FollowedEngine(Engine):
                 )
             if self.late is not None and held != self.late.held(medium):
                 raise Mismatch(f"{medium}: not told anew")
-        if pool.events._descriptions.keys() != device.keys() | host.keys():
+        held_somewhere = device.keys() | host.keys() | below.keys()
+        if pool.events._descriptions.keys() != held_somewhere:
             raise Mismatch("descriptions are kept of other blocks")
         self.num_compared += 1
+
+    def _known_below(self) -> dict[Any, int]:
+        """On how many tiers below each key is known to be."""
+        backing = self.pool.backing
+        if backing is None or backing._jobs.is_detached:
+            return {}
+        return Counter(key for each in backing.spillers for key in each._known)
 
     def _process_oldest(self) -> None:
         super()._process_oldest()
@@ -163,7 +179,11 @@ class FollowedEngine(Engine):
 
 
 def run(
-    layout: Layout, num_steps: int, seed: int, replay_each: int = 0
+    layout: Layout,
+    num_steps: int,
+    seed: int,
+    replay_each: int = 0,
+    below: tuple[int, int] | None = None,
 ) -> Counter[str]:
     """Two engines of random settings, followed. Returns the events by kind.
 
@@ -172,6 +192,7 @@ def run(
         num_steps: Of both together.
         seed: Of settings and actions.
         replay_each: Steps after which somebody asks for a replay of all; 0: nobody.
+        below: Seed and delay of tiers below. No reset takes them away.
 
     """
     rng = Random(seed)
@@ -181,6 +202,9 @@ def run(
         setup = replace(random_setup(rng), layout=layout, is_async=is_async)
         # A host that has room for all would forget nothing.
         setup = replace(setup, num_slots=min(setup.num_slots, 12))
+        if below is not None:
+            tuning = replace(setup.tuning, fetch_part=1.0)
+            setup = replace(setup, below=below, store_from_use=1, tuning=tuning)
         engine = FollowedEngine(setup)
         num_asked = 0
         try:
@@ -188,10 +212,12 @@ def run(
                 if replay_each and engine._num_steps // replay_each > num_asked:
                     num_asked += 1
                     engine.replay()
-                random_action(rng).run(engine)
+                action = random_action(rng)
+                if below is None or not isinstance(action, Reset):
+                    action.run(engine)
             engine.drain()
             engine.follower.follow(engine.pool.take_events())
-            assert not engine.follower.blocks
+            assert not {key for key in engine.follower.blocks if key[0] != "STORAGE"}
             kinds += engine.follower.num_events
             num_compared += engine.num_compared
         finally:
@@ -207,6 +233,19 @@ def test_events_tell_what_both_tiers_hold(layout: Layout) -> None:
         for medium in ("GPU", "CPU"):
             assert kinds[f"{kind} {medium}"] > 50, kinds
     assert kinds["AllBlocksCleared"] > 1
+
+
+@pytest.mark.skipif(
+    not hasattr(BlockPool, "emit_cached_block_events"),
+    reason="refused: this release describes only what it has computed",
+)
+@pytest.mark.parametrize("layout", ONE_SIZE[:4], ids=repr)
+@pytest.mark.parametrize("seed", [2, 3])
+def test_events_tell_what_is_known_of_tiers_below(layout: Layout, seed: int) -> None:
+    kinds = run(layout, STEPS, seed=100 + seed, below=(seed, 2))
+    for kind in ("BlockStored", "BlockRemoved"):
+        for medium in ("GPU", "CPU", "STORAGE"):
+            assert kinds[f"{kind} {medium}"] > 20, kinds
 
 
 @pytest.mark.parametrize("layout", FOLLOWED[:3], ids=repr)
@@ -278,6 +317,20 @@ def test_a_wrong_stream_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(TierEvents, name, BUGS[name])
     with pytest.raises(Mismatch):
         run(FOLLOWED[2], STEPS, seed=2)
+
+
+@pytest.mark.skipif(
+    not hasattr(BlockPool, "emit_cached_block_events"),
+    reason="refused: this release describes only what it has computed",
+)
+@pytest.mark.parametrize("name", ["changed_below", "found_below"])
+def test_a_wrong_stream_of_what_lies_below_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TierEvents, name, lambda *args: None)
+    with pytest.raises((Mismatch, KeyError)):
+        for seed in (2, 3, 4):
+            run(ONE_SIZE[0], STEPS, seed=100 + seed, below=(seed, 2))
 
 
 def test_a_lost_event_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

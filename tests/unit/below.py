@@ -65,6 +65,7 @@ class Below:
             SecondaryTier(
                 name=f"/kv{i}",
                 label=label,
+                locality="LOCAL",
                 asker=Asker(store.exists),
                 store_from_use=store_from_use,
                 deadline_s=deadline_s,

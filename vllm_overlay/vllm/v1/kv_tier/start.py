@@ -150,6 +150,7 @@ def _open_secondary(
             SecondaryTier(
                 name=entry.name,
                 label=label,
+                locality=entry.locality,
                 asker=Asker(_exists_on_all(entry, ranks)),
                 store_from_use=entry.store_from_use,
                 deadline_s=entry.deadline_ms / 1e3,

@@ -27,6 +27,7 @@ from vllm.v1.kv_tier.scheduling.sources import Source
 from vllm.v1.kv_tier.scheduling.spilling import Spiller
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.stats import SecondaryStats
+from vllm.v1.request import Request
 
 if TYPE_CHECKING:
     from vllm.v1.kv_tier.config import KVTierLayout
@@ -84,7 +85,7 @@ class Backing:
         self._jobs = Jobs(table, layout.num_ranks)
         self._stats = {tier.label: SecondaryStats() for tier in layout.tiers}
         self.spillers = [
-            Spiller(i, tier, layout, table, self._jobs, stats, tuning)
+            Spiller(i, tier, layout, table, self._jobs, self._changed, stats, tuning)
             for i, (tier, stats) in enumerate(zip(layout.tiers, self._stats.values()))
         ]
         sources = [
@@ -98,12 +99,57 @@ class Backing:
             self._jobs,
             costs,
             is_cached,
-            self._is_below,
+            self,
             tuning,
         )
+        self.changed: Callable[[BlockHashWithGroupId], None] = lambda key: None
+        """Is told when a tier turns out to have a key, or to have it no more."""
+        self.found: Callable[[Request, Sequence[BlockHashWithGroupId], int], None]
+        self.found = lambda request, keys, num_blocks: None
+        """Is told before that for which request keys were found, and how many blocks
+        its prefix has up to the last of them."""
 
-    def _is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
+    @property
+    def localities(self) -> list[str]:
+        """Of the tiers, each once."""
+        return [*dict.fromkeys(tier.locality for tier in self._layout.tiers)]
+
+    def finder(self, locality: str) -> Callable[[BlockHashWithGroupId], object]:
+        """What tells whether a tier of that locality is known to have a key: not None
+        if so."""
+        spillers = [
+            spiller
+            for tier, spiller in zip(self._layout.tiers, self.spillers)
+            if tier.locality == locality
+        ]
+
+        def find(key: BlockHashWithGroupId) -> object:
+            if self._jobs.is_detached:
+                return None
+            return next((s for s in spillers if s.knows(key)), None)
+
+        return find
+
+    def was_found(
+        self,
+        request: Request,
+        keys: Sequence[BlockHashWithGroupId],
+        num_blocks: int,
+        tier: int,
+    ) -> None:
+        """A tier says that it has `keys`, of the first `num_blocks` blocks of a
+        request."""
+        self.found(request, keys, num_blocks)
+        for key in keys:
+            self.is_below(key, tier)
+
+    def is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
+        """A tier has `key`."""
         self.spillers[tier].is_below(key)
+
+    def is_gone(self, key: BlockHashWithGroupId, tier: int) -> None:
+        """A tier does not have `key`, or not whole."""
+        self.spillers[tier].is_gone(key)
 
     def hit(self, blocks: Iterable[KVCacheBlock]) -> None:
         """A request is admitted with device blocks that it hit."""
@@ -140,6 +186,9 @@ class Backing:
         for spiller in self.spillers:
             spiller.forget()
         self.fetching.forget()
+
+    def _changed(self, key: BlockHashWithGroupId) -> None:
+        self.changed(key)
 
     def take_stats(self) -> dict[str, SecondaryStats]:
         """What happened since the last call, for each tier."""

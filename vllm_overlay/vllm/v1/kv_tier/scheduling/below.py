@@ -34,6 +34,8 @@ class SecondaryTier:
     """For messages."""
     label: str
     """Of its metrics."""
+    locality: str
+    """`LOCAL` or `REMOTE`, as in upstream's events."""
     asker: Asks
     store_from_use: int
     """Write a slot from its n-th use on."""
@@ -106,10 +108,14 @@ def check_engine(vllm_config: "VllmConfig") -> None:
             f"{_FLAG} is not supported with this release of vLLM, whose block hashes "
             "are numbers of one process. Remove it."
         )
+    from vllm.v1.core.block_pool import BlockPool
+
     events = getattr(vllm_config, "kv_events_config", None)
-    if events is not None and events.enable_kv_cache_events:
+    if events is None or not events.enable_kv_cache_events:
+        return
+    if not hasattr(BlockPool, "emit_cached_block_events"):
         raise ValueError(
-            f"{_FLAG} is not supported with KV events (--kv-events-config): those who "
-            "follow them would not hear of what comes from below. Remove one of the "
-            "two."
+            f"{_FLAG} is not supported with KV events (--kv-events-config) in this "
+            "release of vLLM, which describes only blocks that it has computed. Remove "
+            "one of the two."
         )

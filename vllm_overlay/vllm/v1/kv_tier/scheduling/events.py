@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache events of both tiers, in one stream.
+"""KV cache events of all tiers, in one stream.
 
 Upstream's pool tells what the device caches while it has the request at hand. A block
 goes to the host and comes back without one, so what an event must say is kept for each
 key, encoded, as long as one of the tiers has the key.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, islice
 from typing import Any
 
@@ -27,11 +27,19 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
+from vllm.v1.kv_tier.scheduling.backing import Backing
+from vllm.v1.kv_tier.scheduling.chains import by_block, chains
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
 from vllm.v1.request import Request
 
 MEDIUM_CPU = "CPU"
-"""As upstream names host memory, in the releases that have a name for it."""
+MEDIUM_STORAGE = "STORAGE"
+"""As upstream names host memory and what is below it, in the releases that do so."""
+
+Place = tuple[str, str | None]
+"""Medium and locality of a tier."""
+
+_HOST: Place = (MEDIUM_CPU, None)
 
 TOLD_AT_ONCE = 2_048
 """Keys that a step tells anew, beside what it has changed itself; the rest follows with
@@ -64,19 +72,34 @@ class TierEvents:
     Args:
         pool: Whose queue.
         table: The slots; this listens to them.
+        backing: What lies below; this listens to it.
 
     """
 
-    def __init__(self, pool: BlockPool, table: SlotTable) -> None:
+    def __init__(
+        self, pool: BlockPool, table: SlotTable, backing: Backing | None = None
+    ) -> None:
         self._pool = pool
         self._table = table
         # Not all releases have a name for it.
         self._device_medium: str = getattr(pool, "medium", MEDIUM_GPU)
         # The event that stores each key, and it alone.
         self._descriptions: dict[BlockHashWithGroupId, bytes] = {}
-        self._told: dict[str, set[BlockHashWithGroupId]] = {
-            self._device_medium: set(),
-            MEDIUM_CPU: set(),
+        self._device: Place = (self._device_medium, None)
+        # What finds a key on each tier.
+        self._finds: dict[Place, Callable[[BlockHashWithGroupId], object]] = {
+            self._device: lambda key: pool.cached_block_hash_to_block.get_one_block(
+                key
+            ),
+            _HOST: table.get,
+        }
+        if backing is not None:
+            for locality in backing.localities:
+                self._finds[MEDIUM_STORAGE, locality] = backing.finder(locality)
+            backing.changed = self.changed_below
+            backing.found = self.found_below
+        self._told: dict[Place, set[BlockHashWithGroupId]] = {
+            place: set() for place in self._finds
         }
         """What followers believe to be on each tier."""
         # Where they may be wrong, in the order in which it came to be.
@@ -115,10 +138,26 @@ class TierEvents:
             and (block_mask is None or block_mask[i])
         ]
         hashes = self._hashes(request, block_size)
+        keys = self._describe(
+            event, hashes, num_cached_blocks, places, block_size, kv_cache_group_id
+        )
+        self._told_by_upstream(keys)
+
+    def _describe(
+        self,
+        event: BlockStored,
+        hashes: Any,
+        first: int,
+        places: Sequence[int],
+        block_size: int,
+        group_id: int,
+    ) -> list[BlockHashWithGroupId]:
+        """Keep what `event` says of each of its blocks, which are at `places` of the
+        range of a request's blocks that begins with `first`. Returns their keys."""
         keys = []
         for n, place in enumerate(places):
-            i = num_cached_blocks + place
-            key = make_block_hash_with_group_id(hashes[i], kv_cache_group_id)
+            i = first + place
+            key = make_block_hash_with_group_id(hashes[i], group_id)
             keys.append(key)
             if key not in self._descriptions:
                 start = place * block_size
@@ -129,10 +168,39 @@ class TierEvents:
                             maybe_convert_block_hash(hashes[i - 1]) if i else None
                         ),
                         token_ids=event.token_ids[start : start + block_size],
-                        **{name: [v[n]] for name, v in _by_block(event).items()},
+                        **{name: [v[n]] for name, v in by_block(event).items()},
                     )
                 )
-        self._told_by_upstream(keys)
+        return keys
+
+    # ---------------------------------------------------------------- what is below
+
+    def changed_below(self, key: BlockHashWithGroupId) -> None:
+        """A tier below has `key` now, or has it no more."""
+        self._touched[key] = None
+
+    def found_below(
+        self,
+        request: Request,
+        keys: Iterable[BlockHashWithGroupId],
+        num_blocks: int,
+    ) -> None:
+        """`keys`, of the first `num_blocks` blocks of `request`, are below. Where this
+        engine has not told of them, upstream describes all of these blocks."""
+        queue, size = self._pool.kv_event_queue, self._pool.hash_block_size
+        hashes = self._hashes(request, size)
+        new = {get_group_id(key) for key in keys if key not in self._descriptions}
+        for group_id in sorted(new):
+            num_events = len(queue)
+            BlockPool.emit_cached_block_events(
+                self._pool, request, num_blocks, size, group_id
+            )
+            for event in queue[num_events:]:
+                assert isinstance(event, BlockStored)
+                places = range(num_blocks)
+                told = self._describe(event, hashes, 0, places, size, group_id)
+                self._touched.update(dict.fromkeys(told))
+            del queue[num_events:]
 
     def partial_block_cached(self, key: BlockHashWithGroupId) -> None:
         """`cache_partial_block` has told of a block: keep its event."""
@@ -165,16 +233,16 @@ class TierEvents:
             make_block_hash_with_group_id(hashes[i], kv_cache_group_id)
             for i in range(num_cached_blocks)
         ]
-        media = [self._medium_of(key) for key in keys]
-        if MEDIUM_CPU not in media:
+        places = [self._place_of(key) for key in keys]
+        if _HOST not in places:
             return
         queue = self._pool.kv_event_queue
         del queue[num_events:]
-        for medium, run in groupby(zip(media, keys), key=lambda each: each[0]):
-            if medium is not None:
+        for place, run in groupby(zip(places, keys), key=lambda each: each[0]):
+            if place is not None:
                 found = [key for _, key in run]
-                self._tell_stored(found, medium)
-                self._told[medium].update(found)
+                self._tell_stored(found, place)
+                self._told[place].update(found)
         if "session_id" in BlockStored.__struct_fields__:
             for event in queue[num_events:]:
                 assert isinstance(event, BlockStored)
@@ -204,9 +272,9 @@ class TierEvents:
             self._touched.update(dict.fromkeys(keys))
             return
         # At once: what is computed behind these is told by upstream, in this step.
-        told = self._told[self._device_medium]
-        keys = [key for key in keys if key not in told]
-        self._tell_stored(keys, self._device_medium)
+        told = self._told[self._device]
+        keys = [key for key in keys if key not in told and key in self._descriptions]
+        self._tell_stored(keys, self._device)
         told.update(keys)
 
     def forgotten(self, slot: HostSlot) -> None:
@@ -226,11 +294,12 @@ class TierEvents:
             request.block_hashes, hash_block_size, block_size
         )
 
-    def _medium_of(self, key: BlockHashWithGroupId) -> str | None:
-        """Of the tier that lookups would find `key` on."""
-        if self._pool.cached_block_hash_to_block.get_one_block(key) is not None:
-            return self._device_medium
-        return MEDIUM_CPU if self._table.get(key) is not None else None
+    def _place_of(self, key: BlockHashWithGroupId) -> Place | None:
+        """The tier on which a hit has `key`."""
+        for place in (self._device, _HOST):
+            if self._finds[place](key) is not None:
+                return place
+        return None
 
     def tell_all_anew(self) -> None:
         """Tell everything again, from the next step on. Any thread may ask for it."""
@@ -254,26 +323,22 @@ class TierEvents:
         for key in touched:
             del self._touched[key]
         self._num_behind = len(self._touched)
-        on_device = self._pool.cached_block_hash_to_block.get_one_block
-        for medium, get in (
-            (self._device_medium, on_device),
-            (MEDIUM_CPU, self._table.get),
-        ):
-            told = self._told[medium]
-            stored = [k for k in touched if k not in told and get(k) is not None]
-            removed = [k for k in touched if k in told and get(k) is None]
-            self._tell_stored(stored, medium)
-            self._tell_removed(removed, medium)
+        touched = [key for key in touched if key in self._descriptions]
+        for place, find in self._finds.items():
+            told = self._told[place]
+            stored = [k for k in touched if k not in told and find(k) is not None]
+            removed = [k for k in touched if k in told and find(k) is None]
+            self._tell_stored(stored, place)
+            self._tell_removed(removed, place)
             told.update(stored)
             told.difference_update(removed)
-        media = self._told.values()
         for key in touched:
-            if not any(key in told for told in media):
+            if not any(key in told for told in self._told.values()):
                 self._descriptions.pop(key, None)
 
     def _told_by_upstream(self, keys: list[BlockHashWithGroupId]) -> None:
         """The last event stores `keys` on the device."""
-        told = self._told[self._device_medium]
+        told = self._told[self._device]
         if self._num_behind:
             # Their parents may not have been told yet.
             del self._pool.kv_event_queue[-1]
@@ -282,17 +347,17 @@ class TierEvents:
         if not told.isdisjoint(keys):
             del self._pool.kv_event_queue[-1]
             keys = [key for key in keys if key not in told]
-            self._tell_stored(keys, self._device_medium)
+            self._tell_stored(keys, self._device)
         told.update(keys)
 
-    def _tell_stored(self, keys: Iterable[BlockHashWithGroupId], medium: str) -> None:
+    def _tell_stored(self, keys: Iterable[BlockHashWithGroupId], place: Place) -> None:
         """One event for each chain of `keys`."""
         events = [_decode(self._descriptions[key]) for key in keys]
         for event in events:
-            event.medium = medium
-        self._pool.kv_event_queue.extend(_chains(events))
+            _set_place(event, place)
+        self._pool.kv_event_queue.extend(chains(events))
 
-    def _tell_removed(self, keys: Iterable[BlockHashWithGroupId], medium: str) -> None:
+    def _tell_removed(self, keys: Iterable[BlockHashWithGroupId], place: Place) -> None:
         """One event for each group of `keys`."""
         queue = self._pool.kv_event_queue
         events: dict[int, BlockRemoved] = {}
@@ -306,69 +371,12 @@ class TierEvents:
             BlockPool._emit_block_removed_events(self._pool, [key])
             event = queue[-1]
             assert isinstance(event, BlockRemoved)
-            event.medium = medium
+            _set_place(event, place)
             events[group] = event
 
 
-def _chains(events: list[BlockStored]) -> list[BlockStored]:
-    """Events of one block each, put together where one goes on where another ends.
-
-    Returns:
-        The events, none of them before the one that stores its parent.
-
-    """
-    ends = {_place(event, event.block_hashes[-1]) for event in events}
-    children: dict[Any, list[BlockStored]] = {}
-    heads = []
-    for event in reversed(events):
-        parent = _place(event, event.parent_block_hash)
-        if parent in ends:
-            children.setdefault(parent, []).append(event)
-        else:
-            heads.append(event)
-    chains = []
-    while heads:
-        chain = heads.pop()
-        chains.append(chain)
-        while following := children.pop(_place(chain, chain.block_hashes[-1]), None):
-            # All but one begin chains of their own, behind this one.
-            longer = next((e for e in following if _append(chain, e)), None)
-            heads += [event for event in following if event is not longer]
-    return chains
-
-
-def _place(event: BlockStored, block_hash: Any) -> tuple[int, Any]:
-    """Of a block among those of all groups."""
-    return getattr(event, "group_idx", None) or 0, block_hash
-
-
-def _by_block(event: BlockStored) -> dict[str, list[Any]]:
-    """Fields of `event` with an entry for each of its blocks."""
-    values = {name: getattr(event, name) for name in event.__struct_fields__}
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, list)
-        and name != "token_ids"
-        and len(value) == len(event.block_hashes)
-    }
-
-
-def _append(event: BlockStored, other: BlockStored) -> bool:
-    """Append `other`, whose parent `event` ends with, if it is like that otherwise.
-
-    Returns:
-        Whether it is.
-
-    """
-    lists = ("token_ids", *_by_block(other))
-    for name in event.__struct_fields__:
-        ours, theirs = getattr(event, name), getattr(other, name)
-        if name in lists:
-            if not isinstance(ours, list):
-                return False
-        elif name != "parent_block_hash" and ours != theirs:
-            return False
-    for name in lists:
-        getattr(event, name).extend(getattr(other, name))
-    return True
+def _set_place(event: BlockStored | BlockRemoved, place: Place) -> None:
+    event.medium, locality = place
+    # Not all releases have it, and those have no tier below beside events.
+    if locality is not None:
+        event.locality = locality

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from vllm.v1.core.kv_cache_utils import (
@@ -72,6 +73,26 @@ class _Wait:
     is_over: bool = False
 
 
+class Learns(Protocol):
+    """Learns what the tiers below turn out to have."""
+
+    def was_found(
+        self,
+        request: Request,
+        keys: Sequence[BlockHashWithGroupId],
+        num_blocks: int,
+        tier: int,
+    ) -> None:
+        """A tier says, and does not promise, that it has `keys`, of the first
+        `num_blocks` blocks of a request."""
+
+    def is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
+        """A tier has `key`."""
+
+    def is_gone(self, key: BlockHashWithGroupId, tier: int) -> None:
+        """A tier does not have `key`, or not whole."""
+
+
 class Fetching:
     """Asks the tiers below for what requests lack, and fetches what they have.
 
@@ -82,7 +103,7 @@ class Fetching:
         jobs: Carries out.
         costs: Knows the time.
         is_cached: Whether the device has a block.
-        is_below: Is told of what a tier turned out to have, by key and its index.
+        learns: Is told of what tiers turn out to have.
         tuning: How much at a time.
 
     """
@@ -95,7 +116,7 @@ class Fetching:
         jobs: Jobs,
         costs: Costs,
         is_cached: Callable[[BlockHashWithGroupId], object],
-        is_below: Callable[[BlockHashWithGroupId, int], None],
+        learns: Learns,
         tuning: SchedulingTuning,
     ) -> None:
         self._layout = layout
@@ -104,7 +125,7 @@ class Fetching:
         self._jobs = jobs
         self._costs = costs
         self._is_cached = is_cached
-        self._is_below = is_below
+        self._learns = learns
         self._tuning = tuning
         self.found: dict[BlockHashWithGroupId, StoredBlock] = {}
         """What is below of the prompts of requests that wait."""
@@ -142,7 +163,7 @@ class Fetching:
         if self._jobs.is_detached:
             self._give_up(wait)
             return False
-        if wait.questions and self._awaits_answers(wait, now):
+        if wait.questions and self._awaits_answers(request, wait, now):
             return True
         awaited = {s for job, s in wait.jobs.items() if self._jobs.is_under_way(job)}
         late = [source for source in awaited if now >= wait.since + source.deadline_s]
@@ -155,8 +176,8 @@ class Fetching:
             self._give_up(wait)
         return False
 
-    def _awaits_answers(self, wait: _Wait, now: float) -> bool:
-        self._hear(wait)
+    def _awaits_answers(self, request: Request, wait: _Wait, now: float) -> bool:
+        self._hear(request, wait)
         if all(each.key in self.found for each in wait.wanted):
             wait.questions.clear()
         for source in list(wait.questions):
@@ -186,17 +207,22 @@ class Fetching:
                     missing.append(Wanted(key, (i + 1) * self._layout.block_size))
         return missing
 
-    def _hear(self, wait: _Wait) -> None:
+    def _hear(self, request: Request, wait: _Wait) -> None:
         for source, question in list(wait.questions.items()):
             answer = source.take_answer(question)
             if answer is None:
                 continue
             del wait.questions[source]
-            for wanted, is_there in zip(wait.wanted, answer, strict=True):
+            there = [w for w, is_there in zip(wait.wanted, answer) if is_there]
+            for wanted in there:
                 known = self.found.get(wanted.key)
-                if is_there and (known is None or source.index < known.source.index):
+                if known is None or source.index < known.source.index:
                     self.found[wanted.key] = StoredBlock(*wanted, source)
                     wait.found.append(wanted.key)
+            if there:
+                num_blocks = there[-1].num_tokens // self._layout.block_size
+                keys = [wanted.key for wanted in there]
+                self._learns.was_found(request, keys, num_blocks, source.index)
 
     def _give_up(self, wait: _Wait) -> None:
         wait.is_over = True
@@ -285,10 +311,12 @@ class Fetching:
         self._num_filling[tier] -= 1
         self.found.pop(key, None)
         if is_there and not self._jobs.is_detached and self._table.get(key) is None:
-            self._is_below(key, tier)
+            self._learns.is_below(key, tier)
             self._table.fill(index, key, block.num_tokens)
-        else:
-            self._table.unreserve(index)
+            return
+        if not is_there:
+            self._learns.is_gone(key, tier)
+        self._table.unreserve(index)
 
     @property
     def _room(self) -> int:

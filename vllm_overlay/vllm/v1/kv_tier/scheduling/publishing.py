@@ -20,7 +20,7 @@ class PublishingBlockPool(TieredBlockPool):
 
     def __init__(self, layout: KVTierLayout, **kwargs: Any) -> None:
         super().__init__(layout, **kwargs)
-        self.events = TierEvents(self, self.host)
+        self.events = TierEvents(self, self.host, self.backing)
 
     def cache_full_blocks(
         self,

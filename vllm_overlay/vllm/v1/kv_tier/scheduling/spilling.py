@@ -2,7 +2,7 @@
 """Writes slots to a tier below, behind the requests and before their eviction."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -26,6 +26,7 @@ class Spiller:
         layout: How much at a time, and how much it remembers.
         table: The slots.
         jobs: Carries out.
+        changed: Is told of keys that the tier has from now on, or no more.
         stats: Counts.
         tuning: When a slot is settled.
 
@@ -38,6 +39,7 @@ class Spiller:
         layout: SecondaryLayout,
         table: SlotTable,
         jobs: Jobs,
+        changed: Callable[[BlockHashWithGroupId], None],
         stats: SecondaryStats,
         tuning: SchedulingTuning,
     ) -> None:
@@ -45,6 +47,7 @@ class Spiller:
         self._layout = layout
         self._table = table
         self._jobs = jobs
+        self._changed = changed
         self._stats = stats
         self._tuning = tuning
         self._admission = Admission(tier.store_from_use, layout.max_known)
@@ -52,7 +55,7 @@ class Spiller:
         # were lately; the oldest first.
         self._due: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
         self._writing: set[BlockHashWithGroupId] = set()
-        self._written: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
+        self._known: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
         table.listeners.append(self)
 
     # ----------------------------------------------------------- what is due
@@ -82,10 +85,23 @@ class Spiller:
     def is_below(self, key: BlockHashWithGroupId) -> None:
         """The tier has `key`."""
         self._due.pop(key, None)
-        self._written[key] = None
-        self._written.move_to_end(key)
-        if len(self._written) > self._layout.max_known:
-            self._written.popitem(last=False)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return
+        self._known[key] = None
+        self._changed(key)
+        if len(self._known) > self._layout.max_known:
+            self._changed(self._known.popitem(last=False)[0])
+
+    def is_gone(self, key: BlockHashWithGroupId) -> None:
+        """The tier does not have `key`: it may be written again."""
+        if key in self._known:
+            del self._known[key]
+            self._changed(key)
+
+    def knows(self, key: BlockHashWithGroupId) -> bool:
+        """Whether the tier has `key`, as far as is known here."""
+        return key in self._known
 
     @property
     def num_due(self) -> int:
@@ -99,7 +115,7 @@ class Spiller:
 
     def _used(self, slot: HostSlot) -> None:
         key = slot.keys[0]
-        if key in self._written or key in self._writing or self._jobs.is_detached:
+        if key in self._known or key in self._writing or self._jobs.is_detached:
             return
         self._admission.use(key)
         # A block with several keys was hashed before it was full.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.format import ObjectFormat
@@ -88,6 +88,8 @@ class FsConfig:
     def name(self) -> str:
         """Where it is, for messages."""
         return f"{self.root_dir} ({self.max_gib:g} GiB)"
+
+    locality: ClassVar[str] = "LOCAL"
 
     @property
     def max_bytes(self) -> int:
