@@ -58,28 +58,14 @@ def start_kv_tier(
 
     """
     config = KVTierConfig.from_vllm_config(vllm_config)
-    set_adapter_loads(
-        None if config is None else AdapterLoads(bool(config.secondary_tiers))
-    )
+    set_adapter_loads(None)
     if config is None:
         return
+    set_adapter_loads(AdapterLoads(by_content=bool(config.secondary_tiers)))
     num_blocks = kv_cache_config.num_blocks
     per_rank = executor.collective_rpc(_block_bytes, args=(num_blocks,))
     block_bytes = sum(per_rank)
-    if block_bytes == 0:
-        raise ValueError(
-            "--kv-offloading-backend core: this model has no KV cache to offload. "
-            "Remove the backend."
-        )
-    if not (num_slots := config.size_bytes // block_bytes):
-        raise ValueError(
-            f"--kv-offloading-size {config.size_bytes / GiB:g} is not enough for one "
-            f"KV block: a block takes {block_bytes} bytes on all ranks together. "
-            # One percent more than a block, since the number is rounded.
-            f"Set it to {1.01 * block_bytes / GiB:.3g} GiB at least; "
-            "it is useful from the size of the device cache on "
-            f"({block_bytes * num_blocks / GiB:.3g} GiB)."
-        )
+    num_slots = _num_slots(config, block_bytes, num_blocks)
     if is_one_machine(vllm_config):
         config.check_available_memory()
     ranks = executor.collective_rpc(
@@ -101,7 +87,13 @@ def start_kv_tier(
         load_s=max(load_s for load_s, _ in ranks),
         tokens_per_block=_tokens_per_block(vllm_config, kv_cache_config),
         layerwise=all(layerwise for _, layerwise in ranks),
-        secondary=_open_secondary(vllm_config, executor, kv_cache_config, num_slots),
+        secondary=_open_secondary(
+            config.secondary_tiers or [],
+            vllm_config,
+            executor,
+            kv_cache_config,
+            num_slots,
+        ),
     )
     logger.info(
         "KV tier: %d host slots (%.2f GiB on %d ranks) behind %d device blocks; "
@@ -115,8 +107,36 @@ def start_kv_tier(
     )
 
 
+def _num_slots(config: KVTierConfig, block_bytes: int, num_blocks: int) -> int:
+    """Slots of the host tier.
+
+    Raises:
+        ValueError: There is no memory to offload, or no room for one block.
+
+    """
+    if block_bytes == 0:
+        raise ValueError(
+            "--kv-offloading-backend core: this model has no KV cache to offload. "
+            "Remove the backend."
+        )
+    if not (num_slots := config.size_bytes // block_bytes):
+        raise ValueError(
+            f"--kv-offloading-size {config.size_bytes / GiB:g} is not enough for one "
+            f"KV block: a block takes {block_bytes} bytes on all ranks together. "
+            # One percent more than a block, since the number is rounded.
+            f"Set it to {1.01 * block_bytes / GiB:.3g} GiB at least; "
+            "it is useful from the size of the device cache on "
+            f"({block_bytes * num_blocks / GiB:.3g} GiB)."
+        )
+    return num_slots
+
+
 def _open_secondary(
-    vllm_config: "VllmConfig", executor: Any, kv_cache_config: Any, num_slots: int
+    tiers: Sequence[dict[str, Any]],
+    vllm_config: "VllmConfig",
+    executor: Any,
+    kv_cache_config: Any,
+    num_slots: int,
 ) -> SecondaryLayout | None:
     """Open the tiers below on all ranks, if there are to be any.
 
@@ -124,8 +144,7 @@ def _open_secondary(
         ValueError: It cannot be used. The message names the setting and the mend.
 
     """
-    config = KVTierConfig.from_vllm_config(vllm_config)
-    if config is None or not config.secondary_tiers:
+    if not tiers:
         return None
     groups = kv_cache_config.kv_cache_groups
     sizes = {group.kv_cache_spec.block_size for group in groups}
@@ -135,18 +154,17 @@ def _open_secondary(
             "whose layers have KV blocks of several sizes "
             f"({', '.join(map(str, sorted(sizes)))} tokens). Remove it."
         )
-    entries = [check_entry(e, i) for i, e in enumerate(config.secondary_tiers)]
+    entries = [check_entry(tier, index) for index, tier in enumerate(tiers)]
     for entry in entries:
         entry.check()
     space = namespace(vllm_config, kv_cache_config, about()["tag"])
     ranks = executor.collective_rpc(
         _open_rank, args=(entries, space, kv_cache_config.num_blocks)
     )
-    types = labels([each["type"] for each in config.secondary_tiers])
-    tiers = []
-    for entry, label in zip(entries, types):
+    opened = []
+    for entry, label in zip(entries, labels([tier["type"] for tier in tiers])):
         logger.info("KV tier: below the host, %s, as %s.", entry.name, space)
-        tiers.append(
+        opened.append(
             SecondaryTier(
                 name=entry.name,
                 label=label,
@@ -158,7 +176,7 @@ def _open_secondary(
         )
     bytes_on_ranks = sum(num_bytes for _, num_bytes in ranks)
     return SecondaryLayout(
-        tiers=tuple(tiers),
+        tiers=tuple(opened),
         num_ranks=sum(num_bytes > 0 for _, num_bytes in ranks),
         num_groups=len(groups),
         block_size=sizes.pop(),
