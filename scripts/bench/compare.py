@@ -29,7 +29,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from suite.configs import Config, configs
+from suite.configs import ON_DISK, Config, configs
 from suite.records import append, read
 from suite.report import report
 from suite.scales import SCALES, Scale
@@ -43,7 +43,7 @@ SHOWN = {
     *("makespan_s", "later_ttft_ms.mean", "host_ttft_ms.p50", "itl_ms.host.p99"),
     *(
         f"ttft_ms.{kind}.{n}"
-        for kind in ("host", "unseen")
+        for kind in ("host", "below", "unseen")
         for n in (1024, 4096, 16384)
     ),
 }
@@ -64,11 +64,11 @@ def main() -> int:
         print(f"Written to {to / 'report.md'}")
         return 0
     scale = scaled(args)
-    known = configs(scale.host_gib)
+    known = configs(scale.host_gib, scale.device_bytes)
     for text in args.extra:
         name, known[name] = extra_config(text, known)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    names = args.configs or [c for c in known if c != "large"]
+    names = args.configs or [c for c in known if c not in ("large", *ON_DISK)]
     check_names("--configs", names, list(known))
     args.out.mkdir(parents=True, exist_ok=True)
     ends = time.time() + args.time_limit

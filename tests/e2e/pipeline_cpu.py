@@ -30,10 +30,22 @@ def run_pipelines_in_process() -> None:
 
 def make_buffers_between_stages(wrapper: Any) -> None:
     """On a rank: what upstream's warm-up run does first. See `Engine.on_ranks`."""
+    _make_buffers(wrapper.worker.model_runner)
+
+
+class BuffersBetweenStages:
+    """For `--worker-extension-cls`; reached by POST /collective_rpc."""
+
+    model_runner: Any
+
+    def make_buffers(self) -> None:
+        _make_buffers(self.model_runner)
+
+
+def _make_buffers(runner: Any) -> None:
     from vllm.distributed import get_pp_group
 
     if not get_pp_group().is_first_rank:
-        runner = wrapper.worker.model_runner
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens,
             dtype=runner.model_config.dtype,

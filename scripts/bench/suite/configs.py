@@ -2,7 +2,9 @@
 """What is compared: arguments and environment of the engine."""
 
 import importlib.util
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 GIB = 2**30
@@ -41,8 +43,18 @@ class Config:
         return bool(self.needs) and importlib.util.find_spec(self.needs) is None
 
 
-def configs(host_gib: float) -> dict[str, Config]:
-    """The configurations by name, with `host_gib` of host memory where they use it."""
+ON_DISK = ("core-fs", "offloading-fs")
+"""These write files below the temporary folder: it must be on the disk to measure."""
+
+
+def configs(host_gib: float, device_bytes: int) -> dict[str, Config]:
+    """The configurations by name.
+
+    Those that use host memory have `host_gib` of it, those with files below no more
+    than the device has, `device_bytes`.
+    """
+    folder = Path(tempfile.gettempdir()) / "kv-below"
+    hashes = {"PYTHONHASHSEED": "0"}
 
     def core(**options: Any) -> dict[str, Any]:
         return {
@@ -59,6 +71,17 @@ def configs(host_gib: float) -> dict[str, Config]:
             "kv_transfer_config": settings,
         }
 
+    files = {
+        "type": "fs",
+        "root_dir": f"{folder}/core",
+        "max_gib": 4 * device_bytes / GIB,
+    }
+    small = {"kv_offloading_size": device_bytes / GIB}
+    theirs = native(
+        spec_name="TieringOffloadingSpec",
+        cpu_bytes_to_use=device_bytes,
+        secondary_tiers=[{"type": "fs", "root_dir": f"{folder}/offloading"}],
+    )
     simple = {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"}
     return {
         "none": Config(),
@@ -67,6 +90,10 @@ def configs(host_gib: float) -> dict[str, Config]:
         "large": Config(device_scale=6),
         "core-write_back": Config(core(store_policy="write_back")),
         "core-write_through": Config(core(store_policy="write_through")),
+        "core-fs": Config(
+            core(secondary_tiers=[files | {"store_from_use": 1}]) | small, hashes
+        ),
+        "offloading-fs": Config(theirs | small, hashes),
         "offloading": Config(native()),
         # A budget that every prefix of the workloads fits.
         "offloading-sync": Config(native(sync_load_budget_bytes=8 * GIB)),

@@ -109,6 +109,9 @@ async def run(job: Job) -> None:
     # One path for all of them: what is compiled is kept by it.
     model = out / f"model-{job.scale}"
     write_config(model, shape, scale.dtype)
+    # Tiers that outlive an engine look at the files of weights. The loader, which makes
+    # the same ones in every process, has none.
+    (model / "model.safetensors").write_text(LOAD_FORMAT)
     args = {"model": str(model), "load_format": LOAD_FORMAT} | job.llm
     begun = time.perf_counter()
     engine = AsyncLLM.from_engine_args(

@@ -3,9 +3,9 @@
 
 from dataclasses import dataclass, field, replace
 
-from .workloads import Interfere, Latency, NoReuse, Sessions, Trace
+from .workloads import Below, Interfere, Latency, NoReuse, Sessions, Trace
 
-Workload = Latency | Sessions | NoReuse | Trace | Interfere
+Workload = Latency | Below | Sessions | NoReuse | Trace | Interfere
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ SCALES = {
         eager=False,
         workloads={
             "latency": Latency((512, 1024, 2048, 4096, 8192, 16384, 32768)),
+            "below": Below((1024, 4096, 16384)),
             # 3.1 times the device cache.
             "multiturn": Sessions(28, 3, (4096, 8192), 512, 64),
             "agent": AGENT,
@@ -72,6 +73,7 @@ SCALES = {
         eager=True,
         workloads={
             "latency": Latency((128, 512, 1024), pause_s=0.05),
+            "below": Below((128, 512, 1024), pause_s=0.05),
             "multiturn": Sessions(12, 3, (512, 1024), 64, 16),
             "agent": TINY_AGENT,
             "agent_tools": replace(TINY_AGENT, think_s=0.1, name="agent_tools"),

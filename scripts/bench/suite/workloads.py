@@ -112,6 +112,43 @@ class Latency:
 
 
 @dataclass(frozen=True)
+class Below:
+    """Time to first token on the idle engine of a prefix that is below the host only,
+    and of a prompt that nothing has, each with a fresh tail.
+
+    Attributes:
+        evictions: how often as much as the device has room for is asked for between,
+            so that host memory, which has room for as much, forgets the prefixes.
+
+    """
+
+    lengths: tuple[int, ...]
+    evictions: int = 2
+    tail: int = 64
+    pause_s: float = 0.3
+
+    async def run(self, client: Client, repeat: int) -> Outcome:
+        def some(n: int, *seed: int | str) -> list[int]:
+            return tokens(client.vocab, n, "below", repeat, n, *seed)
+
+        for n in self.lengths:
+            await client.ask(f"prefill-{n}", some(n, "prefix"), 1)
+        for i in range(self.evictions):
+            await evict(client, "below", repeat, i)
+        asked: dict[tuple[str, int], Answer] = {}
+        for n in random.Random(repeat).sample(self.lengths, len(self.lengths)):
+            for kind, seed in (("below", "prefix"), ("unseen", "unseen")):
+                await asyncio.sleep(self.pause_s)
+                prompt = some(n, seed) + some(self.tail, n, kind, "tail")
+                asked[kind, n] = await client.ask(f"{kind}-{n}", prompt, 1)
+        metrics = {f"ttft_ms.{k}.{n}": a.ttft_s * 1e3 for (k, n), a in asked.items()}
+        metrics |= {
+            f"cached.{k}.{n}": a.cached_tokens / n for (k, n), a in asked.items()
+        }
+        return Outcome(metrics, [asked[cell] for cell in sorted(asked)])
+
+
+@dataclass(frozen=True)
 class Sessions:
     """Conversations that arrive together and go on as soon as they are answered.
 

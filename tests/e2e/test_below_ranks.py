@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files below the host of an engine with several ranks, and of several engines.
+
+Each rank has an object of its own for a block, and a block counts if all ranks have
+theirs.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+
+from .jobs import BLOCK_TOKENS
+from .model import make_llama, make_tokenizer
+from .release import CHOOSES_REPLICAS, REPLICAS_ENVIRONMENT
+from .server import Server
+from .test_below import ask, objects, writes
+from .test_http import CORE, SERVE, SIZE, server_environment
+from .workloads import text
+
+pytestmark = pytest.mark.skipif(
+    not keys_are_bytes(), reason="refused: hashes are numbers of a process"
+)
+
+PROMPTS = [text(400 + i, 5 * BLOCK_TOKENS + 1) for i in range(6)]
+HIT = 5 * BLOCK_TOKENS
+LONG = 15
+"""Blocks of a prompt that takes its time to compute."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make_llama(tmp_path_factory.mktemp("ranks"))
+    make_tokenizer(model)
+    return model
+
+
+@contextmanager
+def serving(
+    model: Path, root: Path, log: Path, flags: Sequence[str], env: dict[str, str]
+) -> Iterator[Server]:
+    tier = {"type": "fs", "root_dir": str(root), "max_gib": 0.1}
+    # Slow machines are no part of this test.
+    tier |= {"store_from_use": 1, "deadline_ms": 20_000}
+    options = ["--kv-offloading-config", json.dumps({"secondary_tiers": [tier]})]
+    env = server_environment() | {"PYTHONHASHSEED": "0"} | env
+    server = Server(model, [*SERVE, *CORE, *SIZE, *options, *flags], env, log)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+STAGES = [
+    *("--pipeline-parallel-size", "2"),
+    *("--worker-extension-cls", "tests.e2e.pipeline_cpu.BuffersBetweenStages"),
+]
+
+
+@pytest.mark.parametrize(
+    "flags", [["--tensor-parallel-size", "2"], STAGES], ids=["tensor", "pipeline"]
+)
+def test_a_block_counts_if_all_ranks_have_their_part(
+    model: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    root, env = tmp_path / "kv", {"VLLM_SERVER_DEV_MODE": "1"}
+
+    def is_ready(server: Server) -> None:
+        if flags is STAGES:
+            server.post("/collective_rpc", {"method": "make_buffers"})
+
+    with serving(model, root, tmp_path / "log1", flags, env) as server:
+        is_ready(server)
+        texts = [ask(server, prompt)[0] for prompt in PROMPTS]
+        writes(server, 5 * len(PROMPTS), before=0)
+    assert len(set(texts)) == len(PROMPTS)
+    ranks = sorted({path.parent.parent.name for path in objects(root)})
+    assert ranks == ["r0", "r1"]
+    # The last prompt's parts of one rank are damaged, some so that only reading tells.
+    with serving(model, root, tmp_path / "log2", flags, env) as server:
+        is_ready(server)
+        found = [ask(server, prompt) for prompt in PROMPTS[:3]]
+        assert [answer for answer, _ in found] == texts[:3]
+        assert [hits for _, hits in found] == [HIT] * 3
+        for i, path in enumerate(objects(root)):
+            if path.parent.parent.name == "r1" and i % 2:
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 1
+                path.write_bytes(content)
+            elif path.parent.parent.name == "r1":
+                path.unlink()
+        found = [ask(server, prompt) for prompt in PROMPTS[3:]]
+        assert [answer for answer, _ in found] == texts[3:]
+        assert sum(hits for _, hits in found) == 0
+
+
+@pytest.mark.skipif(not CHOOSES_REPLICAS, reason="a request cannot name its engine")
+def test_what_one_data_parallel_engine_computed_another_one_finds(
+    model: Path, tmp_path: Path
+) -> None:
+    flags = ["--data-parallel-size", "2"]
+    times: dict[str, list[float]] = {"computed": [], "found": []}
+    with serving(
+        model, tmp_path / "kv", tmp_path / "log", flags, REPLICAS_ENVIRONMENT
+    ) as server:
+
+        def stored() -> float:
+            found = server.metrics("vllm:kv_tier_")
+            return found.get("vllm:kv_tier_secondary_stored_blocks_total", 0)
+
+        def asked(prompt: list[int], replica: int, kind: str) -> str:
+            begun = time.perf_counter()
+            answer = server.complete(prompt, replica, max_tokens=1)
+            times[kind].append(time.perf_counter() - begun)
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == (LONG * BLOCK_TOKENS if kind == "found" else 0)
+            return answer["choices"][0]["text"]
+
+        for i in range(6):
+            prompt = text(500 + i, LONG * BLOCK_TOKENS + 1)
+            one, other = i % 2, 1 - i % 2
+            before = stored()
+            answer = asked(prompt, one, "computed")
+            limit = time.monotonic() + 60
+            while stored() < before + LONG:
+                assert time.monotonic() < limit, "not all is written"
+                server.complete(text(900 + i, 9 * BLOCK_TOKENS), one, max_tokens=8)
+            assert asked(prompt, other, "found") == answer
+    medians = {kind: statistics.median(some) for kind, some in times.items()}
+    print("seconds", medians)
