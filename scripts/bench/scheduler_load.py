@@ -19,6 +19,7 @@ from scheduler_setup import (
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
+from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -39,6 +40,8 @@ class Setup:
     store_policy: StorePolicy | None = None
     connector: str | None = None
     extra_config: tuple[tuple[str, Any], ...] = ()
+    has_store: bool = False
+    """Below the tier, an empty one that takes nothing."""
 
     @property
     def has_host(self) -> bool:
@@ -150,7 +153,7 @@ class Load:
             copied[:] = self._worker.num_loaded, self._worker.num_stored
             return report
 
-        return Step(timed_step(self._scheduler, work), *copied)
+        return Step(timed_step(self._scheduler, work, _refused), *copied)
 
     def _fill(self) -> int:
         """Fill the device, and the host with what the device evicts.
@@ -179,6 +182,15 @@ class Load:
         return iter(range(last - NUM_BLOCKS // PREFIX_BLOCKS, 0, -1))
 
 
+def _refused(output: SchedulerOutput) -> StepReport | None:
+    """A store takes nothing."""
+    jobs = output.kv_tier_plan.secondary if output.kv_tier_plan is not None else []
+    if not jobs:
+        return None
+    results = [SecondaryResult(j.number, [False] * len(j.slots), 0.0) for j in jobs]
+    return StepReport(secondary=results)
+
+
 def _prefix(number: int) -> list[int]:
     return [number] + [0] * (PREFIX_BLOCKS * BLOCK_SIZE - 1)
 
@@ -187,7 +199,21 @@ def _tier_layout(setup: Setup) -> KVTierLayout | None:
     if setup.store_policy is None:
         return None
     config = KVTierConfig(NUM_SLOTS * BLOCK_BYTES, store_policy=setup.store_policy)
-    return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES)
+    if not setup.has_store:
+        return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES)
+    from vllm.v1.kv_tier.scheduling.asking import Asker
+    from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
+
+    tier = SecondaryTier(
+        name="empty",
+        label="empty",
+        locality="LOCAL",
+        asker=Asker(lambda keys: [False] * len(keys)),
+        store_from_use=2,
+        deadline_s=1.0,
+    )
+    below = SecondaryLayout((tier,), 1, 1, BLOCK_SIZE, 64, 4 * NUM_SLOTS)
+    return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES, secondary=below)
 
 
 def _connector_config(setup: Setup) -> KVTransferConfig | None:

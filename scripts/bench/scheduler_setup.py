@@ -191,12 +191,14 @@ def sampled(
 def timed_step(
     scheduler: Scheduler,
     work: "Callable[[SchedulerOutput], KVConnectorOutput | None]" = lambda _: None,
+    report: Callable[[SchedulerOutput], Any] = lambda _: None,
 ) -> float:
     """Run one step.
 
     Args:
         scheduler: The scheduler.
         work: What the worker side does with the step; not timed.
+        report: What the ranks tell the tier with its output; None: nothing.
 
     Returns:
         CPU seconds of `schedule` and `update_from_output`: what other processes
@@ -207,6 +209,8 @@ def timed_step(
     output = scheduler.schedule()
     took = time.thread_time() - started
     runner_output = sampled(output, work(output))
+    if (told := report(output)) is not None:
+        runner_output.kv_tier_report = told
     started = time.thread_time()
     scheduler.update_from_output(output, runner_output)
     return took + time.thread_time() - started

@@ -50,7 +50,12 @@ class Spiller:
         self._changed = changed
         self._stats = stats
         self._tuning = tuning
-        self._admission = Admission(tier.store_from_use, layout.max_known)
+        # The first use is the store of a block, the second one is its first hit: only
+        # what comes after has to be counted.
+        self._from_use = tier.store_from_use
+        self._admission: Admission | None = None
+        if tier.store_from_use > 2:
+            self._admission = Admission(tier.store_from_use, layout.max_known)
         # Keys that are to be written, that are being written, and that are there or
         # were lately; the oldest first.
         self._due: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
@@ -62,7 +67,8 @@ class Spiller:
 
     def filled(self, slot: HostSlot) -> None:
         """A slot has content, which is its first use."""
-        self._used(slot)
+        if self._from_use != 2:
+            self._used(slot)
 
     def loaded(self, slots: Sequence[HostSlot]) -> None:
         """Loads are uses of the requests that they are for, see `hit`."""
@@ -77,9 +83,15 @@ class Spiller:
     def hit(self, blocks: Iterable[KVCacheBlock]) -> None:
         """A request is admitted with device blocks that it hit or that are loaded for
         it: their slots, if they have some, are of use again."""
-        get = self._table.get
+        if self._jobs.is_detached:
+            return
+        get, due, known = self._table.get, self._due, self._known
         for block in blocks:
-            if (slot := get(block.block_hash)) is not None:  # type: ignore[arg-type]
+            key = block.block_hash
+            # Each block of each hit comes by here.
+            if key is None or key in known or key in due:
+                continue
+            if (slot := get(key)) is not None:
                 self._used(slot)
 
     def is_below(self, key: BlockHashWithGroupId) -> None:
@@ -117,9 +129,12 @@ class Spiller:
         key = slot.keys[0]
         if key in self._known or key in self._writing or self._jobs.is_detached:
             return
-        self._admission.use(key)
+        if self._admission is not None:
+            self._admission.use(key)
+            if not self._admission.admits(key):
+                return
         # A block with several keys was hashed before it was full.
-        if len(slot.keys) == 1 and self._admission.admits(key):
+        if len(slot.keys) == 1:
             self._due[key] = None
 
     def forget(self) -> None:
