@@ -162,12 +162,14 @@ def _imports(layout: Layout, tag: str, work: Path, prefixes: list[Patch]) -> str
         return f"imports NOT checked: `make env TAG={tag}` makes that possible"
     sync(layout, tag)
     done: list[str] = []
-    steps: list[tuple[str, list[str]]] = []
+    # For each prefix the folder, what to import, and what later patches change.
+    steps: list[tuple[str, list[str], list[str]]] = []
     for number, patch in enumerate(prefixes, 1):
         done += [f for f in patch.files if f not in done]
         folder = work / "prefixes" / str(number)
         present = [f for f in done if (folder / f).is_file()]
-        steps.append((str(folder), _modules(present)))
+        later = [f for patch in prefixes[number:] for f in patch.files]
+        steps.append((str(folder), _modules(present), _modules(later)))
     if steps:
         steps[-1][1].extend(_modules(list(overlay_files(layout))))
     job = {
