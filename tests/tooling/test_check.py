@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from patchtool import importcheck
+from patchtool import importcheck, places
 from patchtool.check import check_patches, check_tag
 from patchtool.config import Patch, ToolError, check_tag_name
 from patchtool.hunks import diff
@@ -168,6 +168,17 @@ def test_names_that_are_not_there(
     ruff = Path(sys.executable).with_name("ruff")
     found = undefined_names(ruff, [tmp_path / "1"], [Patch(patch)])
     assert found == (f"prefix up to 1.patch: {message}" if message else "")
+
+
+def test_names_are_looked_for_without_an_environment(project: Project) -> None:
+    """Of the tag: one that cannot start for such a name has none."""
+    path = project.layout.env(TAG) / "bin" / "ruff"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(Path(sys.executable).with_name("ruff"))
+    edit(project, 1, "+    return 22", "+    return TWO")
+    places.accept(project.layout, TAG)
+    (error,) = check_tag(project.layout, TAG)
+    assert "0001-first.patch: vllm/count.py:6: Undefined name `TWO`" in error
 
 
 INSTALLED = {"__init__": "", "a": "1/0", "b": "B = 1", "c": "1/0"}
