@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,9 +82,18 @@ class Change:
     behind: str | None
     """The patch that a new one follows."""
 
+    def place_in(self, names: list[str]) -> int:
+        """How many of the patches of another series come before a new one."""
+        if self.behind in names:
+            return names.index(self.behind) + 1
+        return sum(name < self.patch.name for name in names)
 
-def find_change(layout: Layout, source: str, name: str, base: str) -> Change:
-    """The change of a patch since a commit.
+
+def find_change(
+    layout: Layout, source: str, name: str, base: str, tags: Collection[str] = ()
+) -> Change:
+    """The change of a patch since a commit. One that has not changed and that all of
+    `tags` lack is new there.
 
     Raises:
         ToolError: there is no such patch, or it is as it was.
@@ -98,7 +107,9 @@ def find_change(layout: Layout, source: str, name: str, base: str) -> Change:
         found = {s.patch.name: s for s in states(layout, source, more=names)}
         now = found[patch.name]
         former = next((p for p in patches if p.name == patch.name), None)
-        if former is None:
+        lacking = [t for t in tags if not (layout.patches / t / patch.name).is_file()]
+        is_taken = bool(tags) and len(lacking) == len(tags)
+        if former is None or (former.text == patch.text and is_taken):
             number = series.index(patch)
             behind = series[number - 1].name if number else None
             edits = parse(patch)
@@ -146,7 +157,7 @@ def _carry_to(layout: Layout, change: Change, tag: str, base: str) -> Outcome:
     old = states(layout, tag, more={edit.file for edit in change.edits})
     names = [state.patch.name for state in old]
     if change.former_header is None:
-        at = names.index(change.behind) + 1 if change.behind in names else len(names)
+        at = change.place_in(names)
         before = files = old[at - 1].after if at else old[0].before
         header, rest = change.patch.header, old[at:]
     elif text is None:
@@ -199,7 +210,7 @@ def _write(
     series = layout.series(tag)
     if change.former_header is None:
         names = kept[series].splitlines()
-        at = names.index(change.behind) + 1 if change.behind in names else len(names)
+        at = change.place_in(names)
         series.write_text("\n".join([*names[:at], change.patch.name, *names[at:], ""]))
     own = folder / change.patch.name
     try:
@@ -224,7 +235,8 @@ def _write(
 def carry_change(
     layout: Layout, source: str, name: str, base: str, tags: list[str]
 ) -> Path:
-    """Make the change of one patch since a commit in other series, by default in all.
+    """Make the change of one patch since a commit in other series, by default in all;
+    or have those named take over a patch that they lack.
 
     A series in which an edit has no place is left as it is.
 
@@ -234,10 +246,12 @@ def carry_change(
     Raises:
         ToolError: nothing changed, or a series was left as it is.
     """
-    change = find_change(layout, source, name, base)
-    set_date(change.patch)
-    # Whoever changed it by hand has seen it.
-    places.accept(layout, source)
+    change = find_change(layout, source, name, base, tags)
+    former = _git_show(layout, base, f"{source}/{change.patch.name}")
+    if change.patch.text != former:
+        set_date(change.patch)
+        # Whoever changed it by hand has seen it.
+        places.accept(layout, source)
     wanted = tags or [t for t in layout.tags() if t != source]
     say(f"{change.patch.name} of {source}, {len(change.edits)} edits since {base}:")
     outcomes = []

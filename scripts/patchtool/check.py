@@ -162,12 +162,14 @@ def _imports(layout: Layout, tag: str, work: Path, prefixes: list[Patch]) -> str
         return f"imports NOT checked: `make env TAG={tag}` makes that possible"
     sync(layout, tag)
     done: list[str] = []
-    steps: list[tuple[str, list[str]]] = []
+    # For each prefix the folder, what to import, and what later patches change.
+    steps: list[tuple[str, list[str], list[str]]] = []
     for number, patch in enumerate(prefixes, 1):
         done += [f for f in patch.files if f not in done]
         folder = work / "prefixes" / str(number)
         present = [f for f in done if (folder / f).is_file()]
-        steps.append((str(folder), _modules(present)))
+        later = [f for patch in prefixes[number:] for f in patch.files]
+        steps.append((str(folder), _modules(present), _modules(later)))
     if steps:
         steps[-1][1].extend(_modules(list(overlay_files(layout))))
     job = {
@@ -193,11 +195,13 @@ def _imports(layout: Layout, tag: str, work: Path, prefixes: list[Patch]) -> str
 
 
 def _names(layout: Layout, tag: str, work: Path, series: list[Patch]) -> str:
-    ruff = layout.env(tag) / "bin" / "ruff"
-    if not has_env(layout, tag) or not ruff.is_file():
+    # It reads files only, so that any environment's will do.
+    paths = [layout.env(t) / "bin" / "ruff" for t in (tag, *layout.tags())]
+    ruff = next((path for path in paths if path.is_file()), shutil.which("ruff"))
+    if ruff is None:
         return f"names NOT checked: `make env TAG={tag}` makes that possible"
     folders = [work / "prefixes" / str(n) for n, _ in enumerate(series, 1)]
-    if found := undefined_names(ruff, folders, series):
+    if found := undefined_names(Path(ruff), folders, series):
         raise ToolError(f"{tag}, {found}")
     return "every name that is used is defined"
 

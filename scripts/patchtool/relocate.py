@@ -206,7 +206,9 @@ class Relocator:
         size = len(edit.removed)
         at = None
         if numbers and all(n in aligned.pairs for n in numbers):
-            at = aligned.new[aligned.pairs[numbers[0]]].line
+            # Blank lines before the first one are no tokens.
+            blanks = aligned.old[numbers[0]].line - edit.first
+            at = aligned.new[aligned.pairs[numbers[0]]].line - blanks
         else:
             begin, end = self.new.scopes[scope].first, self.new.scopes[scope].end
             found = [

@@ -5,11 +5,13 @@ import subprocess
 
 import pytest
 
+from patchtool import places
 from patchtool.carryall import carry_change
 from patchtool.carrying import states
 from patchtool.check import check_tag
 from patchtool.config import ToolError, load_pins, read_series
 from patchtool.newtag import choose_source, new_tag, try_series
+from patchtool.series import refresh
 from patchtool.tree import upstream_tree
 from tests.tooling.project import COUNT, TAG, Index, Project
 from tests.tooling.test_new_tag import NEW, publish
@@ -84,6 +86,27 @@ def test_a_new_patch_before_another(both: Project) -> None:
     carry(both, "0003")
     assert [p.name for p in read_series(both.layout, TAG)] == names
     assert "@@ -7,7 +7,7 @@" in text(both, TAG, 3)
+    assert check_tag(both.layout, TAG) == []
+
+
+def test_a_prerequisite_that_another_series_has(both: Project) -> None:
+    first = text(both, NEW, 1)
+    edit = "--- /dev/null\n+++ b/vllm/three.py\n@@ -0,0 +1 @@\n+THREE = 3\n"
+    folder = both.layout.patches / NEW
+    path = folder / "0000-prerequisite-3.patch"
+    path.write_text(first.replace(first[first.index("--- ") :], edit))
+    names = ["0000-prerequisite-3.patch", "0001-first.patch", "0002-second.patch"]
+    (folder / "series").write_text("\n".join([*names, ""]))
+    refresh(both.layout, NEW)
+    places.accept(both.layout, NEW)
+    git(both, "add", "-A")
+    git(both, "commit", "-qm", "prerequisite")
+    was = text(both, NEW, 0)
+    with pytest.raises(ToolError, match="is as it was in HEAD"):
+        carry(both, "0000")
+    carry_change(both.layout, NEW, "0000", "HEAD", [TAG])
+    assert text(both, NEW, 0) == was
+    assert [p.name for p in read_series(both.layout, TAG)] == names
     assert check_tag(both.layout, TAG) == []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from patchtool import importcheck
+from patchtool import importcheck, places
 from patchtool.check import check_patches, check_tag
 from patchtool.config import Patch, ToolError, check_tag_name
 from patchtool.hunks import diff
@@ -170,19 +170,40 @@ def test_names_that_are_not_there(
     assert found == (f"prefix up to 1.patch: {message}" if message else "")
 
 
-def run_imports(tmp_path: Path, prefixes: list[dict[str, str]]) -> list[str]:
+def test_names_are_looked_for_without_an_environment(project: Project) -> None:
+    """Of the tag: one that cannot start for such a name has none."""
+    path = project.layout.env(TAG) / "bin" / "ruff"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(Path(sys.executable).with_name("ruff"))
+    edit(project, 1, "+    return 22", "+    return TWO")
+    places.accept(project.layout, TAG)
+    (error,) = check_tag(project.layout, TAG)
+    assert "0001-first.patch: vllm/count.py:6: Undefined name `TWO`" in error
+
+
+INSTALLED = {"__init__": "", "a": "1/0", "b": "B = 1", "c": "1/0"}
+
+
+def run_imports(
+    tmp_path: Path,
+    prefixes: list[dict[str, str]],
+    installed: dict[str, str] = INSTALLED,
+) -> list[str]:
     """Import module `vllm.a` for each prefix, given as files and their texts."""
-    installed = tmp_path / "installed" / "vllm"
-    installed.mkdir(parents=True)
-    for name, text in {"__init__": "", "a": "1/0", "b": "B = 1", "c": "1/0"}.items():
-        (installed / f"{name}.py").write_text(text)
+    package = tmp_path / "installed" / "vllm"
+    package.mkdir(parents=True)
+    for name, text in installed.items():
+        (package / f"{name}.py").write_text(text)
     steps = []
     for number, files in enumerate(prefixes):
         folder = tmp_path / str(number)
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-        steps.append([str(folder), ["vllm.a"]])
+        later = {
+            f for more in prefixes[number:] for f, _ in more.items() ^ files.items()
+        }
+        steps.append([str(folder), ["vllm.a"], [*map(importcheck.module_name, later)]])
     job = {
         "files": ["vllm/a.py", "vllm/c.py"],
         "prefixes": steps,
@@ -192,7 +213,7 @@ def run_imports(tmp_path: Path, prefixes: list[dict[str, str]]) -> list[str]:
     (tmp_path / "job.json").write_text(json.dumps(job))
     subprocess.run(
         [sys.executable, importcheck.__file__, str(tmp_path / "job.json")],
-        env={"PYTHONPATH": str(installed.parent)},
+        env={"PYTHONPATH": str(package.parent)},
         check=True,
     )
     return json.loads((tmp_path / "results.json").read_text())
@@ -213,6 +234,31 @@ def test_each_prefix_is_imported_on_its_own(tmp_path: Path) -> None:
     assert "cannot import name 'MISSING'" in bad
     assert "No module named 'vllm.c'" in early
     assert "ended the process" in ends
+
+
+@pytest.mark.parametrize(
+    "uses, again",
+    [
+        ("", False),
+        ("import vllm.c", True),
+        ("from . import c", True),
+        ("from vllm.d import C", True),
+        ("import importlib; importlib.import_module('vllm.c')", True),
+    ],
+)
+def test_what_no_later_patch_has_to_do_with_is_imported_once(
+    tmp_path: Path, uses: str, again: bool
+) -> None:
+    """Once in a child, and once for all children behind it."""
+    log = tmp_path / "log"
+    note = f"open({str(log)!r}, 'a').write('b')\n"
+    installed = {"__init__": "", "b": note + uses, "d": "from vllm.c import C"}
+    prefixes = [
+        {"vllm/a.py": "import vllm.b, vllm.c", "vllm/c.py": f"C = {n}"}
+        for n in range(4)
+    ]
+    assert run_imports(tmp_path, prefixes, installed) == [""] * 4
+    assert log.read_text() == "b" * (4 if again else 2)
 
 
 @pytest.mark.parametrize("tag", ["v0.33.0", "v0.8.5.post1", "v0.10.1.1"])

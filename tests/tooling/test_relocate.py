@@ -139,6 +139,12 @@ def test_replaced_lines_must_be_there() -> None:
     assert result == add(after, "        while queue:\n", line)
 
 
+def test_lines_to_remove_may_begin_with_a_blank_one() -> None:
+    old = add(OLD, "        self.run(None)\n", "\n        self.first = 2\n")
+    (found,), result = place(OLD, "# More\n" + old, old)
+    assert found.exact and result == "# More\n" + OLD
+
+
 def test_a_scope_that_is_gone() -> None:
     after = add(OLD, "        self.run(None)\n", "        seam()\n")
     (found,), _ = place(after, OLD.replace("def stop", "def end"))
