@@ -3,7 +3,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from .workloads import Below, Interfere, Latency, NoReuse, Sessions, Trace
+from .prefixes import Below, Latency
+from .workloads import Interfere, NoReuse, Sessions, Trace
 
 Workload = Latency | Below | Sessions | NoReuse | Trace | Interfere
 

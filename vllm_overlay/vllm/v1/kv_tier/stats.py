@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the host tier did, from the pool to the stat loggers."""
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from vllm.v1.kv_tier.plan import StepReport
@@ -10,6 +10,18 @@ if TYPE_CHECKING:
 
 # Samples that are kept for a stat logger. Where nobody logs, nobody takes them.
 _MAX_SAMPLES = 1000
+
+
+Stats = TypeVar("Stats")
+
+
+def _take(stats: Stats, new: Stats) -> Stats:
+    """A copy of `stats`, which becomes as `new` is. Each step comes by here, and
+    `dataclasses.replace` takes ten times as long."""
+    taken = object.__new__(type(stats))
+    vars(taken).update(vars(stats))
+    vars(stats).update(vars(new))
+    return taken
 
 
 @dataclass
@@ -48,9 +60,7 @@ class SecondaryStats:
 
     def take(self) -> "SecondaryStats":
         """What was counted since the last call. Counting begins anew."""
-        taken = replace(self)
-        vars(self).update(vars(SecondaryStats(is_closed=self.is_closed)))
-        return taken
+        return _take(self, SecondaryStats(is_closed=self.is_closed))
 
 
 @dataclass
@@ -102,9 +112,7 @@ class KVTierStats:
 
     def take(self) -> "KVTierStats":
         """What was counted since the last call. Counting begins anew."""
-        taken = replace(self)
-        vars(self).update(vars(KVTierStats()))
-        return taken
+        return _take(self, KVTierStats())
 
     def record_hit(
         self, request: "Request", num_tokens: int, num_host_tokens: int

@@ -200,11 +200,15 @@ class Fetching:
     def _missing(self, request: Request) -> list[Wanted]:
         """Full blocks of a request that neither device nor host has."""
         missing = []
-        for i, block_hash in enumerate(request.block_hashes):
-            for group_id in range(self._layout.num_groups):
+        # Every block of every prompt comes by here.
+        on_host, on_device = self._table.get, self._is_cached
+        groups, num_tokens = range(self._layout.num_groups), 0
+        for block_hash in request.block_hashes:
+            num_tokens += self._layout.block_size
+            for group_id in groups:
                 key = make_block_hash_with_group_id(block_hash, group_id)
-                if self._table.get(key) is None and not self._is_cached(key):
-                    missing.append(Wanted(key, (i + 1) * self._layout.block_size))
+                if on_host(key) is None and not on_device(key):
+                    missing.append(Wanted(key, num_tokens))
         return missing
 
     def _hear(self, request: Request, wait: _Wait) -> None:

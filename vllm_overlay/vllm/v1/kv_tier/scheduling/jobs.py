@@ -67,16 +67,16 @@ class Jobs:
 
         """
         self._num_jobs += 1
-        fences = [self._table.last_copies(index) for index in slots]
+        stored, loaded = self._table.last_copies(slots)
         job = SecondaryJob(
             self._num_jobs,
             is_put,
             [bytes(key) for key in keys],
             slots,
             tier,
-            after_stores=max(stored for stored, _ in fences),
+            after_stores=stored,
             # Loads may read what is being written below.
-            after_loads=0 if is_put else max(loaded for _, loaded in fences),
+            after_loads=0 if is_put else loaded,
         )
         self._queue.append(job)
         self._jobs[job.number] = _Job([True] * len(slots), ended)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which KV block lies in which host slot."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -109,8 +108,8 @@ class SlotTable:
         # To how many tiers below slots are being written, by index, and so their
         # primary keys: they serve loads, and their memory is given to nobody. And
         # those of them that were removed meanwhile.
-        self._held: Counter[int] = Counter()
-        self._held_keys: Counter[BlockHashWithGroupId] = Counter()
+        self._held: dict[int, int] = {}
+        self._held_keys: dict[BlockHashWithGroupId, int] = {}
         self._free_after_hold: set[int] = set()
         # Slots that are being filled from below.
         self._reserved: set[int] = set()
@@ -164,10 +163,13 @@ class SlotTable:
         """Last plan that read the memory of `slot`, for whatever content."""
         return self._load_seq[slot.index]
 
-    def last_copies(self, index: int) -> tuple[int, int]:
-        """Last plans that stored to slot `index` and that loaded from it, for whatever
-        content."""
-        return self._store_seq[index], self._load_seq[index]
+    def last_copies(self, indices: Sequence[int]) -> tuple[int, int]:
+        """Last plans that stored to one of these slots and that loaded from one, for
+        whatever content."""
+        return (
+            max(map(self._store_seq.__getitem__, indices)),
+            max(map(self._load_seq.__getitem__, indices)),
+        )
 
     def insert(
         self,
@@ -227,21 +229,32 @@ class SlotTable:
 
     # ------------------------------------------------------------- the tier below
 
-    def hold(self, slot: HostSlot) -> None:
-        """`slot` is being written below."""
-        self._held[slot.index] += 1
-        self._held_keys[slot.keys[0]] += 1
+    def hold(
+        self, indices: Iterable[int], keys: Iterable[BlockHashWithGroupId]
+    ) -> None:
+        """A tier below begins to write what slots have under `keys`."""
+        held, held_keys = self._held, self._held_keys
+        for index, key in zip(indices, keys):
+            held[index] = held.get(index, 0) + 1
+            held_keys[key] = held_keys.get(key, 0) + 1
 
-    def end_hold(self, index: int, key: BlockHashWithGroupId) -> None:
-        """A tier has written what slot `index` had under `key`, whatever became of it
-        meanwhile."""
-        for holds, held in ((self._held, index), (self._held_keys, key)):
-            holds[held] -= 1  # type: ignore[index]
-            if not holds[held]:  # type: ignore[index]
-                del holds[held]  # type: ignore[arg-type]
-        if index in self._free_after_hold and index not in self._held:
-            self._free_after_hold.remove(index)
-            self._free_slot(index)
+    def end_hold(
+        self, indices: Iterable[int], keys: Iterable[BlockHashWithGroupId]
+    ) -> None:
+        """It has written, whatever became of the slots meanwhile."""
+        held, held_keys = self._held, self._held_keys
+        for index, key in zip(indices, keys):
+            if held_keys[key] == 1:
+                del held_keys[key]
+            else:
+                held_keys[key] -= 1
+            if held[index] > 1:
+                held[index] -= 1
+                continue
+            del held[index]
+            if index in self._free_after_hold:
+                self._free_after_hold.remove(index)
+                self._free_slot(index)
 
     def reserve(self, num_slots: int) -> list[int]:
         """Slots that are to be filled from below, as many as can be had. Nobody sees

@@ -160,15 +160,14 @@ class Spiller:
                 slots.append(slot)
         if not slots:
             return
-        for slot in slots:
-            self._table.hold(slot)
         keys, indices = [s.keys[0] for s in slots], [s.index for s in slots]
+        self._table.hold(indices, keys)
         self._writing.update(keys)
 
         def ended(done: Sequence[bool], seconds: float) -> None:
             self._writing.difference_update(keys)
-            for index, key, is_there in zip(indices, keys, done):
-                self._table.end_hold(index, key)
+            self._table.end_hold(indices, keys)
+            for key, is_there in zip(keys, done):
                 if is_there:
                     self.is_below(key)
             self._stats.record_job("put", len(done), seconds)
