@@ -27,8 +27,8 @@ from vllm.v1.kv_tier.scheduling.below import (
     labels,
 )
 from vllm.v1.kv_tier.stores.by_name import check_entry, open_store
-from vllm.v1.kv_tier.stores.fs import FsConfig
 from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
+from vllm.v1.kv_tier.stores.settings import StoreConfig
 from vllm.v1.kv_tier.worker import HostTier
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _open_secondary(
     )
 
 
-def _exists_on_all(entry: FsConfig, ranks: Sequence[tuple[str, int]]) -> Exists:
+def _exists_on_all(entry: StoreConfig, ranks: Sequence[tuple[str, int]]) -> Exists:
     stores = [
         open_store(entry, rank_space, rank, num_bytes)
         for rank, (rank_space, num_bytes) in enumerate(ranks)
@@ -253,7 +253,7 @@ def _start_rank(
 
 
 def _open_rank(
-    wrapper: Any, entries: Sequence[FsConfig], space: str, num_blocks: int
+    wrapper: Any, entries: Sequence[StoreConfig], space: str, num_blocks: int
 ) -> tuple[str, int]:
     """Open the stores of this rank. Returns its namespace, and the bytes of an object:
     0 where the rank has no KV memory."""

@@ -45,6 +45,8 @@ class SecondaryIO:
     ) -> None:
         self._stores = stores
         self._slots = slots.numpy()
+        for store in stores:
+            store.register(memoryview(self._slots).cast("B"))
         self._report = report
         self._tuning = tuning
         self._waiting: list[SecondaryJob] = []

@@ -16,17 +16,31 @@ class BlockStore(ABC):
     All methods may be called by several threads at once. None raises for an object that
     is missing or damaged, nor for a store in trouble: the answer is False, and the
     caller counts it. Rows are contiguous bytes of the size of a slot, one for each key.
+
+    **No late writes.** When `get` has returned, nothing writes to its rows any more,
+    whatever became of it: the caller gives them to others. A store that cannot promise
+    so of an operation that it has given up closes its client, or does whatever else
+    makes it impossible, before it returns. Until then the caller keeps the rows away
+    from everybody, which is their quarantine.
+
+    **No call hangs.** Of a store that is dead or stands still, a call returns after a
+    time that its settings say (`timeout_ms`). What follows is answered at once, until
+    the store is tried again (`Breaker`).
     """
 
-    late_writes: bool = False
-    """Whether a `get` that failed or timed out may still write to its rows later. The
-    caller must not use them again until that is impossible."""
+    def register(self, memory: memoryview) -> None:  # noqa: B027
+        """Take note of the memory in which the rows of all `put` and `get` will lie.
+
+        Called once, before either. The memory outlives the store. A store that moves
+        bytes through the kernel has nothing to do here.
+        """
 
     @abstractmethod
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         """Keep rows under keys. True: the object is there and complete, now or before.
 
-        Rows are read until the call returns, and never after.
+        Rows are read until the call returns, and what is read later is never taken for
+        an object.
         """
 
     @abstractmethod

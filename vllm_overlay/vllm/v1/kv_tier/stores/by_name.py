@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stores by their type in `secondary_tiers`."""
+"""The stores by their type in `secondary_tiers`, or by import path."""
 
+import inspect
 from typing import Any
 
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore
+from vllm.v1.kv_tier.stores.fs import FsConfig
+from vllm.v1.kv_tier.stores.mooncake import MooncakeConfig
+from vllm.v1.kv_tier.stores.redis import RedisConfig
+from vllm.v1.kv_tier.stores.settings import SECONDARY_TIERS, StoreConfig
 
-STORES = {"fs": (FsConfig, FsStore)}
+STORES: dict[str, type[StoreConfig]] = {
+    "fs": FsConfig,
+    "redis": RedisConfig,
+    "mooncake": MooncakeConfig,
+}
 
 
-def check_entry(entry: Any, index: int = 0) -> FsConfig:
+def check_entry(entry: Any, index: int = 0) -> Any:
     """The settings of an entry of `secondary_tiers`.
 
     Args:
@@ -20,33 +29,33 @@ def check_entry(entry: Any, index: int = 0) -> FsConfig:
         ValueError: No such type, or a setting of it is wrong.
 
     """
-    setting = f"--kv-offloading-config: secondary_tiers[{index}]"
-    known = ", ".join(STORES)
+    setting = f"{SECONDARY_TIERS}[{index}]"
+    known = f"{', '.join(STORES)}, or the import path of a StoreConfig"
     if not isinstance(entry, dict):
         raise ValueError(
             f"{setting} must be an object with a type (one of {known}), got {entry!r}."
         )
     kind = entry.get("type")
-    if not isinstance(kind, str) or kind not in STORES:
+    config: object = STORES.get(kind) if isinstance(kind, str) else None
+    if config is None and isinstance(kind, str) and "." in kind:
+        try:
+            config = resolve_obj_by_qualname(kind.replace(":", "."))
+        except (ImportError, AttributeError, ValueError) as e:
+            raise ValueError(
+                f"{setting}.type {kind!r} cannot be imported ({e}). Give the path "
+                "package.module.Class."
+            ) from e
+    if (
+        not isinstance(config, type)
+        or not issubclass(config, StoreConfig)
+        or inspect.isabstract(config)
+    ):
         raise ValueError(f"{setting}.type must be one of {known}, got {kind!r}.")
-    config, _ = STORES[kind]
-    return config.from_entry(entry)
+    return config.from_entry(entry, index)
 
 
 def open_store(
-    config: FsConfig, namespace: str, rank: int, slot_bytes: int
+    config: StoreConfig, namespace: str, rank: int, slot_bytes: int
 ) -> BlockStore:
-    """The store of a rank.
-
-    Args:
-        config: From `check_entry`.
-        namespace: What shaped the bytes, see `identity`.
-        rank: Whose part they are.
-        slot_bytes: Size of a row, in bytes.
-
-    Raises:
-        OSError: It cannot be used.
-
-    """
-    (store,) = (s for c, s in STORES.values() if isinstance(config, c))
-    return store(config, namespace, rank, slot_bytes)
+    """The store of a rank: see `StoreConfig.open`."""
+    return config.open(namespace, rank, slot_bytes)

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an object lies in a file: a header that says all that it is, then the row.
+"""How an object lies in a store: a header that says all that it is, then the row.
 
 The header has, in this order: a magic with the format's version, the checksum's
 algorithm and value, a digest of the namespace and rank, the row's length, the key's
 length, the key, and zeros up to a multiple of 64 bytes, so that the row is aligned. A
-reader knows all of it but the checksum, and compares every byte. Header and row are
-written by one call and read by one call, the row straight from and to its place.
+reader knows all of it but the checksum, and compares every byte.
 """
 
+import contextlib
 import hashlib
 import os
 import struct
 from collections.abc import Callable
 
 from blake3 import blake3
-
-try:
-    # Five times as fast, but no dependency of vLLM.
-    from xxhash import xxh3_128_digest
-except ImportError:
-    xxh3_128_digest = None
 
 FORMAT_VERSION = 1
 
@@ -34,8 +28,11 @@ def _blake3(row: memoryview) -> bytes:
 
 CHECKSUMS: dict[bytes, Callable[[memoryview], bytes]] = {b"blake3": _blake3}
 """128 bit each, by the names that headers have. New objects have the last one."""
-if xxh3_128_digest is not None:
-    CHECKSUMS[b"xxh3_128"] = xxh3_128_digest
+with contextlib.suppress(ImportError):
+    # Five times as fast, but no dependency of vLLM.
+    import xxhash
+
+    CHECKSUMS[b"xxh3_128"] = xxhash.xxh3_128_digest
 
 
 class ObjectFormat:
@@ -54,8 +51,25 @@ class ObjectFormat:
         self._row_bytes = row_bytes
 
     def size(self, key: bytes) -> int:
-        """Bytes of the file of an object."""
-        return self._header_bytes(key) + self._row_bytes
+        """Bytes of an object."""
+        return self.header_bytes(key) + self._row_bytes
+
+    @staticmethod
+    def header_bytes(key: bytes) -> int:
+        return -(-(_FIXED.size + len(key)) // _ALIGNMENT) * _ALIGNMENT
+
+    def header(self, key: bytes, row: memoryview) -> bytes:
+        """What an object begins with."""
+        algorithm, checksum = list(CHECKSUMS.items())[-1]
+        return self._header(key, algorithm, checksum(row))
+
+    def is_right(self, header: bytes | bytearray, key: bytes, row: memoryview) -> bool:
+        """Whether these are header and row of the object of this key, undamaged."""
+        algorithm = _FIXED.unpack_from(header)[1].rstrip(b"\0")
+        checksum = CHECKSUMS.get(algorithm)
+        if checksum is None or len(row) != self._row_bytes:
+            return False
+        return header == self._header(key, algorithm, checksum(row))
 
     def write(self, fd: int, key: bytes, row: memoryview) -> None:
         """Write an object to an empty file.
@@ -64,38 +78,29 @@ class ObjectFormat:
             OSError: Also where the system takes less than all.
 
         """
-        algorithm, checksum = list(CHECKSUMS.items())[-1]
-        header = self._header(key, algorithm, checksum(row))
+        header = self.header(key, row)
         written = os.writev(fd, [header, row])
         if written != self.size(key):
             # The rest says why: the disk is full, or the error comes now.
             self._write_rest(fd, memoryview(header + bytes(row))[written:])
 
     def read(self, fd: int, key: bytes, row: memoryview) -> bool:
-        """Read an object into `row`. True if it is this one and undamaged.
+        """Read an object of a file into `row`. True if it is this one and undamaged.
 
         Raises:
             OSError: It could not be read.
 
         """
-        header = bytearray(self._header_bytes(key))
+        header = bytearray(self.header_bytes(key))
         if os.preadv(fd, [header, row], 0) != self.size(key):
             return False
-        algorithm = _FIXED.unpack_from(header)[1].rstrip(b"\0")
-        checksum = CHECKSUMS.get(algorithm)
-        if checksum is None:
-            return False
-        return header == self._header(key, algorithm, checksum(row))
+        return self.is_right(header, key, row)
 
     def _header(self, key: bytes, algorithm: bytes, checksum: bytes) -> bytes:
         fixed = _FIXED.pack(
             _MAGIC, algorithm, checksum, self._namespace, self._row_bytes, len(key)
         )
-        return (fixed + key).ljust(self._header_bytes(key), b"\0")
-
-    @staticmethod
-    def _header_bytes(key: bytes) -> int:
-        return -(-(_FIXED.size + len(key)) // _ALIGNMENT) * _ALIGNMENT
+        return (fixed + key).ljust(self.header_bytes(key), b"\0")
 
     @staticmethod
     def _write_rest(fd: int, rest: memoryview) -> None:

@@ -7,38 +7,37 @@ unless the machine lost power, and then the checksum says so. Damage is removed.
 """
 
 import contextlib
-import dataclasses
 import errno
-import itertools
 import math
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.format import ObjectFormat
+from vllm.v1.kv_tier.stores.settings import StoreConfig
 from vllm.v1.kv_tier.stores.space import OBJECT, Space, used_bytes
+from vllm.v1.kv_tier.stores.threads import MAX_THREADS, Threads
 
 GiB = 1 << 30
 
-_ENTRY = "--kv-offloading-config: secondary_tiers[0]"
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 # Of the time of last use, by which is evicted.
 _TOUCH_S = 60.0
-_MAX_THREADS = 64
 # A symbolic link, or not ours to read.
 _NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
-class FsConfig:
+class FsConfig(StoreConfig):
     """`{"type": "fs", …}` of `secondary_tiers`: a directory below the host tier."""
+
+    example = '{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}'
+    locality = "LOCAL"
 
     root_dir: str
     """Where the files are: an absolute path. The directory is made if it is not there,
@@ -47,75 +46,30 @@ class FsConfig:
     max_gib: float
     """GiB that all files below `root_dir` may take together, whoever wrote them."""
 
-    store_from_use: int = 2
-    """Write a block only from its n-th use on: being computed is one, and so is every
-    hit. `1` writes all that the host tier has."""
-
     num_threads: int = 4
     """Threads of each rank that read and write."""
 
-    deadline_ms: float = 1000.0
-    """How long a fetch may take, in milliseconds. What has not begun by then is
-    computed."""
-
-    @classmethod
-    def from_entry(cls, entry: dict[str, Any]) -> "FsConfig":
-        """The settings of an entry of `secondary_tiers`.
-
-        Raises:
-            ValueError: A setting is wrong. The message names it, its value and the
-                mend.
-
-        """
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        for key in entry:
-            if key not in fields and key != "type":
-                raise ValueError(
-                    f"{_ENTRY}: unknown key {key!r} (value {entry[key]!r}). Known keys "
-                    f"of type 'fs': {', '.join(fields)}."
-                )
-        for name, field in fields.items():
-            if field.default is dataclasses.MISSING and name not in entry:
-                raise ValueError(
-                    f"{_ENTRY}.{name} is missing. An entry of type 'fs' needs at "
-                    'least {"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}.'
-                )
-        config = cls(**{key: entry[key] for key in fields if key in entry})
-        config._check_values()
-        return config
-
     @property
     def name(self) -> str:
-        """Where it is, for messages."""
         return f"{self.root_dir} ({self.max_gib:g} GiB)"
-
-    locality: ClassVar[str] = "LOCAL"
 
     @property
     def max_bytes(self) -> int:
         return int(self.max_gib * GiB)
 
-    def _check_values(self) -> None:
+    def check_values(self) -> None:
+        super().check_values()
         path = self.root_dir
         if not isinstance(path, str) or not os.path.isabs(path) or "\0" in path:
             raise ValueError(
-                f"{_ENTRY}.root_dir must be the absolute path of a directory, got "
-                f"{path!r}. Give one like /mnt/kv."
+                f"{self.setting('root_dir')} must be the absolute path of a directory, "
+                f"got {path!r}. Give one like /mnt/kv."
             )
-        for name in ("max_gib", "deadline_ms"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 < value < math.inf:
-                raise ValueError(f"{_ENTRY}.{name} must be above 0, got {value!r}.")
-        for name, most in (("store_from_use", math.inf), ("num_threads", _MAX_THREADS)):
-            value = getattr(self, name)
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            if not is_whole or not 1 <= value <= most:
-                upto = "on" if most == math.inf else f"to {most}"
-                raise ValueError(
-                    f"{_ENTRY}.{name} must be a whole number from 1 {upto}, got "
-                    f"{value!r}."
-                )
+        self.check_above_0("max_gib")
+        self.check_whole("num_threads", most=MAX_THREADS)
+
+    def open(self, namespace: str, rank: int, slot_bytes: int) -> "FsStore":
+        return FsStore(self, namespace, rank, slot_bytes)
 
     def check(self) -> None:
         """Make the directory if it is not there, and see that it can be used.
@@ -124,7 +78,7 @@ class FsConfig:
             ValueError: It cannot, or others could read what is in it.
 
         """
-        setting = f"{_ENTRY}.root_dir {self.root_dir}"
+        setting = f"{self.setting('root_dir')} {self.root_dir}"
         root = Path(self.root_dir)
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -159,10 +113,10 @@ class FsConfig:
         free = disk.f_bavail * disk.f_frsize
         if free < self.max_bytes - used:
             raise ValueError(
-                f"{_ENTRY}.max_gib {self.max_gib:g} does not fit: {root} holds "
-                f"{used / GiB:.1f} GiB, and its disk has {free / GiB:.1f} GiB free. "
-                f"Lower max_gib to {math.floor((free + used) / GiB * 10) / 10:g}, or "
-                "free space there."
+                f"{self.setting('max_gib')} {self.max_gib:g} does not fit: {root} "
+                f"holds {used / GiB:.1f} GiB, and its disk has {free / GiB:.1f} GiB "
+                f"free. Lower max_gib to {math.floor((free + used) / GiB * 10) / 10:g},"
+                " or free space there."
             )
 
 
@@ -180,9 +134,6 @@ class FsStore(BlockStore):
 
     """
 
-    # A call returns when its threads have read all that they will.
-    late_writes = False
-
     def __init__(
         self, config: FsConfig, namespace: str, rank: int, slot_bytes: int
     ) -> None:
@@ -191,12 +142,10 @@ class FsStore(BlockStore):
         self._format = ObjectFormat(namespace, rank, slot_bytes)
         self._deadline_s = config.deadline_ms / 1e3
         self._space = Space(Path(config.root_dir), config.max_bytes)
-        # The thread that calls works, too.
-        self._num_helpers = config.num_threads - 1
-        self._helpers = ThreadPoolExecutor(max(self._num_helpers, 1), "kv-tier-fs")
+        self._threads = Threads(config.num_threads, "fs")
 
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        return self._spread(self._put, keys, rows)
+        return self._threads.spread(self._put, keys, rows)
 
     def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         deadline = time.monotonic() + self._deadline_s
@@ -204,7 +153,7 @@ class FsStore(BlockStore):
         def get_in_time(key: bytes, row: memoryview) -> bool:
             return time.monotonic() < deadline and self._get(key, row)
 
-        return self._spread(get_in_time, keys, rows)
+        return self._threads.spread(get_in_time, keys, rows)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         return [self._is_there(key) for key in keys]
@@ -214,33 +163,9 @@ class FsStore(BlockStore):
             self._remove(_name(key))
 
     def close(self) -> None:
-        self._helpers.shutdown()
+        self._threads.close()
         self._space.close()
         os.close(self._folder)
-
-    def _spread(
-        self,
-        work: Callable[[bytes, memoryview], bool],
-        keys: Sequence[bytes],
-        rows: Sequence[memoryview],
-    ) -> list[bool]:
-        """Answers of `work` for all pairs, by this thread and its helpers."""
-        assert len(keys) == len(rows)
-        answers = [False] * len(keys)
-        indices = itertools.count()
-
-        def take_turns() -> None:
-            while (i := next(indices)) < len(keys):
-                answers[i] = work(keys[i], rows[i])
-
-        helpers = [
-            self._helpers.submit(take_turns)
-            for _ in range(min(self._num_helpers, len(keys) - 1))
-        ]
-        take_turns()
-        for helper in helpers:
-            helper.result()
-        return answers
 
     def _put(self, key: bytes, row: memoryview) -> bool:
         if self._is_there(key, touch=True):

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of stores in servers: what is wrong says so at start, with the mend."""
+
+import contextlib
+import importlib.util
+import logging
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm.v1.kv_tier.stores.base import BlockStore
+from vllm.v1.kv_tier.stores.by_name import check_entry, open_store
+from vllm.v1.kv_tier.stores.fs import FsConfig
+
+from .store_servers import Mooncake, Valkey, free_port
+from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, row
+
+REDIS: dict[str, Any] = {"type": "redis", "url": "redis://a:1"}
+MOONCAKE: dict[str, Any] = {"type": "mooncake", "master": "a:1"}
+SECRET = "very-secret"
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ({"type": "redis"}, "[0].url is missing. An entry of type 'redis' needs at"),
+        (REDIS | {"max_gib": 5}, "[0]: unknown key 'max_gib' (value 5). Known keys"),
+        (REDIS | {"index": 5}, "[0]: unknown key 'index'"),
+        (REDIS | {"url": f"http://:{SECRET}@a"}, "url must begin with redis:// or"),
+        (REDIS | {"url": 6379}, "[0].url must begin with redis:// or rediss://. Give"),
+        (REDIS | {"ttl_s": 0.5}, "[0].ttl_s must be a whole number from 1 on, got"),
+        (REDIS | {"num_connections": 0}, "num_connections must be a whole number"),
+        (REDIS | {"timeout_ms": 0}, "[0].timeout_ms must be above 0, got 0."),
+        (REDIS | {"password_env": ""}, "[0].password_env must be a text, got ''."),
+        (MOONCAKE | {"master": "host"}, "[0].master must be host:port, got 'host'."),
+        (MOONCAKE | {"master": "a:0"}, "[0].master must be host:port, got 'a:0'."),
+        (MOONCAKE | {"master": 1}, "[0].master must be a text, got 1."),
+        (MOONCAKE | {"protocol": "ib"}, "[0].protocol must be tcp or rdma, got 'ib'."),
+        (MOONCAKE | {"rdma_devices": 1}, "[0].rdma_devices must be a text, got 1."),
+        (
+            MOONCAKE | {"global_segment_gib": -1},
+            "[0].global_segment_gib must be 0 or more, got -1.",
+        ),
+    ],
+)
+def test_what_is_wrong_says_so(entry: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        check_entry(entry)
+    assert SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize("entry", [REDIS, MOONCAKE])
+def test_a_package_that_is_missing(
+    entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(ValueError, match=r"cannot be imported .*\. pip install [rm]"):
+        check_entry(entry).check()
+
+
+@pytest.mark.parametrize("entry", [REDIS, MOONCAKE])
+def test_a_server_that_is_not_there(entry: dict[str, Any]) -> None:
+    if entry is REDIS:
+        pytest.importorskip("redis")
+        wrong = {"url": f"redis://:{SECRET}@127.0.0.1:{free_port()}/0"}
+    else:
+        wrong = {"master": f"127.0.0.1:{free_port()}"}
+        if importlib.util.find_spec("mooncake") is None:
+            pytest.skip("Mooncake is not installed")
+    with pytest.raises(ValueError, match="127.0.0.1.*Start .*correct the") as error:
+        check_entry(entry | wrong).check()
+    assert SECRET not in str(error.value)
+
+
+# -------------------------------------------------------------------- Valkey
+
+
+def valkey(*options: str) -> Iterator[Valkey]:
+    server = Valkey(*options)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def open_server() -> Iterator[Valkey]:
+    yield from valkey()
+
+
+@pytest.fixture(scope="module")
+def closed_server() -> Iterator[Valkey]:
+    """One with a password."""
+    yield from valkey("--requirepass", SECRET)
+
+
+def check_redis(server: Valkey, **options: Any) -> Any:
+    config = check_entry(server.entry | options)
+    config.check()
+    return config
+
+
+def test_a_password(
+    closed_server: Valkey,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ValueError, match="does not take the password, or wants one"):
+        check_redis(closed_server)
+    monkeypatch.setenv("STORE_PASSWORD", "wrong")
+    with pytest.raises(ValueError, match="does not take the password, or wants one"):
+        check_redis(closed_server, password_env="STORE_PASSWORD")
+    monkeypatch.setenv("STORE_PASSWORD", SECRET)
+    config = check_redis(closed_server, password_env="STORE_PASSWORD")
+    with caplog.at_level(logging.DEBUG):
+        store = open_store(config, NAMESPACE, 0, ROW_BYTES)
+        assert store.put(KEYS[:1], [row(0)]) == [True]
+        closed_server.kill("server")
+        assert store.put(KEYS[:1], [row(0)]) == [False]
+        store.close()
+    closed_server.start()
+    url = f"redis://:{SECRET}@127.0.0.1:{closed_server.port}"
+    config = check_redis(closed_server, url=url)
+    assert SECRET not in f"{config!r} {config.name} {caplog.text}"
+    assert config.name == f"redis://127.0.0.1:{closed_server.port}"
+    monkeypatch.delenv("STORE_PASSWORD")
+    with pytest.raises(ValueError, match="STORE_PASSWORD, which is not set"):
+        check_redis(closed_server, password_env="STORE_PASSWORD")
+
+
+def test_tls_where_there_is_none(open_server: Valkey) -> None:
+    wrong = f"rediss://127.0.0.1:{open_server.port}"
+    with pytest.raises(ValueError, match="rediss:// is for servers with TLS"):
+        check_redis(open_server, url=wrong)
+
+
+def test_what_is_no_valkey(open_server: Valkey) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"redis://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ValueError, match="does not answer as Valkey or Redis"):
+            check_redis(open_server, url=url)
+
+
+def test_a_server_that_takes_no_writes(open_server: Valkey) -> None:
+    try:
+        open_server.client.replicaof("127.0.0.1", free_port())
+        with pytest.raises(ValueError, match="refuses to keep a value .*READONLY"):
+            check_redis(open_server)
+    finally:
+        open_server.client.replicaof("NO", "ONE")
+
+
+def test_a_server_without_room_is_read_on(
+    open_server: Valkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    store: Any = open_store(check_redis(open_server), NAMESPACE, 0, ROW_BYTES)
+    assert store.put(KEYS[:2], [row(0), row(1)]) == [True, True]
+    try:
+        open_server.client.config_set("maxmemory", 1)
+        open_server.client.config_set("maxmemory-policy", "noeviction")
+        for _ in range(3):
+            assert store.put(KEYS[1:4], [row(i) for i in (1, 2, 3)])[1:] == [False] * 2
+        places = [empty(), empty()]
+        assert store.get(KEYS[:2], places) == [True, True]
+        assert places == [row(0), row(1)]
+    finally:
+        open_server.client.config_set("maxmemory", 0)
+    said = [r.getMessage() for r in caplog.records if "nothing more is" in r.message]
+    assert len(said) == 1 and "OOM" in said[0]
+    store._writing._next_try_s = 0
+    assert store.put(KEYS[2:4], [row(2), row(3)]) == [True, True]
+    store.close()
+
+
+def test_objects_that_the_server_forgets(open_server: Valkey) -> None:
+    config = check_redis(open_server, ttl_s=100)
+    store = open_store(config, "c" * 32, 0, ROW_BYTES)
+    assert store.put(KEYS[:2], [row(0), row(1)]) == [True, True]
+    name = open_server.object_name("c" * 32, 0, KEYS[0])
+    assert 90 < open_server.client.ttl(name) <= 100
+    open_server.client.expire(name, 20)
+    assert store.put(KEYS[:1], [row(0)]) == [True]
+    assert open_server.client.ttl(name) > 90
+    place = empty()
+    assert store.get(KEYS[:1], [place]) == [True] and place == row(0)
+    store.close()
+
+
+def test_a_connection_that_the_server_closed_is_no_trouble(
+    open_server: Valkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(check_redis(open_server), NAMESPACE, 0, ROW_BYTES)
+    assert store.put(KEYS[:1], [row(0)]) == [True]
+    open_server.client.client_kill_filter(_type="normal", skipme=True)
+    assert store.exists(KEYS[:1]) == [True]
+    store.close()
+    assert not caplog.records
+
+
+def pump(source: socket.socket, to: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            to.sendall(data)
+    with contextlib.suppress(OSError):
+        to.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def tls_port(open_server: Valkey, tmp_path: Path) -> Iterator[int]:
+    """Of a server with TLS, whose certificate is in the test's folder. Server binaries
+    often lack it, so this is in front of one without."""
+    key, certificate = tmp_path / "key", tmp_path / "certificate"
+    make = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", *make.split(), *names, *files], check=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                plain, _ = listening.accept()
+            except OSError:
+                return
+            with contextlib.suppress(OSError):
+                near = context.wrap_socket(plain, server_side=True)
+                far = socket.create_connection(("127.0.0.1", open_server.port))
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield listening.getsockname()[1]
+    listening.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+def test_tls(open_server: Valkey, tls_port: int, tmp_path: Path) -> None:
+    url = f"rediss://127.0.0.1:{tls_port}"
+    with pytest.raises(ValueError, match="(?i)certificate.verify.failed"):
+        check_redis(open_server, url=url)
+    url = f"{url}?ssl_ca_certs={tmp_path}/certificate"
+    store = open_store(check_redis(open_server, url=url), "d" * 32, 0, ROW_BYTES)
+    assert store.put(KEYS[:9], [row(i) for i in range(9)]) == [True] * 9
+    places = [empty() for _ in range(9)]
+    assert store.get(KEYS[:9], places) == [True] * 9
+    assert places == [row(i) for i in range(9)]
+    store.close()
+
+
+# ------------------------------------------------------- Mooncake, import path
+
+
+def test_an_engine_that_gives_memory() -> None:
+    servers = Mooncake()
+    try:
+        servers.start()
+        servers.kill("node")
+        config = check_entry(servers.entry | {"global_segment_gib": 0.1})
+        for rank, gives in ((1, False), (0, True)):
+            store: Any = open_store(config, NAMESPACE, rank, ROW_BYTES)
+            memory = memoryview(bytearray(2 * ROW_BYTES))
+            memory[:ROW_BYTES] = row(0)
+            store.register(memory)
+            assert (store._giver is not None) == gives
+            if gives:
+                rows = memory[:ROW_BYTES], memory[ROW_BYTES:]
+                while store.put(KEYS[:1], rows[:1]) != [True]:
+                    # Until the node that was killed is forgotten.
+                    store._breaker._next_try_s = store._writing._next_try_s = None
+                assert store.get(KEYS[:1], rows[1:]) == [True] and rows[1] == row(0)
+            store.close()
+    finally:
+        servers.close()
+
+
+class OwnConfig(FsConfig):
+    """What somebody else might write."""
+
+
+class NoConfig(BlockStore):
+    pass
+
+
+def test_a_type_by_its_import_path() -> None:
+    entry = {"root_dir": "/a", "max_gib": 1}
+    path = f"{__name__}.OwnConfig"
+    for name in (path, f"{__name__}:OwnConfig"):
+        config = check_entry(entry | {"type": name})
+        assert type(config) is OwnConfig and config.root_dir == "/a"
+    with pytest.raises(ValueError, match=f"keys of type '{path}': .*root_dir"):
+        check_entry(entry | {"type": path, "other": 1})
+    with pytest.raises(ValueError, match=r"type 'no\.Such' cannot be imported"):
+        check_entry(entry | {"type": "no.Such"})
+    for name in ("NoConfig", "KEYS"):
+        with pytest.raises(ValueError, match="or the import path of a StoreConfig"):
+            check_entry(entry | {"type": f"{__name__}.{name}"})

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store of objects in a Valkey or Redis server.
+
+An object is a value under `kvtier:NAMESPACE:rRANK:KEY`. How much the server may hold is
+its own setting (`maxmemory`, with `maxmemory-policy allkeys-lru`). One that refuses to
+take more is read on. Rows are the caller's alone when a call returns: the socket of an
+operation that was given up is closed before.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm.v1.kv_tier.stores.base import BlockStore
+from vllm.v1.kv_tier.stores.breaker import Breaker
+from vllm.v1.kv_tier.stores.format import ObjectFormat
+from vllm.v1.kv_tier.stores.resp import Refused, Wire, command
+from vllm.v1.kv_tier.stores.settings import StoreConfig
+from vllm.v1.kv_tier.stores.threads import MAX_THREADS, Threads
+
+_WINDOW_BYTES = 8 << 20
+_WRITE_PAUSE_S = 60.0
+_Operation = Callable[[Wire], list[bool]]
+
+
+@dataclass(frozen=True)
+class RedisConfig(StoreConfig):
+    """`{"type": "redis", …}` of `secondary_tiers`: a Valkey or Redis server."""
+
+    example = '{"type": "redis", "url": "redis://127.0.0.1:6379"}'
+
+    url: str = field(repr=False)
+    """Where the server is: `redis://[user@]host[:port][/db]`, or `rediss://` with TLS,
+    where `?ssl_ca_certs=FILE` names the authority. A password may stand in it, but vLLM
+    logs its arguments."""
+
+    password_env: str | None = None
+    """Environment variable that has the password."""
+
+    num_connections: int = 2
+    """Connections of each rank to read with, and as many to write with."""
+
+    timeout_ms: float = 2000.0
+    """How long the server may take for an operation, in milliseconds."""
+
+    ttl_s: int | None = None
+    """Seconds after which the server forgets what nobody has written again. `null`: it
+    keeps what its memory allows."""
+
+    @property
+    def name(self) -> str:
+        parts = urlsplit(self.url)
+        user = f"{parts.username}@" if parts.username else ""
+        return f"{parts.scheme}://{user}{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    def check_values(self) -> None:
+        super().check_values()
+        url = self.url
+        if not isinstance(url, str) or not url.startswith(("redis://", "rediss://")):
+            raise ValueError(
+                f"{self.setting('url')} must begin with redis:// or rediss://. Give "
+                "one like redis://127.0.0.1:6379."
+            )
+        self.check_above_0("timeout_ms")
+        self.check_whole("num_connections", most=MAX_THREADS)
+        if self.ttl_s is not None:
+            self.check_whole("ttl_s")
+        if self.password_env is not None:
+            self.check_text("password_env", like="VALKEY_PASSWORD")
+
+    def check(self) -> None:
+        setting = f"{self.setting('url')} {self.name}"
+        try:
+            import redis
+        except ImportError as e:
+            raise ValueError(
+                f"{self.setting('type')} 'redis' needs the package redis, which cannot "
+                f"be imported ({e}). pip install redis"
+            ) from e
+        if self.password_env is not None and self.password_env not in os.environ:
+            raise ValueError(
+                f"{self.setting('password_env')} names the environment variable "
+                f"{self.password_env}, which is not set. Set it to the password of "
+                f"{self.name}."
+            )
+        try:
+            wire = Wire(self.connection(), self.timeout_ms / 1e3)
+            try:
+                probe = b"kvtier:probe:%d" % os.getpid()
+                wire.send(command(b"SET", probe, b"1", b"EX", b"60"))
+                (answer,) = wire.lines(1)
+                if answer != b"+OK":
+                    raise Refused(answer.decode(errors="replace"))
+                wire.ask([command(b"EXISTS", probe), command(b"UNLINK", probe)])
+            finally:
+                wire.close()
+        except redis.AuthenticationError as e:
+            raise ValueError(
+                f"{setting} does not take the password, or wants one ({e}). Put it "
+                "into an environment variable, and name that with password_env."
+            ) from e
+        except Refused as e:
+            raise ValueError(
+                f"{setting} refuses to keep a value ({e}). Give a user who may SET, "
+                "GET, EXISTS, TOUCH, EXPIRE and UNLINK kvtier:*, at a server that "
+                "takes writes and is no cluster."
+            ) from e
+        except (redis.RedisError, OSError, ValueError) as e:
+            raise ValueError(
+                f"{setting} does not answer as Valkey or Redis does ({e}). Start the "
+                "server there, or correct the address; rediss:// is for servers with "
+                "TLS, and redis:// for those without."
+            ) from e
+
+    def open(self, namespace: str, rank: int, slot_bytes: int) -> "RedisStore":
+        return RedisStore(self, namespace, rank, slot_bytes)
+
+    def connection(self) -> Any:
+        """A connection of the package `redis`, not connected yet.
+
+        Raises:
+            ValueError: The URL is none.
+
+        """
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        seconds = self.timeout_ms / 1e3
+        options: dict[str, Any] = {
+            "socket_timeout": seconds,
+            "socket_connect_timeout": seconds,
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+        }
+        if self.password_env is not None:
+            options["password"] = os.environ.get(self.password_env)
+        # What a URL says wins over the options, so that a password in it does, too.
+        pool = redis.ConnectionPool.from_url(self.url, **options)
+        return pool.connection_class(**pool.connection_kwargs)
+
+
+class RedisStore(BlockStore):
+    """The objects of one rank under one namespace, in a server.
+
+    Nothing is connected before it is used.
+
+    Args:
+        config: Settings, checked.
+        namespace: What shaped the bytes: hex digits.
+        rank: Whose part they are.
+        slot_bytes: Size of a row.
+
+    """
+
+    def __init__(
+        self, config: RedisConfig, namespace: str, rank: int, slot_bytes: int
+    ) -> None:
+        self._config = config
+        self._prefix = f"kvtier:{namespace}:r{rank}:".encode()
+        self._format = ObjectFormat(namespace, rank, slot_bytes)
+        self._deadline_s = config.deadline_ms / 1e3
+        self._threads = Threads(config.num_connections, "redis")
+        self._window = max(1, _WINDOW_BYTES // slot_bytes)
+        self._idle: list[Wire] = []
+        self._breaker = Breaker(config.name)
+        self._writing = Breaker(
+            config.name, "nothing more is written to it", _WRITE_PAUSE_S
+        )
+
+    def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+        if not self._writing.allows():
+            return [False] * len(keys)
+        return self._in_windows(self._put, keys, rows)
+
+    def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+        return self._in_windows(self._get, keys, rows, monotonic() + self._deadline_s)
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        commands = [command(b"EXISTS", self._name(key)) for key in keys]
+        return self._ask(lambda wire: wire.ask(commands), len(keys))
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        commands = [command(b"UNLINK", self._name(key)) for key in keys]
+        self._ask(lambda wire: wire.ask(commands), len(keys))
+
+    def close(self) -> None:
+        self._threads.close()
+        while self._idle:
+            self._idle.pop().close()
+
+    def _name(self, key: bytes) -> bytes:
+        return self._prefix + key.hex().encode()
+
+    def _in_windows(
+        self,
+        work: Callable[[Wire, Sequence[bytes], Sequence[memoryview]], list[bool]],
+        keys: Sequence[bytes],
+        rows: Sequence[memoryview],
+        deadline: float = math.inf,
+    ) -> list[bool]:
+        """Answers of `work`, which is no to all that has not begun at the deadline."""
+        n = max(1, min(self._window, -(-len(keys) // self._config.num_connections)))
+        starts = range(0, len(keys), n)
+
+        def in_time(keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+            if monotonic() > deadline:
+                return [False] * len(keys)
+            return self._ask(lambda wire: work(wire, keys, rows), len(keys))
+
+        answers = self._threads.spread(
+            in_time,
+            [keys[i : i + n] for i in starts],
+            [rows[i : i + n] for i in starts],
+        )
+        return [answer for window in answers for answer in window]
+
+    def _ask(self, operation: _Operation, num_keys: int) -> list[bool]:
+        """Answers of an operation; no to all if the server is in trouble."""
+        from redis import RedisError
+
+        if not num_keys or not self._breaker.allows():
+            return [False] * num_keys
+        try:
+            with self._wire() as wire:
+                answers = operation(wire)
+        except (OSError, RedisError, Refused) as e:
+            self._breaker.failed(e)
+            return [False] * num_keys
+        self._breaker.succeeded()
+        return answers
+
+    @contextmanager
+    def _wire(self) -> Iterator[Wire]:
+        wire = None
+        while self._idle and wire is None:
+            try:
+                wire = self._idle.pop()
+            except IndexError:
+                break
+            if wire.is_stale:
+                wire.close()
+                wire = None
+        if wire is None:
+            seconds = self._config.timeout_ms / 1e3
+            wire = Wire(self._config.connection(), seconds)
+        wire.begin()
+        try:
+            yield wire
+        except BaseException:
+            wire.close()
+            raise
+        self._idle.append(wire)
+
+    def _put(
+        self, wire: Wire, keys: Sequence[bytes], rows: Sequence[memoryview]
+    ) -> list[bool]:
+        names = [self._name(key) for key in keys]
+        # What is there becomes recently used, and is not sent again.
+        ttl = None if self._config.ttl_s is None else b"%d" % self._config.ttl_s
+        touch = [b"TOUCH"] if ttl is None else [b"EXPIRE"]
+        after = [] if ttl is None else [ttl]
+        answers = wire.ask(command(*touch, name, *after) for name in names)
+        missing = [i for i, is_there in enumerate(answers) if not is_there]
+        end = b"\r\n"
+        if ttl is not None:
+            end += b"$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+        for i in missing:
+            name, size = names[i], self._format.size(keys[i])
+            parts = 3 if ttl is None else 5
+            begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
+            wire.send(
+                begin % (parts, len(name), name, size)
+                + self._format.header(keys[i], rows[i])
+            )
+            wire.send(rows[i])
+            wire.send(end)
+        for i, answer in zip(missing, wire.lines(len(missing))):
+            answers[i] = answer == b"+OK"
+            if answers[i]:
+                self._writing.succeeded()
+            else:
+                self._writing.failed(answer.decode(errors="replace").lstrip("-"))
+        return answers
+
+    def _get(
+        self, wire: Wire, keys: Sequence[bytes], rows: Sequence[memoryview]
+    ) -> list[bool]:
+        wire.send(b"".join(command(b"GET", self._name(key)) for key in keys))
+        answers, damaged = [], []
+        for key, row in zip(keys, rows):
+            (answer,) = wire.lines(1)
+            is_right = self._take(wire, answer, key, row)
+            answers.append(is_right is True)
+            if is_right is False:
+                damaged.append(command(b"UNLINK", self._name(key)))
+        if damaged:
+            wire.ask(damaged)
+        return answers
+
+    def _take(
+        self, wire: Wire, answer: bytes, key: bytes, row: memoryview
+    ) -> bool | None:
+        """Receive a value. None: there is none; False: it is not what it should be."""
+        if answer == b"$-1":
+            return None
+        if answer.startswith(b"-WRONGTYPE"):
+            return False
+        if not answer.startswith(b"$"):
+            raise Refused(answer.decode(errors="replace"))
+        size = int(answer[1:])
+        if size != self._format.size(key):
+            wire.skip(size + 2)
+            return False
+        header = bytearray(self._format.header_bytes(key))
+        wire.fill(memoryview(header))
+        wire.fill(row)
+        wire.skip(2)
+        return self._format.is_right(header, key, row)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spreads the work of a call over threads."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+MAX_THREADS = 64
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+_Answer = TypeVar("_Answer")
+
+
+class Threads:
+    """Helpers of the threads that call.
+
+    Args:
+        num_threads: That work for one call, the one that calls among them.
+        name: Of the store, for their names.
+
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_helpers = num_threads - 1
+        self._helpers = ThreadPoolExecutor(max(self._num_helpers, 1), f"kv-tier-{name}")
+
+    def spread(
+        self,
+        work: Callable[[_A, _B], _Answer],
+        first: Sequence[_A],
+        second: Sequence[_B],
+    ) -> list[_Answer]:
+        """Answers of `work` for all pairs. Returns when all of it is over."""
+        assert len(first) == len(second)
+        answers: dict[int, _Answer] = {}
+        indices = itertools.count()
+
+        def take_turns() -> None:
+            while (i := next(indices)) < len(first):
+                answers[i] = work(first[i], second[i])
+
+        helpers = [
+            self._helpers.submit(take_turns)
+            for _ in range(min(self._num_helpers, len(first) - 1))
+        ]
+        try:
+            take_turns()
+        finally:
+            # Nothing is left for those that did not begin. The others are not to touch
+            # rows when this has returned, whatever this thread met.
+            begun = [helper for helper in helpers if not helper.cancel()]
+            for helper in begun:
+                helper.exception()
+        for helper in begun:
+            helper.result()
+        return [answers[i] for i in range(len(first))]
+
+    def close(self) -> None:
+        self._helpers.shutdown()
