@@ -4,7 +4,8 @@
     make size ARGS='--model config.json --device-gib 100 --trace trace.jsonl'
 
 Runs the tier's own block pool through the trace, for each host size, eviction policy
-and store policy. Writes size.json and size.png, and prints a table.
+and store policy, and each store below the host (`--below-gib`). Writes size.json and
+size.png, and prints tables.
 """
 
 import argparse
@@ -13,19 +14,20 @@ import json
 import multiprocessing
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from tqdm import tqdm
 
 from sizing import replay as replay_module
+from sizing.below import DEADLINE_MS, STORE_FROM_USE, Below
 from sizing.kv_bytes import ITEM_BYTES, kv_bytes_per_token
 from sizing.picture import draw
 from sizing.pod import PERIOD_S, memory_gib, startup_failures
-from sizing.replay import Engine, Outcome, Tier, replay
+from sizing.replay import Engine, GiB, Outcome, Tier, replay
 from sizing.trace import (
     ID_TOKENS,
     NOBODY,
@@ -36,8 +38,8 @@ from sizing.trace import (
 )
 from vllm.v1.kv_tier.config import StorePolicy
 from vllm.v1.kv_tier.policy import POLICIES, make_policy
+from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
-GiB = 1 << 30
 SIZES = (0, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -47,6 +49,7 @@ def tiers(
     stores: Sequence[StorePolicy],
     from_use: int = 1,
     senders: Senders = NOBODY,
+    stores_below: Sequence[Below | None] = (None,),
 ) -> list[Tier]:
     """What to try, the longest first. Without a tier there is one case."""
     cases = []
@@ -56,7 +59,10 @@ def tiers(
             continue
         num_bytes = int(size * GiB)
         cases += [
-            Tier(num_bytes, p, s, from_use, senders) for p in policies for s in stores
+            Tier(num_bytes, policy, store, from_use, senders, below)
+            for policy in policies
+            for store in stores
+            for below in stores_below
         ]
     return cases
 
@@ -84,28 +90,47 @@ def replay_all(
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown: hit rate of the device + of the host, in % of the prompt blocks."""
+    """Markdown: hit rate of the device + of the host + of what is below it, in % of the
+    prompt blocks."""
     sizes = sorted({o.tier.host_bytes for o in outcomes})
-    pairs = dict.fromkeys(
-        (o.tier.eviction_policy, o.tier.store_policy)
-        for o in outcomes
-        if o.tier.host_bytes
-    )
+    labels = list(dict.fromkeys(o.tier.label for o in outcomes if o.tier.host_bytes))
     cells = {}
     for o in outcomes:
-        text = f"{100 * o.device_rate:.1f} + {100 * o.host_rate:.1f}"
-        for pair in pairs or [("none", "none")]:
-            if not o.tier.host_bytes or pair == (
-                o.tier.eviction_policy,
-                o.tier.store_policy,
-            ):
-                cells[pair, o.tier.host_bytes] = text
+        rates = [o.device_rate, o.host_rate, *([o.below_rate] if o.traffic else [])]
+        text = " + ".join(f"{100 * rate:.1f}" for rate in rates)
+        cells[o.tier.label, o.tier.host_bytes] = text
     lines = [
         ["GiB", *(f"{size / GiB:g}" for size in sizes)],
         ["---"] * (len(sizes) + 1),
     ]
-    for pair in pairs or [("none", "none")]:
-        lines.append([", ".join(pair), *(cells[pair, size] for size in sizes)])
+    for label in labels or ["none"]:
+        row = [cells[label if size else "none", size] for size in sizes]
+        lines.append([label, *row])
+    return _markdown(lines)
+
+
+def work(outcomes: Sequence[Outcome]) -> str:
+    """Markdown: what stores below the host would have had to do; empty without one."""
+    lines = [
+        ["below", "GiB", "read", "written", "dropped, % of writes", "late requests"],
+        ["---"] * 6,
+    ]
+    for o in outcomes:
+        if (t := o.traffic) is None:
+            continue
+        pairs = (
+            (t.read_bytes, t.read_bytes_per_s),
+            (t.written_bytes, t.written_bytes_per_s),
+        )
+        rates = [f"{n / t.seconds / 1e9:.2f} ({most / 1e9:.2f})" for n, most in pairs]
+        due = max(1, t.written_bytes + t.dropped_bytes)
+        dropped = f"{100 * t.dropped_bytes / due:.1f}"
+        size = f"{o.tier.host_bytes / GiB:g}"
+        lines.append([o.tier.label, size, *rates, dropped, str(t.late_requests)])
+    return _markdown(lines) if len(lines) > 2 else ""
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -117,6 +142,58 @@ def pods(sizes_gib: Sequence[float], base_gib: float, start_s: float) -> str:
         memory, failures = memory_gib(size, base_gib), startup_failures(size, start_s)
         rows.append(f"| {size:g} | {memory}Gi | {failures} |")
     return "\n".join(rows)
+
+
+def _add_below(add: Callable[..., Any]) -> None:
+    add("--below-gib", type=float, nargs="+", default=[0.0], metavar="GIB")
+    add("--below-read-gb-s", type=float, default=6.0, metavar="GB/S")
+    add("--below-write-gb-s", type=float, default=3.0, metavar="GB/S")
+    add("--below-latency-ms", type=float, default=1.0, metavar="MS")
+    add("--below-deadline-ms", type=float, default=DEADLINE_MS, metavar="MS")
+    add("--below-store-from-use", type=int, default=STORE_FROM_USE, metavar="N")
+
+
+def stores_below(args: argparse.Namespace) -> list[Below | None]:
+    """The stores to try, the largest first; None: no store."""
+    return [
+        Below(
+            int(size * GiB),
+            args.below_read_gb_s * 1e9,
+            args.below_write_gb_s * 1e9,
+            args.below_latency_ms / 1e3,
+            args.below_store_from_use,
+            args.below_deadline_ms / 1e3,
+        )
+        if size
+        else None
+        for size in sorted(set(args.below_gib), reverse=True)
+    ]
+
+
+def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    above_0 = (
+        "device_gib prefill_tokens_per_s tp max_num_seqs jobs store_from_use "
+        "below_read_gb_s below_write_gb_s below_deadline_ms below_store_from_use"
+    )
+    for name in above_0.split():
+        if not getattr(args, name) > 0:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} must be above 0, got {getattr(args, name)}")
+    for name in ("release_told", "release_wrong"):
+        if not 0 <= getattr(args, name) <= 1:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} must be from 0 to 1, got {getattr(args, name)}")
+    sizes = {"--host-gib": args.host_gib, "--below-gib": args.below_gib}
+    for flag, values in (
+        sizes | {"--below-latency-ms": [args.below_latency_ms]}
+    ).items():
+        if min(values) < 0:
+            parser.error(f"{flag} {min(values):g} is below 0")
+    if max(args.below_gib) and not keys_are_bytes():
+        parser.error(
+            "--below-gib: this release of vLLM has no tier below the host, since its "
+            "block hashes are numbers of one process"
+        )
 
 
 def arguments() -> argparse.Namespace:
@@ -147,6 +224,7 @@ def arguments() -> argparse.Namespace:
         metavar="PART",
         help="of what they say",
     )
+    _add_below(add)
     add("--block-size", type=int, default=ID_TOKENS, help=f"divides {ID_TOKENS}")
     add("--prefill-tokens-per-s", type=float, default=33_000, metavar="TOKENS")
     add("--itl-ms", type=float, default=6.0, help="milliseconds an output token")
@@ -160,17 +238,7 @@ def arguments() -> argparse.Namespace:
         parser.error("give either --model or --kv-bytes-per-token")
     if not 1 <= args.block_size <= ID_TOKENS or ID_TOKENS % args.block_size:
         parser.error(f"--block-size {args.block_size} does not divide {ID_TOKENS}")
-    above_0 = "device_gib prefill_tokens_per_s tp max_num_seqs jobs store_from_use"
-    for name in above_0.split():
-        if not getattr(args, name) > 0:
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} must be above 0, got {getattr(args, name)}")
-    for name in ("release_told", "release_wrong"):
-        if not 0 <= getattr(args, name) <= 1:
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} must be from 0 to 1, got {getattr(args, name)}")
-    if min(args.host_gib) < 0:
-        parser.error(f"--host-gib {min(args.host_gib):g} is below 0")
+    _check_numbers(parser, args)
     try:
         for policy in args.eviction_policy:
             make_policy(policy, 1)
@@ -203,6 +271,7 @@ def main() -> None:
         args.store_policy,
         args.store_from_use,
         Senders(args.release_told, args.release_wrong),
+        stores_below(args),
     )
     print(
         f"{len(args.calls):,} requests, {args.kv_bytes_per_token:,} bytes of KV a "
@@ -219,8 +288,12 @@ def main() -> None:
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     ]
     cpu_s = sum(u.ru_utime + u.ru_stime for u in used)
-    print("\nHits on the device + on the host, % of the prompt blocks:\n")
+    below = " + below it" if max(args.below_gib) else ""
+    print(f"\nHits on the device + on the host{below}, % of the prompt blocks:\n")
     print(table(outcomes))
+    if below:
+        print("\nWork of the store, GB/s: mean (busiest minute):\n")
+        print(work(outcomes))
     print(
         f"\nA pod that needs {args.base_gib:g} GiB and {args.start_s:g} s by itself:\n"
     )

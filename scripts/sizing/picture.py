@@ -26,22 +26,18 @@ def draw(outcomes: Sequence[Outcome], unbounded: float, title: str, path: Path) 
     if none is not None:
         axes.axhspan(0, none.hit_rate, color=COMPUTED, label="without a tier")
     axes.axhline(unbounded, color=LINE, linestyle=":", label="unbounded cache")
-    policies = list(dict.fromkeys(t.eviction_policy for t in tiers if t.host_bytes))
-    for color, policy in zip(COLORS * len(policies), policies):
-        for store in dict.fromkeys(tier.store_policy for tier in tiers):
-            points = [
-                (o.tier.host_bytes / GiB, o.hit_rate)
-                for o in outcomes
-                if not o.tier.host_bytes
-                or (o.tier.eviction_policy, o.tier.store_policy) == (policy, store)
-            ]
-            axes.plot(
-                *zip(*sorted(points)),
-                LINES[store],
-                color=color,
-                marker=".",
-                label=f"{policy}, {store}",
-            )
+    colors: dict[tuple, str] = {}
+    for label in dict.fromkeys(tier.label for tier in tiers if tier.host_bytes):
+        line = [o for o in outcomes if o.tier.label == label]
+        points = [
+            (o.tier.host_bytes / GiB, o.hit_rate)
+            for o in (*line, *([none] if none else []))
+        ]
+        first = line[0].tier
+        kind = first.eviction_policy, first.below
+        color = colors.setdefault(kind, COLORS[len(colors) % len(COLORS)])
+        style = LINES[first.store_policy]
+        axes.plot(*zip(*sorted(points)), style, color=color, marker=".", label=label)
     # Where sizes double, 0 and the first stand as far apart as the others.
     linear = next((size for size in sizes if size), GiB) / GiB
     axes.set_xscale("symlog", base=2, linthresh=linear, linscale=0.5)

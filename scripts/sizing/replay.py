@@ -5,18 +5,19 @@ Modelled: the pool as it is (prefix lookup over both tiers, promotion, demotion,
 cleaner, write_through's stores, eviction policies, frees tail first), the device
 blocks that running requests hold, arrivals, and a queue in order of arrival.
 Prefill takes the engine one request after another, at a fixed rate; decoding takes
-each request a fixed time for a token, beside the others.
+each request a fixed time for a token, beside the others. A store below the host takes
+its time: requests that wait for it are passed by others.
 
-Not modelled: the time of copies (they never make a request wait, and lookups never
-end at a slot because computing is cheaper), chunks of prefill, preemption, answers
-that return as prompts other than by the ids of the trace, and groups of layers with
-windows or states: every layer keeps every token.
+Not modelled: the time of copies between device and host (they never make a request
+wait, and lookups never end at a slot because computing is cheaper), chunks of prefill,
+preemption, answers that return as prompts other than by the ids of the trace, and
+groups of layers with windows or states: every layer keeps every token.
 """
 
 import gc
 import heapq
-import itertools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,18 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
 from vllm.v1.kv_tier.hints import KEY as HINTS
+from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
 from vllm.v1.kv_tier.pool import make_block_pool
+from vllm.v1.kv_tier.scheduling.fetching import StoredBlock
 from vllm.v1.kv_tier.scheduling.slots import HostSlot
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 
+from .below import Below, SimulatedStore, Traffic
 from .trace import NOBODY, Call, Senders, conversations
+
+GiB = 1 << 30
+_LOOK_S = 0.05
+"""An engine that only waits for the store looks at its queue so often."""
 
 
 def _block_hash(number: int) -> BlockHash:
@@ -59,6 +68,15 @@ class Tier:
     store_policy: StorePolicy = "write_back"
     store_from_use: int = 1
     senders: Senders = NOBODY
+    below: Below | None = None
+
+    @property
+    def label(self) -> str:
+        """All but the size of the host."""
+        if not self.host_bytes:
+            return "none"
+        below = f", {self.below.num_bytes / GiB:.4g} GiB below" if self.below else ""
+        return f"{self.eviction_policy}, {self.store_policy}{below}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,10 @@ class Outcome:
     host_slots: int
     too_long: int
     """Requests left out, since the device cannot hold one of them."""
+    below_hits: int = 0
+    """Are no host hits."""
+    traffic: Traffic | None = None
+    """Of the tier below."""
 
     @property
     def device_rate(self) -> float:
@@ -84,26 +106,45 @@ class Outcome:
         return self.host_hits / self.prompt_blocks
 
     @property
+    def below_rate(self) -> float:
+        return self.below_hits / self.prompt_blocks
+
+    @property
     def hit_rate(self) -> float:
-        return self.device_rate + self.host_rate
+        return self.device_rate + self.host_rate + self.below_rate
 
     def as_json(self) -> dict[str, Any]:
         fields = asdict(self)
-        rates = {"device_hit_rate": self.device_rate, "host_hit_rate": self.host_rate}
+        rates = {
+            "device_hit_rate": self.device_rate,
+            "host_hit_rate": self.host_rate,
+            "below_hit_rate": self.below_rate,
+        }
         return fields.pop("tier") | fields | rates
 
 
 class _Request:
-    """What the tier must know of a request. It remembers those that wait."""
+    """A request, and what the tier must know of it. It remembers those that wait."""
 
     num_preemptions = 0
 
     def __init__(
-        self, request_id: str, block_hashes: list[BlockHash], hints: dict[str, Any]
+        self, number: int, call: Call, block_size: int, hints: dict[str, Any]
     ) -> None:
-        self.request_id = request_id
-        self.block_hashes = block_hashes
+        num_tokens = call.input_tokens + call.output_tokens
+        ids = call.block_ids(block_size)
+        # Blocks that only the answer fills take room, and nobody hits them.
+        num_answer = max(0, num_tokens // block_size - len(ids))
+        answer = [-1 - number * 2**20 - i for i in range(num_answer)]
+        self.number = number
+        self.call = call
+        self.num_prompt_blocks = len(ids)
+        self.num_blocks = -(-num_tokens // block_size)
+        self.request_id = str(number)
+        self.block_hashes = [_block_hash(i) for i in ids + answer]
         self.kv_transfer_params = {HINTS: hints} if hints else None
+        self.blocks: list[KVCacheBlock] = []
+        self.num_hits = 0
         self.has_ended = False
 
     def is_finished(self) -> bool:
@@ -116,47 +157,71 @@ class Replay:
     def __init__(self, engine: Engine, tier: Tier) -> None:
         self.engine = engine
         self.tier = tier
-        num_slots = tier.host_bytes // engine.block_bytes
-        layout = None
-        if num_slots:
-            config = KVTierConfig(
-                tier.host_bytes,
-                store_policy=tier.store_policy,
-                store_from_use=tier.store_from_use,
-                eviction_policy=tier.eviction_policy,
-                max_load_stall_ms=None,
+        self.now = 0.0
+        self._num_slots = tier.host_bytes // engine.block_bytes
+        self._store: SimulatedStore | None = None
+        if self._num_slots and tier.below is not None and tier.below.num_bytes:
+            self._store = SimulatedStore(
+                tier.below, engine.block_bytes, lambda: self.now
             )
-            layout = KVTierLayout(config, num_slots, engine.block_bytes)
-        self._num_slots = num_slots
         self.pool: Any = make_block_pool(
-            SimpleNamespace(kv_tier=layout),
+            SimpleNamespace(kv_tier=self._layout() if self._num_slots else None),
             num_gpu_blocks=engine.device_bytes // engine.block_bytes + 1,
             enable_caching=True,
             hash_block_size=engine.block_size,
         )
+        if self._store is not None:
+            self.pool.costs.clock = lambda: self.now
+            self.pool.costs.prefill_s = engine.block_size / engine.prefill_tokens_per_s
         self._managers = [
             SimpleNamespace(
                 block_size=engine.block_size, get_num_skipped_tokens=lambda _: 0
             )
         ]
-        self._numbers = itertools.count()
-        # When a running request ends, and its blocks.
-        self._running: list[tuple[float, int, _Request, list[KVCacheBlock]]] = []
+        self._waiting: deque[_Request] = deque()
+        # When a running request ends.
+        self._running: list[tuple[float, int, _Request]] = []
+        # What came from below and has not been hit since.
+        self._fetched: set[bytes] = set()
+        self._fetching: dict[int, list[bytes]] = {}
         self._prompt_blocks = self._device_hits = self._host_hits = 0
-        self._stored = self._loaded = self._too_long = 0
-        self._last_hits = 0
+        self._below_hits = self._stored = self._loaded = self._too_long = 0
+
+    def _layout(self) -> KVTierLayout:
+        tier, engine = self.tier, self.engine
+        config = KVTierConfig(
+            tier.host_bytes,
+            store_policy=tier.store_policy,
+            store_from_use=tier.store_from_use,
+            eviction_policy=tier.eviction_policy,
+            max_load_stall_ms=None,
+        )
+        more: dict[str, Any] = {}
+        if self._store is not None and tier.below is not None:
+            # No step is in flight while the next one is planned.
+            more["tuning"] = SchedulingTuning(settled_steps=0)
+            more["secondary"] = tier.below.layout(
+                self._store, engine.block_size, engine.block_bytes, self._num_slots
+            )
+        return KVTierLayout(config, self._num_slots, engine.block_bytes, **more)
 
     def run(self, calls: Sequence[Call]) -> Outcome:
         """Serve `calls`, which come in order of arrival."""
-        names = conversations(calls)
-        last = self.tier.senders.last_calls(names)
-        is_told = {names[place] for place in last}
-        prefill_free = 0.0
-        for place, (call, name) in enumerate(zip(calls, names)):
-            hints: dict[str, Any] = {}
-            if name in is_told:
-                hints = {"conversation": str(name), "release": place in last}
-            prefill_free = self._serve(call, prefill_free, hints)
+        requests = deque(self._requests(calls))
+        begin = self.now = requests[0].call.arrival_s if requests else 0.0
+        while requests or self._waiting:
+            while requests and requests[0].call.arrival_s <= self.now:
+                self._waiting.append(requests.popleft())
+            next_arrival = requests[0].call.arrival_s if requests else float("inf")
+            if not self._waiting:
+                self._advance(next_arrival)
+            elif (request := self._next()) is not None:
+                self._advance(self._prefill(request))
+            elif self._store is None:
+                self._advance(self._next_end)
+            else:
+                until = min(next_arrival, self._next_end, self._store.next_end)
+                self._advance(min(until, self.now + _LOOK_S))
         return Outcome(
             self.tier,
             self._prompt_blocks,
@@ -166,96 +231,161 @@ class Replay:
             self._loaded,
             self._num_slots,
             self._too_long,
+            self._below_hits,
+            self._traffic(self.now - begin),
         )
 
-    def _serve(self, call: Call, prefill_free: float, hints: dict[str, Any]) -> float:
-        """Admit a request as soon as it can be; returns when its prefill ends."""
-        engine = self.engine
-        size = engine.block_size
-        ids = call.block_ids(size)
-        num_blocks = -(-(call.input_tokens + call.output_tokens) // size)
-        if num_blocks >= self.pool.num_gpu_blocks:
-            self._too_long += 1
-            return prefill_free
-        # Blocks that only the answer fills take room, and nobody hits them.
-        number = next(self._numbers)
-        num_full = (call.input_tokens + call.output_tokens) // size
-        answer = [-1 - number * 2**20 - i for i in range(max(0, num_full - len(ids)))]
-        hashes = [_block_hash(i) for i in ids + answer]
-        request = _Request(str(number), hashes, hints)
-        now = max(call.arrival_s, prefill_free)
-        self._end_until(now)
-        while len(self._running) >= engine.max_running or not (
-            blocks := self._admit(request, len(ids), num_blocks)
-        ):
-            now = self._running[0][0]
-            self._end_until(now)
-        computed = max(0, call.input_tokens - self._last_hits * size)
-        prefill_ends = now + computed / engine.prefill_tokens_per_s
+    def _requests(self, calls: Sequence[Call]) -> Iterator[_Request]:
+        """Those that can run at all."""
+        names = conversations(calls)
+        last = self.tier.senders.last_calls(names)
+        is_told = {names[place] for place in last}
+        for place, (call, name) in enumerate(zip(calls, names)):
+            hints: dict[str, Any] = {}
+            if name in is_told:
+                hints = {"conversation": str(name), "release": place in last}
+            request = _Request(place, call, self.engine.block_size, hints)
+            if request.num_blocks < self.pool.num_gpu_blocks:
+                yield request
+            else:
+                self._too_long += 1
+
+    def _traffic(self, seconds: float) -> Traffic | None:
+        if self._store is None:
+            return None
+        (stats,) = self.pool.take_stats().secondary.values()
+        return self._store.traffic(stats, seconds)
+
+    # ----------------------------------------------------------------- requests
+
+    def _next(self) -> _Request | None:
+        """The request that is admitted now: the first that does not wait for the store
+        and whose blocks there are."""
+        for place, request in enumerate(self._waiting):
+            # Upstream's scheduler asks of every request.
+            if self._num_slots and self.pool.is_loading(request, True):
+                continue
+            if len(self._running) < self.engine.max_running and self._admit(request):
+                del self._waiting[place]
+                return request
+            break
+        if self._store is not None:
+            # Begins what was planned for those that wait.
+            self._step()
+        return None
+
+    def _prefill(self, request: _Request) -> float:
+        """Let an admitted request run; returns when its prefill ends."""
+        engine, call = self.engine, request.call
+        computed = max(0, call.input_tokens - request.num_hits * engine.block_size)
+        prefill_ends = self.now + computed / engine.prefill_tokens_per_s
         ends = prefill_ends + call.output_tokens * engine.seconds_per_output_token
-        heapq.heappush(self._running, (ends, number, request, blocks))
+        heapq.heappush(self._running, (ends, request.number, request))
         return prefill_ends
 
-    def _admit(
-        self, request: Any, num_prompt_blocks: int, num_blocks: int
-    ) -> list[KVCacheBlock]:
-        """The blocks of a request, in a step of its own; empty: no room."""
-        pool = self.pool
-        if self._num_slots:
-            # Upstream's scheduler asks of every request.
-            pool.is_loading(request, True)
+    def _admit(self, request: Any) -> bool:
+        """Give a request its blocks, in a step of its own. False: no room, or it waits
+        for the store."""
+        pool, size = self.pool, self.engine.block_size
         hits = []
-        for block_hash in request.block_hashes[:num_prompt_blocks]:
+        for block_hash in request.block_hashes[: request.num_prompt_blocks]:
             found = pool.get_cached_block(block_hash, [0])
             if found is None:
                 break
             hits.append(found[0])
         # What upstream counts: slots and free blocks of the hit are blocks to take.
         held = sum(block.ref_cnt > 0 for block in hits)
-        if num_blocks - held > pool.get_num_free_blocks():
-            return []
-        on_host = sum(type(block) is HostSlot for block in hits)
+        if request.num_blocks - held > pool.get_num_free_blocks():
+            if any(type(block) is StoredBlock for block in hits):
+                pool.load_ahead(self._managers, (hits,), len(hits) * size)
+            return False
+        slots = [block for block in hits if type(block) is HostSlot]
         self._begin_step()
         if self._num_slots:
-            size = self.engine.block_size
             promoted = pool.promote(
                 request, self._managers, (hits,), len(hits) * size, 0, 2, True
             )
             if promoted is None:
                 self._end_step()
-                return []
+                return False
             hits = list(promoted[0])
         pool.touch(hits)
-        blocks = hits + pool.get_new_blocks(num_blocks - len(hits))
+        blocks = hits + pool.get_new_blocks(request.num_blocks - len(hits))
         num_hashed = len(request.block_hashes)
-        size = self.engine.block_size
         pool.cache_full_blocks(request, blocks, len(hits), num_hashed, size, 0)
+        request.blocks = blocks
         self._end_step()
-        self._prompt_blocks += num_prompt_blocks
-        self._device_hits += len(hits) - on_host
-        self._host_hits += on_host
-        self._last_hits = len(hits)
-        return blocks
+        self._count(request, len(hits), slots)
+        return True
 
-    def _end_until(self, now: float) -> None:
-        """Free the blocks of the requests that end by `now`, tail first."""
-        running = self._running
-        while running and running[0][0] <= now:
-            _, _, request, blocks = heapq.heappop(running)
-            request.has_ended = True
-            self.pool.free_blocks(reversed(blocks))
-            self._begin_step()
-            self._end_step()
+    def _count(self, request: _Request, num_hits: int, slots: list[HostSlot]) -> None:
+        below = {
+            key
+            for slot in slots
+            # Plans count from 1: no store of the device has filled this one.
+            if slot.store_seq == 0 and (key := bytes(slot.keys[0])) in self._fetched
+        }
+        self._fetched -= below
+        self._prompt_blocks += request.num_prompt_blocks
+        self._device_hits += num_hits - len(slots)
+        self._host_hits += len(slots) - len(below)
+        self._below_hits += len(below)
+        request.num_hits = num_hits
+
+    # --------------------------------------------------------------------- time
+
+    @property
+    def _next_end(self) -> float:
+        return self._running[0][0] if self._running else float("inf")
+
+    def _advance(self, until: float) -> None:
+        """Let time pass: requests end, and jobs of the store."""
+        store = self._store
+        while True:
+            stored = store.next_end if store is not None else float("inf")
+            if min(stored, self._next_end) > until:
+                break
+            if store is not None and stored < self._next_end:
+                self.now = max(self.now, stored)
+                self._take(store.take_end())
+            else:
+                self.now = max(self.now, self._next_end)
+                self._end_one()
+        self.now = max(self.now, until)
+
+    def _end_one(self) -> None:
+        """Free the blocks of the request that ends next, tail first."""
+        _, _, request = heapq.heappop(self._running)
+        request.has_ended = True
+        self.pool.free_blocks(reversed(request.blocks))
+        self._step()
+
+    def _take(self, result: SecondaryResult | None) -> None:
+        """A job has ended: what is due next begins."""
+        if result is None:
+            return
+        keys = self._fetching.pop(result.number, [])
+        self._fetched.update(k for k, is_there in zip(keys, result.done) if is_there)
+        self.pool.apply_report(StepReport(secondary=[result]))
+        self._step()
+
+    def _step(self) -> None:
+        self._begin_step()
+        self._end_step()
 
     def _begin_step(self) -> None:
         if self._num_slots:
             self.pool.begin_step()
 
     def _end_step(self) -> None:
-        if self._num_slots:
-            plan = self.pool.take_plan()
-            self._stored += len(plan.store_blocks)
-            self._loaded += len(plan.load_blocks)
+        if not self._num_slots:
+            return
+        plan = self.pool.take_plan()
+        self._stored += len(plan.store_blocks)
+        self._loaded += len(plan.load_blocks)
+        if self._store is not None:
+            self._fetching |= {j.number: j.keys for j in plan.secondary if not j.is_put}
+            self._store.begin(plan.secondary)
 
 
 def replay(engine: Engine, tier: Tier, calls: Sequence[Call]) -> Outcome:

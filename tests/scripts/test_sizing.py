@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from reference import ROOT
-from size import table, tiers
+from size import table, tiers, work
+from sizing.below import Below, Traffic
 from sizing.kv_bytes import kv_bytes_per_token
 from sizing.replay import Engine, Outcome, Replay, Tier, replay
 from sizing.trace import (
@@ -166,6 +167,99 @@ def test_hints_keep_what_returns() -> None:
     assert told > wrong > none
 
 
+# ------------------------------------------------------------- a tier below the host
+
+FAST = Below(
+    num_bytes=10_000 * BLOCK_BYTES,
+    read_bytes_per_s=1e12,
+    write_bytes_per_s=1e12,
+    latency_s=0.0,
+    store_from_use=1,
+    deadline_s=1.0,
+)
+
+
+def rounds(num_rounds: int = 3, num_prompts: int = 30) -> list[Call]:
+    """Prompts that all come back after the host has forgotten each of them."""
+    prompts = [list(range(4 * i, 4 * i + 4)) for i in range(num_prompts)]
+    return [call(float(i), ids) for i, ids in enumerate(num_rounds * prompts)]
+
+
+def below(store: Below | None, calls: list[Call], **more: Any) -> Outcome:
+    """With room for 3 prompts on the device and for 8 on the host."""
+    tier = Tier(32 * BLOCK_BYTES, "lru", below=store)
+    return replay(engine(16, **more), tier, calls)
+
+
+def test_a_store_that_holds_everything_is_the_unbounded_cache() -> None:
+    calls = rounds()
+    none, found = below(None, calls), below(FAST, calls)
+    assert none.hit_rate == 0 and none.traffic is None
+    assert found.hit_rate == unbounded_hit_rate(calls, 512) == pytest.approx(2 / 3)
+    assert found.below_hits == 2 * 4 * 30 and found.host_hits == 0
+    traffic = found.traffic
+    assert traffic is not None and traffic.dropped_bytes == 0
+    assert traffic.read_bytes == found.below_hits * BLOCK_BYTES
+    # Each block once, but for those that the device still has.
+    assert 4 * 27 <= traffic.written_bytes / BLOCK_BYTES <= 4 * 30
+    # 30 prompts come back in each of the two minutes.
+    assert traffic.read_bytes_per_s == 30 * 4 * BLOCK_BYTES / 60
+
+
+def test_a_store_of_no_size_is_none() -> None:
+    calls = chat(120)
+    none, empty = below(None, calls), below(replace(FAST, num_bytes=0), calls)
+    assert none == replace(empty, tier=none.tier)
+
+
+def test_a_larger_store_has_more_hits() -> None:
+    calls = chat(200)
+    unbounded = unbounded_hit_rate(calls, 512)
+    rates = []
+    for num_blocks in (0, 100, 200, 10_000):
+        store = replace(FAST, num_bytes=num_blocks * BLOCK_BYTES)
+        tier = Tier(80 * BLOCK_BYTES, "lru", below=store)
+        rates.append(replay(engine(150), tier, calls).hit_rate)
+    assert rates == sorted(rates) and rates[0] < rates[2] < rates[3]
+    # A prompt takes a quarter of the host at a time, and some are longer.
+    assert unbounded - 0.02 < rates[3] < unbounded
+
+
+def test_a_store_slower_than_prefill_brings_nothing() -> None:
+    calls = rounds()
+    # A block is computed in half a second, and read in one.
+    slow = replace(FAST, read_bytes_per_s=BLOCK_BYTES)
+    found = below(slow, calls, prefill_tokens_per_s=1024)
+    assert found.hit_rate == 0
+    assert found.traffic is not None and found.traffic.late_requests > 0
+    # It was tried, and no more after it had been measured.
+    assert 0 < found.traffic.read_bytes <= 2 * 4 * BLOCK_BYTES
+
+
+def test_what_a_store_has_no_time_to_write_is_dropped() -> None:
+    calls = rounds()
+    found = below(replace(FAST, write_bytes_per_s=BLOCK_BYTES), calls)
+    assert found.traffic is not None and found.traffic.dropped_bytes > 0
+    assert 0 < found.hit_rate < 2 / 3
+    assert found.traffic.written_bytes_per_s < 1.1 * BLOCK_BYTES
+
+
+def test_what_is_written_from_the_second_use_on_comes_back_from_the_third() -> None:
+    calls = rounds(4, 16)
+    assert below(FAST, calls).hit_rate == 3 / 4
+    assert below(replace(FAST, store_from_use=2), calls).hit_rate == 2 / 4
+
+
+def test_others_pass_a_request_that_waits_for_the_store() -> None:
+    # One waits half a second, while the next one is computed.
+    calls = [*rounds(1), call(100.0, [0, 1, 2, 3]), call(100.1, [900, 901])]
+    far = replace(FAST, latency_s=0.25, deadline_s=5.0)
+    alone = below(far, calls[:-1]).traffic
+    both = below(far, calls).traffic
+    assert alone is not None and both is not None
+    assert both.seconds == pytest.approx(alone.seconds, abs=0.01)
+
+
 def test_a_request_that_can_never_run_is_left_out() -> None:
     found = replay(engine(4), Tier(0), [call(0, [1, 2, 3, 4, 5]), call(1, [1])])
     assert (found.too_long, found.prompt_blocks) == (1, 1)
@@ -223,6 +317,47 @@ def test_the_table_has_a_row_for_each_pair() -> None:
     assert lines[0] == "| GiB | 0 | 1 | 2 |"
     assert lines[2] == "| lru, write_back | 5.0 + 0.0 | 5.0 + 1.0 | 5.0 + 2.0 |"
     assert len(lines) == 4
+
+
+def test_the_table_has_a_row_for_each_store() -> None:
+    cases = tiers([0, 1], ["lru"], ["write_back"], stores_below=[None, FAST])
+    assert [case.below for case in cases] == [None, FAST, None]
+    traffic = Traffic(2 << 30, 1 << 30, 1 << 30, 1e9, 5e8, 3, 10.0)
+    outcomes = [
+        Outcome(case, 100, 5, 4, 0, 0, 0, 0, 30, traffic)
+        if case.below
+        else Outcome(case, 100, 5, 6, 0, 0, 0, 0)
+        for case in cases
+    ]
+    lines = table(outcomes).splitlines()
+    assert lines[2] == "| lru, write_back | 5.0 + 6.0 | 5.0 + 6.0 |"
+    size = f"{FAST.num_bytes / 2**30:.4g} GiB below"
+    # Without a host there is nothing below it either.
+    assert lines[3] == f"| lru, write_back, {size} | 5.0 + 6.0 | 5.0 + 4.0 + 30.0 |"
+    lines = work(outcomes).splitlines()
+    cells = f"lru, write_back, {size} | 1 | 0.21 (1.00) | 0.11 (0.50) | 50.0 | 3"
+    assert lines[2:] == [f"| {cells} |"]
+    assert work(outcomes[:1]) == ""
+
+
+def test_the_command_simulates_a_store(tmp_path: Path) -> None:
+    trace = write(tmp_path / "trace.jsonl", chat(60))
+    command = [sys.executable, str(ROOT / "scripts" / "size.py")]
+    command += ["--trace", str(trace), "--kv-bytes-per-token", "2048", "--jobs", "1"]
+    command += ["--device-gib", "0.05", "--host-gib", "0.05", "--below-gib", "0", "9"]
+    command += ["--below-store-from-use", "1", "--eviction-policy", "lru"]
+    command += ["--store-policy", "write_back", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "| lru, write_back, 9 GiB below |" in done.stdout
+    result = json.loads((tmp_path / "out" / "size.json").read_text())
+    stored, none = result["outcomes"]
+    assert none["traffic"] is none["below"] is None
+    assert stored["below"]["store_from_use"] == 1
+    assert stored["below_hit_rate"] > 0 and stored["traffic"]["written_bytes"] > 0
+    wrong = [*command, "--below-read-gb-s", "0"]
+    failed = subprocess.run(wrong, capture_output=True, text=True)
+    assert failed.returncode == 2 and "--below-read-gb-s must be above" in failed.stderr
 
 
 def test_the_command_writes_table_numbers_and_picture(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store below the host that has nothing but a size, rates and a latency.
+
+What decides which blocks are written and fetched is the tier's own code. The store
+keeps the least recently used objects up to its size, answers after its latency, and
+carries out jobs one after another, reads beside writes.
+"""
+
+import heapq
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult
+from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.stats import SecondaryStats
+from vllm.v1.kv_tier.stores.fs import FsConfig
+
+DEADLINE_MS = next(f.default for f in fields(FsConfig) if f.name == "deadline_ms")
+STORE_FROM_USE = next(f.default for f in fields(FsConfig) if f.name == "store_from_use")
+
+_MAX_WRITING_BYTES = 256 << 20
+"""What the engine writes at a time, as in `kv_tier.start`."""
+_MINUTE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Below:
+    """A tier below the host to try."""
+
+    num_bytes: int
+    """0: none."""
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    latency_s: float
+    """Of an answer, and of each job beside its bytes."""
+    store_from_use: int
+    deadline_s: float
+
+    def layout(
+        self, asker: "SimulatedStore", block_size: int, block_bytes: int, num_slots: int
+    ) -> SecondaryLayout:
+        """What the block pool is told of it, as the engine tells it of a real one."""
+        tier = SecondaryTier(
+            "the simulated store",
+            "simulated",
+            "LOCAL",
+            asker,
+            self.store_from_use,
+            self.deadline_s,
+        )
+        return SecondaryLayout(
+            tiers=(tier,),
+            num_ranks=1,
+            num_groups=1,
+            block_size=block_size,
+            max_writing=max(1, min(num_slots // 4, _MAX_WRITING_BYTES // block_bytes)),
+            max_known=4 * num_slots,
+        )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a store had to do, over a whole trace."""
+
+    read_bytes: int
+    written_bytes: int
+    dropped_bytes: int
+    """Were to be written, and left the host before their turn."""
+    read_bytes_per_s: float
+    """Of the busiest minute."""
+    written_bytes_per_s: float
+    """Of the busiest minute."""
+    late_requests: int
+    """Went on without what had not come by their deadline."""
+    seconds: float
+    """From the first arrival to the last end of a prefill."""
+
+
+class SimulatedStore:
+    """Objects by their keys, and a clock that says when what is asked of it is done.
+
+    Args:
+        below: Its size and speed.
+        block_bytes: Of an object.
+        clock: Seconds.
+
+    """
+
+    def __init__(
+        self, below: Below, block_bytes: int, clock: Callable[[], float]
+    ) -> None:
+        self._below = below
+        self._block_bytes = block_bytes
+        self._max_objects = below.num_bytes // block_bytes
+        self._clock = clock
+        self._objects: OrderedDict[bytes, None] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, tuple[float, list[bool]]] = {}
+        # When something is over, and the job and its seconds if it is one.
+        self._ends: list[tuple[float, int, SecondaryJob | None, float]] = []
+        self._free_at = {True: 0.0, False: 0.0}
+        self._bytes = {True: Counter[int](), False: Counter[int]()}
+
+    # ------------------------------------------------ as the scheduler sees it
+
+    def ask(self, keys: Sequence[bytes]) -> int:
+        """Returns the number of the question, which is not 0."""
+        number, due = next(self._numbers), self._clock() + self._below.latency_s
+        self._answers[number] = due, [key in self._objects for key in keys]
+        heapq.heappush(self._ends, (due, number, None, 0.0))
+        return number
+
+    def take_answer(self, number: int) -> list[bool] | None:
+        """For each key of a question whether it is there; None: no answer yet."""
+        due, answer = self._answers[number]
+        if due > self._clock():
+            return None
+        del self._answers[number]
+        return answer
+
+    # -------------------------------------------------------- as a rank sees it
+
+    def begin(self, jobs: Sequence[SecondaryJob]) -> None:
+        """Queue jobs behind those of the same direction."""
+        below, now = self._below, self._clock()
+        for job in jobs:
+            rate = below.write_bytes_per_s if job.is_put else below.read_bytes_per_s
+            num_bytes = len(job.keys) * self._block_bytes
+            seconds = below.latency_s + num_bytes / rate
+            begins = max(now, self._free_at[job.is_put])
+            self._free_at[job.is_put] = end = begins + seconds
+            self._bytes[job.is_put][int(begins // _MINUTE_S)] += num_bytes
+            heapq.heappush(self._ends, (end, next(self._numbers), job, seconds))
+
+    @property
+    def next_end(self) -> float:
+        """When a job or a question ends that has not been taken."""
+        return self._ends[0][0] if self._ends else float("inf")
+
+    def take_end(self) -> SecondaryResult | None:
+        """The job that ends next; None: it is a question."""
+        _, _, job, seconds = heapq.heappop(self._ends)
+        if job is None:
+            return None
+        done = [self._put(k) if job.is_put else self._get(k) for k in job.keys]
+        return SecondaryResult(job.number, done, seconds)
+
+    def _put(self, key: bytes) -> bool:
+        self._objects[key] = None
+        self._objects.move_to_end(key)
+        if len(self._objects) > self._max_objects:
+            self._objects.popitem(last=False)
+        return key in self._objects
+
+    def _get(self, key: bytes) -> bool:
+        if is_there := key in self._objects:
+            self._objects.move_to_end(key)
+        return is_there
+
+    def traffic(self, stats: SecondaryStats, seconds: float) -> Traffic:
+        """What it had to do.
+
+        Args:
+            stats: Of the whole trace.
+            seconds: That the trace took.
+
+        """
+        read, written = self._bytes[False], self._bytes[True]
+        return Traffic(
+            read.total(),
+            written.total(),
+            stats.dropped_blocks * self._block_bytes,
+            max(read.values(), default=0) / _MINUTE_S,
+            max(written.values(), default=0) / _MINUTE_S,
+            stats.late_requests,
+            seconds,
+        )
