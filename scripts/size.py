@@ -130,6 +130,15 @@ def work(outcomes: Sequence[Outcome]) -> str:
     return _markdown(lines) if len(lines) > 2 else ""
 
 
+def _print_tables(outcomes: Sequence[Outcome]) -> None:
+    done = work(outcomes)
+    below = " + below it" if done else ""
+    print(f"\nHits on the device + on the host{below}, % of the prompt blocks:\n")
+    print(table(outcomes))
+    if done:
+        print(f"\nWork of the store, GB/s: mean (busiest minute):\n\n{done}")
+
+
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -288,12 +297,7 @@ def main() -> None:
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     ]
     cpu_s = sum(u.ru_utime + u.ru_stime for u in used)
-    below = " + below it" if max(args.below_gib) else ""
-    print(f"\nHits on the device + on the host{below}, % of the prompt blocks:\n")
-    print(table(outcomes))
-    if below:
-        print("\nWork of the store, GB/s: mean (busiest minute):\n")
-        print(work(outcomes))
+    _print_tables(outcomes)
     print(
         f"\nA pod that needs {args.base_gib:g} GiB and {args.start_s:g} s by itself:\n"
     )

@@ -3,15 +3,17 @@
 
     PYTHONPATH=scripts build/env/v0.32.0/bin/python -m demo --out build/demo
 
-Makes a model, serves it twice with `vllm serve`, talks to it over HTTP, and writes
-to the folder: `report.html`, `report.json`, `server-off.log`,
-`server-on.log`, `spans.jsonl` (when copies ran) and the model. Ends with 0 if the tier
-did its work, else with 1 and the reasons.
+Makes a model, serves it twice with `vllm serve`, talks to it over HTTP, kills the
+second server and starts it again, with what it had written to files. Writes to the
+folder: `report.html`, `report.json`, `server-off.log`, `server-on.log`,
+`server-again.log`, `spans.jsonl` (when copies ran), the files and the model. Ends with
+0 if the tier did its work, else with 1 and the reasons.
 """
 
 import argparse
 import json
 import platform
+import shutil
 import signal
 import sys
 import time
@@ -27,6 +29,7 @@ from page.demo import demo_page
 from .client import ChatClient
 from .prose import chapters, conversation
 from .report import Comparison
+from .restart import Restart, restarted, until_written
 from .serve import ServerError, serving, vllm_serve
 from .spans import SPANS
 from .talk import Exchange, ask_with_hits, talk
@@ -53,6 +56,7 @@ class Sizes:
     block_size: int = 32
     device_blocks: int = 72
     host_gib: float = 0.25
+    files_gib: float = 0.5
     max_model_len: int = 2048
 
     def sayings(self) -> list[list[str]]:
@@ -66,8 +70,8 @@ class Sizes:
         """What is said first, so that nobody measures a server's first request."""
         return conversation(chapters()[-1], 1, self.first_chars, 0)[0]
 
-    def flags(self, shape: Shape, tier: bool) -> list[str]:
-        """The flags of `vllm serve`."""
+    def flags(self, shape: Shape, tier: bool, files: Path | None = None) -> list[str]:
+        """The flags of `vllm serve`; `files`: where KV goes below the host."""
         from vllm.engine.arg_utils import EngineArgs
 
         block_bytes = self.block_size * shape.kv_bytes_per_token(FLOAT32)
@@ -91,6 +95,11 @@ class Sizes:
                 "--kv-offloading-backend": "core",
                 "--worker-extension-cls": "demo.recorder.Recorder",
             }
+        if files is not None:
+            below = {"type": "fs", "root_dir": str(files), "max_gib": self.files_gib}
+            # All that the host has, however slow the machine is.
+            below |= {"store_from_use": 1, "deadline_ms": 10_000}
+            flags["--kv-offloading-config"] = json.dumps({"secondary_tiers": [below]})
         # No compilation: it would take longer than the conversations.
         switches = ["--enforce-eager", "--enable-prompt-tokens-details"]
         return [f"{flag}={value}" for flag, value in flags.items()] + switches
@@ -130,6 +139,29 @@ class Demo:
             "kv_bytes_per_token": kv_bytes,
         }
 
+    @property
+    def files(self) -> Path | None:
+        """Where KV goes below the host; None: this release's blocks have no names."""
+        # Not at the top: `--off-only` is for a vLLM that has no tier.
+        from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+
+        return (self.out / "kv").resolve() if keys_are_bytes() else None
+
+    def serve(self, name: str, tier: bool, kill: bool = False) -> Any:
+        """A server of the model, for a `with` statement, see `serving`."""
+        files = self.files if tier else None
+        flags = self.sizes.flags(self.shape, tier, files)
+        log = self.out / f"server-{name}.log"
+        self.note(f"tier {name}: vllm serve {' '.join(flags)}")
+        command = vllm_serve(self.out / "model", flags)
+        environment = {}
+        if tier:
+            # Else some releases draw a random number for the names of blocks.
+            environment["PYTHONHASHSEED"] = "0"
+        if name == "on":
+            environment[SPANS] = str((self.out / "spans.jsonl").resolve())
+        return serving(command, log, self.note, environment, kill)
+
     def run(self, tier: bool) -> tuple[list[Exchange], int, int]:
         """Serves the model and talks to it.
 
@@ -137,25 +169,30 @@ class Demo:
             The exchanges, and for how many tokens the device and the host have room.
 
         """
-        name = "on" if tier else "off"
-        log = self.out / f"server-{name}.log"
-        flags = self.sizes.flags(self.shape, tier)
-        self.note(f"tier {name}: vllm serve {' '.join(flags)}")
-        command = vllm_serve(self.out / "model", flags)
-        environment = {SPANS: str((self.out / "spans.jsonl").resolve())} if tier else {}
-        with serving(command, log, self.note, environment) as url:
+        answer_tokens = self.sizes.answer_tokens
+        with self.serve("on" if tier else "off", tier, kill=tier) as url:
             self.note("ready; the first request takes longer and does not count")
             with ChatClient(url) as client:
                 warm_up = [{"role": "user", "content": self.sizes.warm_up()}]
-                ask_with_hits(client, warm_up, self.sizes.answer_tokens, tier)
+                ask_with_hits(client, warm_up, answer_tokens, tier)
                 sayings = self.sizes.sayings()
-                exchanges = talk(
-                    client, sayings, self.sizes.answer_tokens, tier, self.note
-                )
+                exchanges = talk(client, sayings, answer_tokens, tier, self.note)
                 metrics = client.metrics()
+                if tier and self.files:
+                    blocks = until_written(client, answer_tokens)
+                    self.note(f"{blocks} KV blocks are in files; SIGKILL")
         blocks = int(metrics.label("vllm:cache_config_info", "num_gpu_blocks"))
         slots = metrics.value("vllm:kv_tier_host_slots") if tier else 0
         return exchanges, blocks * self.sizes.block_size, slots * self.sizes.block_size
+
+    def restart(self, exchanges: list[Exchange]) -> Restart:
+        """Starts the server again after it was killed, and asks for a turn it knew."""
+        with self.serve("again", tier=True) as url, ChatClient(url) as client:
+            restart = restarted(
+                client, self.sizes.warm_up(), self.sizes.sayings()[0], exchanges
+            )
+        self.note(restart.text())
+        return restart
 
     def compare(self) -> list[str]:
         """Both runs and their report.
@@ -173,12 +210,14 @@ class Demo:
         page = path.with_suffix(".html")
         for stale in (path, page, self.out / "spans.jsonl"):
             stale.unlink(missing_ok=True)
+        shutil.rmtree(self.out / "kv", ignore_errors=True)
         self.note(f"vLLM {build['version']}, {len(names)} patches on {build['tag']}")
         model = self.make_model()
         off, device_tokens, _ = self.run(tier=False)
         on, _, host_tokens = self.run(tier=True)
         comparison = Comparison(off, on, device_tokens, host_tokens)
-        failures = comparison.failures()
+        restart = self.restart(on) if self.files else None
+        failures = comparison.failures() + (restart.failures() if restart else [])
         report = {
             "tag": build["tag"],
             "version": build["version"],
@@ -187,6 +226,7 @@ class Demo:
             "machine": f"{platform.machine()}, {platform.platform()}",
             "seconds": round(time.monotonic() - self.start),
             **comparison.as_json(),
+            "restart": restart and restart.as_json(),
             "failures": failures,
         }
         path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")

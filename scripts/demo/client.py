@@ -67,8 +67,17 @@ class ChatClient:
     ) -> None:
         self._http.close()
 
-    def ask(self, messages: Sequence[Message], max_tokens: int) -> Answer:
-        """Streams one greedy answer of exactly `max_tokens` tokens."""
+    def ask(
+        self, messages: Sequence[Message], max_tokens: int, salt: str = ""
+    ) -> Answer:
+        """Streams one greedy answer of exactly `max_tokens` tokens.
+
+        Args:
+            messages: the conversation so far.
+            max_tokens: how many.
+            salt: only requests with the same one share prefixes.
+
+        """
         request: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -83,6 +92,7 @@ class ChatClient:
                 "return_token_ids": True,
                 # The first releases name them in place of the tokens of logprobs.
                 "return_tokens_as_token_ids": True,
+                **({"cache_salt": salt} if salt else {}),
             },
         }
         text = ""

@@ -40,6 +40,7 @@ def serving(
     log: Path,
     note: Callable[[str], None],
     environment: Mapping[str, str] | None = None,
+    kill: bool = False,
 ) -> Iterator[str]:
     """Runs a server on a free port while the `with` block lasts.
 
@@ -48,6 +49,7 @@ def serving(
         log: where its output goes.
         note: called with a line of progress now and then while it starts.
         environment: variables that the server has beside this process's.
+        kill: end it by SIGKILL, as if it had crashed.
 
     Yields:
         The server's URL, once it is ready.
@@ -77,7 +79,7 @@ def serving(
         note(_tail(log))
         raise
     finally:
-        _stop(process)
+        _stop(process, kindly=not kill)
 
 
 def _free_port() -> int:
@@ -114,9 +116,9 @@ def _tail(log: Path) -> str:
     return "\n    ".join([f"the end of {log}:", *lines])
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the group: first kindly, then whatever is left of it."""
-    if process.poll() is None:
+def _stop(process: subprocess.Popen[bytes], kindly: bool) -> None:
+    """Ends the group: first kindly, if so, then whatever is left of it."""
+    if kindly and process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT_S)

@@ -16,6 +16,25 @@ LOADED = (
 SLOT_BYTES = "vllm:kv_tier_slot_bytes"
 
 
+def last_turn(
+    sayings: Sequence[str], exchanges: Sequence["Exchange"], conversation: int
+) -> tuple[list[Message], "Exchange"]:
+    """The last turn of a conversation: what was asked, and what came of it.
+
+    Args:
+        sayings: all that the user said in it.
+        exchanges: of all conversations, in the order they were talked.
+        conversation: counted from 1.
+
+    """
+    *before, last = [e for e in exchanges if e.conversation == conversation]
+    messages: list[Message] = []
+    for saying, exchange in zip(sayings, before):
+        messages.append({"role": "user", "content": saying})
+        messages.append({"role": "assistant", "content": exchange.answer.text})
+    return [*messages, {"role": "user", "content": sayings[-1]}], last
+
+
 @dataclass(frozen=True)
 class Exchange:
     """One turn of one conversation: both counted from 1.

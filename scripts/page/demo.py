@@ -54,6 +54,7 @@ def demo_page(folder: Path) -> str:
             svg(_bytes(requests)),
         ),
         _timeline(folder / "spans.jsonl"),
+        _restart(report.get("restart")),
         Section("Each turn", html=_turns(report["turns"])),
     ]
     return render(
@@ -203,6 +204,25 @@ def busiest(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return max(moved, key=key, default=[])
 
 
+def _restart(restart: dict[str, Any] | None) -> Section:
+    title = "After SIGKILL and a new start"
+    if restart is None:
+        return Section(title, "This release has no tier below the host.")
+    head = ["", "prompt tokens", "cached tokens", "from files", "TTFT"]
+    prompt = f"{restart['prompt_tokens']:,}"
+    served = f"{restart['cached_tokens']:,}", f"{restart['loaded_tokens']:,}"
+    rows = [
+        ["from files", prompt, *served, f"{restart['ttft_ms_from_files']:.0f} ms"],
+        ["computed", prompt, "0", "0", f"{restart['ttft_ms_computed']:.0f} ms"],
+    ]
+    return Section(
+        title,
+        "The first turn that the new server was asked, and the same turn for somebody "
+        "who shares nothing.",
+        html=_table(head, rows),
+    )
+
+
 def _turns(turns: list[dict[str, Any]]) -> str:
     head = ["turn", "prompt tokens", "device hits", "host hits", "TTFT off", "TTFT on"]
     rows = [
@@ -216,7 +236,10 @@ def _turns(turns: list[dict[str, Any]]) -> str:
         ]
         for t in turns
     ]
+    return _table(head, rows)
 
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
     def row(cells: list[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{c}</{tag}>" for c in cells) + "</tr>"
 

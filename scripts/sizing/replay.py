@@ -170,9 +170,6 @@ class Replay:
             enable_caching=True,
             hash_block_size=engine.block_size,
         )
-        if self._store is not None:
-            self.pool.costs.clock = lambda: self.now
-            self.pool.costs.prefill_s = engine.block_size / engine.prefill_tokens_per_s
         self._managers = [
             SimpleNamespace(
                 block_size=engine.block_size, get_num_skipped_tokens=lambda _: 0
@@ -207,6 +204,10 @@ class Replay:
 
     def run(self, calls: Sequence[Call]) -> Outcome:
         """Serve `calls`, which come in order of arrival."""
+        if self._store is not None:
+            costs, engine = self.pool.costs, self.engine
+            costs.clock = lambda: self.now
+            costs.prefill_s = engine.block_size / engine.prefill_tokens_per_s
         requests = deque(self._requests(calls))
         begin = self.now = requests[0].call.arrival_s if requests else 0.0
         while requests or self._waiting:

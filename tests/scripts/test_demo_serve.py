@@ -57,6 +57,18 @@ def test_serves_and_leaves_no_process(tmp_path: Path) -> None:
     assert wait_until_gone(child)
 
 
+def test_a_killed_server_hears_of_nothing(tmp_path: Path) -> None:
+    server = "import signal, sys\n"
+    server += "end = lambda *_: (print('TERM', flush=True), sys.exit())\n"
+    server += "signal.signal(15, end)\n" + SERVER
+    for kill in (False, True):
+        log = tmp_path / f"log-{kill}"
+        with serving([sys.executable, "-c", server], log, print, kill=kill):
+            child = child_pid(log)
+        assert wait_until_gone(child)
+        assert ("TERM" in log.read_text()) is not kill
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_an_error_in_the_block_leaves_no_process(
     tmp_path: Path, error: type[BaseException]

@@ -51,6 +51,15 @@ SPANS = [
 ]
 
 
+RESTART = {
+    "prompt_tokens": 1795,
+    "cached_tokens": 1760,
+    "loaded_tokens": 1728,
+    "ttft_ms_from_files": 199.4,
+    "ttft_ms_computed": 2444.0,
+}
+
+
 @pytest.fixture
 def demo(tmp_path: Path) -> Path:
     """The folder of a demo with six requests."""
@@ -66,6 +75,7 @@ def demo(tmp_path: Path) -> Path:
         "median_ttft_ms_off": 200.0,
         "median_ttft_ms_on": 170.0,
         "failures": [],
+        "restart": RESTART,
         "turns": [turn],
         "requests": requests,
     }
@@ -104,6 +114,14 @@ def test_the_step_with_loads_and_stores_is_shown(demo: Path) -> None:
 def test_a_run_without_spans_says_so(demo: Path) -> None:
     (demo / "spans.jsonl").unlink()
     assert "No copies were recorded" in page(demo)
+
+
+def test_the_turn_after_the_restart_is_shown(demo: Path) -> None:
+    cells = "".join(f"<td>{c}</td>" for c in ("1,795", "1,760", "1,728", "199 ms"))
+    assert cells in page(demo) and "<td>2444 ms</td>" in page(demo)
+    report = json.loads((demo / "report.json").read_text())
+    (demo / "report.json").write_text(json.dumps(report | {"restart": None}))
+    assert "no tier below the host" in page(demo)
 
 
 def test_a_failed_demo_is_marked(demo: Path) -> None:
