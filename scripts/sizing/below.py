@@ -20,7 +20,7 @@ from vllm.v1.kv_tier.stores.fs import FsConfig
 DEADLINE_MS = next(f.default for f in fields(FsConfig) if f.name == "deadline_ms")
 STORE_FROM_USE = next(f.default for f in fields(FsConfig) if f.name == "store_from_use")
 
-_MAX_WRITING_BYTES = 256 << 20
+_MAX_JOB_BYTES = 64 << 20
 """What the engine writes at a time, as in `kv_tier.start`."""
 _MINUTE_S = 60.0
 
@@ -55,7 +55,8 @@ class Below:
             num_ranks=1,
             num_groups=1,
             block_size=block_size,
-            max_writing=max(1, min(num_slots // 4, _MAX_WRITING_BYTES // block_bytes)),
+            max_writing=max(1, num_slots // 4),
+            max_job=max(1, _MAX_JOB_BYTES // block_bytes),
             max_known=4 * num_slots,
         )
 

@@ -29,8 +29,8 @@ SLOT_BYTES = 1 << 20
 
 # Prefixes have few blocks here: let none be too few to be prefetched. And the device
 # has few: let all be for prefetches.
-# No more steps are in flight than five.
-TUNING = SchedulingTuning(min_prefetch=1, spare=0.0, settled_steps=5)
+# No more steps are in flight than five, and ranks tell of failed loads with their step.
+TUNING = SchedulingTuning(min_prefetch=1, spare=0.0, settled_steps=5, settled_outputs=0)
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,7 @@ def _secondary(layout: Layout, below: Below) -> SecondaryLayout:
         num_groups=len(layout.groups),
         block_size=layout.block_size,
         max_writing=4,
+        max_job=2,
         max_known=20,
     )
 

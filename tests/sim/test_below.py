@@ -87,7 +87,7 @@ def hold_nothing(patch: pytest.MonkeyPatch) -> None:
 def write_what_is_not_settled(patch: pytest.MonkeyPatch) -> None:
     """A slot is written below although a load before it may have failed."""
     write = Spiller.write
-    patch.setattr(Spiller, "write", lambda self, seq: write(self, seq + 100))
+    patch.setattr(Spiller, "write", lambda self, settled: write(self, settled + 100))
 
 
 def serve_before_it_came(patch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ class Below:
             "num_groups": 1,
             "block_size": BLOCK,
             "max_writing": 4,
+            "max_job": 64,
             "max_known": 64,
         }
         self.tier = Tier(

@@ -111,3 +111,77 @@ def test_what_leaves_the_host_before_its_turn_is_counted() -> None:
     assert below.stats().due_blocks == 2
     below.tier.drop("a")
     assert below.stats().dropped_blocks == 1
+
+
+# ------------------------------------------------------------- how much at a time
+
+
+def test_much_is_written_in_several_jobs() -> None:
+    below = Below(max_writing=5, max_job=2)
+    below.tier.demoted("abcdef")
+    jobs = below.jobs(below.plans())
+    assert [len(job.keys) for job in jobs] == [2, 2, 1]
+    below.end(jobs[0])
+    (last,) = below.jobs(below.plans())
+    assert len(last.keys) == 1
+
+
+def test_a_prefix_comes_in_several_jobs_and_what_came_in_time_is_used() -> None:
+    below = Below(max_job=2, deadline_s=5.0)
+    below.store.keys = {key(name) for name in "abc"}
+    request = Request("abc")
+    below.tier.begin()
+    below.asked(request)
+    assert below.tier.try_promote(below.tier.find("abc"), request=request) is None
+    first, second = below.tier.end().secondary
+    assert (first.keys, second.keys) == ([key("a"), key("b")], [key("c")])
+    below.end(first)
+    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    below.tier.now = 5.1
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    assert [below.where(name) for name in "abc"] == ["host", "host", "nowhere"]
+
+
+def test_what_would_come_too_late_is_not_begun() -> None:
+    below = Below(num_slots=64, deadline_s=0.45)
+    below.store.keys = {key(name) for name in "abcdefgh"}
+    # A block takes 0.1 seconds, as is told.
+    below.end(below.begins_to_fetch(Request("a"), "a"))
+    request = Request("bcdefgh")
+    job = below.begins_to_fetch(request, "bcdefgh")
+    assert job.keys == [key(name) for name in "bcde"]
+    assert below.where("f") == "nowhere"
+
+
+def test_a_store_that_is_busy_is_not_taken_for_dead() -> None:
+    below = Below(num_slots=64, deadline_s=5.0)
+    below.store.keys = {key(name) for name in "abcdefghz"}
+    for number, name in enumerate("abcdef"):
+        slow, quick = Request(name), Request("z")
+        below.begins_to_fetch(slow, name)
+        below.tier.now += 1
+        if number < 4:
+            # It brings somebody else what he waits for.
+            below.end(below.begins_to_fetch(quick, "z"))
+            below.tier.drop("z")
+        below.tier.now += 5
+        assert not below.pool.is_loading(slow, False)  # type: ignore[arg-type]
+    stats = below.stats()
+    assert stats.late_requests == 6 and not stats.is_closed
+    slow = Request("g")
+    below.begins_to_fetch(slow, "g")
+    below.tier.now += 6
+    assert not below.pool.is_loading(slow, False)  # type: ignore[arg-type]
+    # Nobody is held back any more.
+    assert not below.pool.is_loading(Request("h"), False)  # type: ignore[arg-type]
+    assert below.stats().is_closed
+
+
+def test_what_is_computed_again_is_used_again() -> None:
+    below = Below(num_blocks=4, num_slots=4, store_from_use=2)
+    below.tier.demoted("a")
+    below.tier.drop("a")
+    assert not below.jobs(below.plans())
+    below.tier.demoted("a")
+    (job,) = below.jobs(below.plans())
+    assert job.keys == [key("a")]

@@ -68,7 +68,12 @@ def end_what_cannot_fit(
 
     """
     tier = scheduler.kv_cache_manager.kv_tier
-    if not isinstance(tier, TieredBlockPool) or not tier.num_lost_blocks:
+    if not isinstance(tier, TieredBlockPool):
+        return
+    if tier.backing is not None:
+        # Each output of a step comes by here, its report before it.
+        tier.backing.num_outputs += 1
+    if not tier.num_lost_blocks:
         return
     num_tokens = _most_tokens(scheduler)
     if num_tokens < scheduler.max_model_len:

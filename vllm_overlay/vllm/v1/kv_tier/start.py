@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# What is on its way to the tier below at a time: enough for all threads of a rank, and
-# little to lose.
-_MAX_WRITING_BYTES = 256 << 20
+# Of all ranks together: enough for all threads of a rank, and little to wait for.
+_MAX_JOB_BYTES = 64 << 20
+# Part of the slots that may be on their way to a tier below: steps can be a quarter of
+# a second apart, and gigabytes be written meanwhile.
+_MAX_WRITING = 1 / 4
 
 
 def start_kv_tier(
@@ -180,7 +182,8 @@ def _open_secondary(
         num_ranks=sum(num_bytes > 0 for _, num_bytes in ranks),
         num_groups=len(groups),
         block_size=sizes.pop(),
-        max_writing=max(1, min(num_slots // 4, _MAX_WRITING_BYTES // bytes_on_ranks)),
+        max_writing=max(1, int(_MAX_WRITING * num_slots)),
+        max_job=max(1, _MAX_JOB_BYTES // bytes_on_ranks),
         max_known=4 * num_slots,
     )
 

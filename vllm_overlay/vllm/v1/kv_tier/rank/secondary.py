@@ -11,7 +11,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -22,6 +24,8 @@ from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.base import BlockStore
 
 logger = init_logger(__name__)
+
+Queue = SimpleQueue[Callable[[], None] | None]
 
 
 class SecondaryIO:
@@ -53,12 +57,18 @@ class SecondaryIO:
         self._has_ended = threading.Event()
         # What a request waits for does not queue behind what nobody waits for, nor one
         # tier behind another.
-        self._threads = {
-            (tier, is_put): ThreadPoolExecutor(1, f"kv-tier-{name}-{tier}")
-            for tier in range(len(stores))
-            for is_put, name in ((True, "put"), (False, "get"))
-        }
-        weakref.finalize(self, _end, list(self._threads.values()), stores)
+        self._queues: dict[tuple[int, bool], Queue] = {}
+        for tier in range(len(stores)):
+            for is_put, name in ((True, "put"), (False, "get")):
+                queue = self._queues[tier, is_put] = SimpleQueue()
+                # A process that ends does not wait for what is queued.
+                threading.Thread(
+                    target=_work,
+                    args=(queue,),
+                    name=f"kv-tier-{name}-{tier}",
+                    daemon=True,
+                ).start()
+        weakref.finalize(self, _end, list(self._queues.values()), stores)
 
     def begin_step(
         self,
@@ -85,7 +95,8 @@ class SecondaryIO:
                     for i, slot in enumerate(job.slots)
                     if not job.is_put or is_filled(slot)
                 ]
-                self._threads[job.tier, job.is_put].submit(self._run, job, places)
+                work = partial(self._run, job, places)
+                self._queues[job.tier, job.is_put].put(work)
             else:
                 self._waiting.append(job)
         if plan.awaits_secondary:
@@ -110,8 +121,18 @@ class SecondaryIO:
         self._has_ended.set()
 
 
-def _end(threads: Sequence[ThreadPoolExecutor], stores: Sequence[BlockStore]) -> None:
-    for each in threads:
-        each.shutdown(wait=False, cancel_futures=True)
+def _work(queue: Queue) -> None:
+    while (work := queue.get()) is not None:
+        work()
+        # Else who waits for more would keep alive whom it worked for.
+        del work
+
+
+def _end(queues: Sequence[Queue], stores: Sequence[BlockStore]) -> None:
+    for queue in queues:
+        with suppress(Empty):
+            while True:
+                queue.get_nowait()
+        queue.put(None)
     for store in stores:
         store.close()

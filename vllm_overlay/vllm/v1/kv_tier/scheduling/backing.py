@@ -82,10 +82,14 @@ class Backing:
         tuning: SchedulingTuning,
     ) -> None:
         self._layout = layout
+        self._tuning = tuning
+        self.num_outputs = 0
+        """Outputs of steps that the scheduler has taken, with all that they told. Not
+        all releases take that of a step whose loads failed."""
         self._jobs = Jobs(table, layout.num_ranks)
         self._stats = {tier.label: SecondaryStats() for tier in layout.tiers}
         self.spillers = [
-            Spiller(i, tier, layout, table, self._jobs, self._changed, stats, tuning)
+            Spiller(i, tier, layout, table, self._jobs, self._changed, stats)
             for i, (tier, stats) in enumerate(zip(layout.tiers, self._stats.values()))
         ]
         sources = [
@@ -164,8 +168,14 @@ class Backing:
             is_idle: The step runs nothing.
 
         """
+        # A load of an earlier step may turn out to have failed, and what was computed
+        # since to be void.
+        settled = max(
+            self.num_outputs - self._tuning.settled_outputs,
+            plan.seq - self._tuning.settled_steps,
+        )
         for spiller in self.spillers:
-            spiller.write(plan.seq)
+            spiller.write(settled)
         self._jobs.finish(plan)
         plan.awaits_secondary = is_idle and self.fetching.is_awaited
         self.fetching.end_step()

@@ -56,7 +56,9 @@ class SecondaryLayout:
     block_size: int
     """These tokens."""
     max_writing: int
-    """Slots that are written to a tier at a time."""
+    """Slots that are on their way to a tier at a time."""
+    max_job: int
+    """Slots of a job: ranks tell of the end of each."""
     max_known: int
     """Keys that are remembered as being there, for each tier."""
 

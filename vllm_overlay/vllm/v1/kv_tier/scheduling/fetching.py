@@ -170,7 +170,7 @@ class Fetching:
         if len(late) < len(awaited):
             return True
         for source in late:
-            source.is_late(now)
+            source.is_late(wait.since, now)
         if wait.jobs or not wait.found:
             # What has come lies in slots now. What has not is computed.
             self._give_up(wait)
@@ -184,7 +184,7 @@ class Fetching:
             # The other half is for fetching what others have.
             if now >= wait.since + source.deadline_s / 2:
                 del wait.questions[source]
-                source.is_late(now)
+                source.is_late(wait.since, now)
         return bool(wait.questions)
 
     def _ask(self, request: Request, now: float) -> _Wait:
@@ -265,8 +265,7 @@ class Fetching:
         stored.sort(key=lambda place: place[0])
         blocks = [block for _, block in stored]
         new = [b for b in blocks if b.key not in self._fetched_by]
-        new = [b for b in new if b.source.is_worth_it]
-        if new:
+        if new := self._worth_it(new):
             # A part of the hit must not make room for the rest.
             self._table.pin(b for g in groups for b in g if type(b) is HostSlot)
             self._fetch(new, self._table.reserve(min(len(new), self._room)))
@@ -280,6 +279,19 @@ class Fetching:
             self._wait_for(request, jobs)
         return True
 
+    def _worth_it(self, blocks: Sequence[StoredBlock]) -> list[StoredBlock]:
+        """The first of `blocks` that come sooner than they are computed, and in time:
+        behind what is on its way already."""
+        queued = dict(zip(self._sources, self._num_filling))
+        worth = []
+        for block in blocks:
+            source = block.source
+            if not source.is_worth_it or not source.is_in_time(queued[source]):
+                break
+            queued[source] += 1
+            worth.append(block)
+        return worth
+
     def _wait_for(self, request: Request, jobs: dict[int, Source]) -> None:
         wait = self._waits.get(request)
         if wait is None or wait.is_over:
@@ -291,10 +303,11 @@ class Fetching:
 
     def _fetch(self, blocks: Sequence[StoredBlock], indices: list[int]) -> None:
         """Fetch as many of `blocks` as there are slots."""
-        places = list(zip(blocks, indices))
+        places, size = list(zip(blocks, indices)), self._layout.max_job
         for source in self._sources:
-            if some := [place for place in places if place[0].source is source]:
-                self._fetch_from(source, some)
+            some = [place for place in places if place[0].source is source]
+            for first in range(0, len(some), size):
+                self._fetch_from(source, some[first : first + size])
 
     def _fetch_from(
         self, source: Source, places: Sequence[tuple[StoredBlock, int]]

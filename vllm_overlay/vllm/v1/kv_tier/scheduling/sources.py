@@ -2,6 +2,7 @@
 """The tiers below the host, as what blocks are fetched from: what it costs, and whether
 it answers in time."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ class Source:
         self._tuning = tuning
         self._fetch_s = 0.0
         self._num_late = 0
+        self._last_came = -math.inf
         self._closed_until = 0.0
 
     def ask(self, wanted: Sequence[Wanted], now: float) -> int:
@@ -80,15 +82,24 @@ class Source:
         """Blocks were fetched, or not, in so many seconds together."""
         if any(done):
             self._num_late = 0
+            self._last_came = self._costs.clock()
         self._stats.record_job("get", len(done), seconds)
         self._stats.loaded_blocks += sum(done)
         self._stats.missed_blocks += len(done) - sum(done)
         weight = self._tuning.cost_weight if self._fetch_s else 1.0
         self._fetch_s += weight * (seconds / len(done) - self._fetch_s)
 
-    def is_late(self, now: float) -> None:
-        """A request goes on without what has not come."""
+    def is_in_time(self, num_before: int) -> bool:
+        """Whether a block comes within the deadline, as far as is known, behind so many
+        others."""
+        return (num_before + 1) * self._fetch_s < self.deadline_s
+
+    def is_late(self, since: float, now: float) -> None:
+        """A request that has waited since then goes on without what has not come."""
         self._stats.late_requests += 1
+        if self._last_came >= since:
+            # It brings others what they wait for: it is busy, and not dead.
+            return
         self._num_late += 1
         if self._num_late < self._tuning.max_late_fetches:
             return

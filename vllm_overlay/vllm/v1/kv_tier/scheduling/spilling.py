@@ -10,7 +10,6 @@ from vllm.v1.kv_tier.scheduling.admission import Admission
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
-from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.stats import SecondaryStats
 
 
@@ -28,7 +27,6 @@ class Spiller:
         jobs: Carries out.
         changed: Is told of keys that the tier has from now on, or no more.
         stats: Counts.
-        tuning: When a slot is settled.
 
     """
 
@@ -41,7 +39,6 @@ class Spiller:
         jobs: Jobs,
         changed: Callable[[BlockHashWithGroupId], None],
         stats: SecondaryStats,
-        tuning: SchedulingTuning,
     ) -> None:
         self._index = index
         self._layout = layout
@@ -49,12 +46,9 @@ class Spiller:
         self._jobs = jobs
         self._changed = changed
         self._stats = stats
-        self._tuning = tuning
-        # The first use is the store of a block, the second one is its first hit: only
-        # what comes after has to be counted.
-        self._from_use = tier.store_from_use
         self._admission: Admission | None = None
-        if tier.store_from_use > 2:
+        if tier.store_from_use > 1:
+            # Also of what the host has forgotten: it is computed again.
             self._admission = Admission(tier.store_from_use, layout.max_known)
         # Keys that are to be written, that are being written, and that are there or
         # were lately; the oldest first.
@@ -66,9 +60,8 @@ class Spiller:
     # ----------------------------------------------------------- what is due
 
     def filled(self, slot: HostSlot) -> None:
-        """A slot has content, which is its first use."""
-        if self._from_use != 2:
-            self._used(slot)
+        """A slot has content: its block was computed, which is a use."""
+        self._used(slot)
 
     def loaded(self, slots: Sequence[HostSlot]) -> None:
         """Loads are uses of the requests that they are for, see `hit`."""
@@ -143,14 +136,16 @@ class Spiller:
 
     # ---------------------------------------------------------------- writing
 
-    def write(self, seq: int) -> None:
-        """Let plan `seq` begin to write what is due."""
+    def write(self, settled: int) -> None:
+        """Let the next plan begin to write what is due.
+
+        Args:
+            settled: Nothing that plans up to this one have stored turns out to be void.
+
+        """
         room = self._layout.max_writing - len(self._writing)
         if not self._due or room <= 0:
             return
-        # Until the outputs of all steps before have come, a load of theirs may turn
-        # out to have failed, and what was computed since to be void.
-        settled = seq - self._tuning.settled_steps
         slots = []
         for key in list(islice(self._due, room)):
             slot = self._table.get(key)
@@ -158,8 +153,11 @@ class Spiller:
             if slot.store_seq <= settled:
                 del self._due[key]
                 slots.append(slot)
-        if not slots:
-            return
+        size = self._layout.max_job
+        for first in range(0, len(slots), size):
+            self._write(slots[first : first + size])
+
+    def _write(self, slots: Sequence[HostSlot]) -> None:
         keys, indices = [s.keys[0] for s in slots], [s.index for s in slots]
         self._table.hold(indices, keys)
         self._writing.update(keys)

@@ -69,9 +69,14 @@ class SchedulingTuning:
     """As above, for launches that took longer than known: what holds up a launch now
     and then hides no load."""
 
+    settled_outputs: int = 3
+    """When so many outputs more have come, nothing that a step stored turns out to be
+    void: a rank tells of a failed load with its step, or a step or two later. It is not
+    written below sooner."""
+
     settled_steps: int = 16
-    """After so many steps the outputs of all before have come: more than any pipeline
-    has in flight. What a step stored is not written below sooner."""
+    """Nor after so many steps, which are more than any pipeline has in flight, whatever
+    outputs have come."""
 
     max_asks: int = 16
     """Requests for which a step asks the tier below. Each has its keys made, and others

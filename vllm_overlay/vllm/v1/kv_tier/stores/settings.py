@@ -31,7 +31,7 @@ class StoreConfig(ABC):
     """Write a block only from its n-th use on: being computed is one, and so is every
     hit. `1` writes all that the host tier has."""
 
-    deadline_ms: float = 1000.0
+    deadline_ms: float = 5000.0
     """How long a fetch may take, in milliseconds. What has not begun by then is
     computed."""
 

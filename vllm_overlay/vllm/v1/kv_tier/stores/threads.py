@@ -4,6 +4,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 MAX_THREADS = 64
@@ -41,10 +42,10 @@ class Threads:
             while (i := next(indices)) < len(first):
                 answers[i] = work(first[i], second[i])
 
-        helpers = [
-            self._helpers.submit(take_turns)
-            for _ in range(min(self._num_helpers, len(first) - 1))
-        ]
+        helpers = []
+        with suppress(RuntimeError):  # This process ends: no help any more.
+            for _ in range(min(self._num_helpers, len(first) - 1)):
+                helpers.append(self._helpers.submit(take_turns))
         try:
             take_turns()
         finally:
