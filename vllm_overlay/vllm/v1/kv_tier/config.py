@@ -80,8 +80,8 @@ class KVTierConfig:
     reads every stored and loaded byte once more, by the CPU."""
 
     secondary_tiers: list[dict[str, Any]] | None = None
-    """Where blocks go on to live below the host, in the order in which they are asked;
-    one for now. `[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}]` keeps them in
+    """Where blocks go on to live below the host, in the order in which they are asked.
+    `[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}]` keeps them in
     files, which outlive the engine and serve every engine with the same model and
     settings. The page Below the host has all keys."""
 
