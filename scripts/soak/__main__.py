@@ -9,6 +9,10 @@ twentieth of them: chats and completions, whole and as streams, with three model
 (adapters) and three salts; some hang up, and the prefix cache is reset now and then.
 At the end every host slot is spoilt, which the clients must notice.
 
+With `--below`, a directory and a Valkey server lie below the host, and are harmed all
+the time: files are damaged, swapped and deleted, the server forgets, stands still and
+dies. Nothing is reset then, since a reset ends the use of both.
+
 Writes `report.json` and the servers' logs. Ends with 0 if no answer was wrong, no
 request failed, and memory at the end is what it was after a fifth of the time, which
 begins after some minutes of the same load (`--warm-up`).
@@ -30,6 +34,7 @@ from tests.e2e.release import cache_bytes
 from tests.e2e.server import Server
 
 from .clients import Load
+from .faults import Faults
 from .questions import CHAT_TEMPLATE, Conversation, learn_answers, make_conversations
 from .watch import Watch
 
@@ -76,7 +81,9 @@ def make_model(folder: Path) -> Path:
     return model
 
 
-def flags(folder: Path, num_blocks: int, num_slots: int) -> list[str]:
+def flags(
+    folder: Path, num_blocks: int, num_slots: int, below: list[dict[str, Any]]
+) -> list[str]:
     """Of `vllm serve`; without a tier if `num_slots` is 0."""
     adapters = [f"{name}={folder / name}" for name in ADAPTERS]
     found = [
@@ -95,6 +102,8 @@ def flags(folder: Path, num_blocks: int, num_slots: int) -> list[str]:
         found += ["--kv-offloading-backend", "core"]
         found += ["--kv-offloading-size", repr(size)]
         found += ["--worker-extension-cls", "tests.e2e.spoil_extension.SpoilSlots"]
+    if below:
+        found += ["--kv-offloading-config", json.dumps({"secondary_tiers": below})]
     return found
 
 
@@ -107,6 +116,7 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",
     }
 
 
@@ -117,13 +127,17 @@ class Soak:
         out: Folder of the model, the logs and the report.
         sizes: See there.
         tier: Whether the server has one; without, the run says what memory does then.
+        below: Whether it has stores below it, which are harmed.
 
     """
 
-    def __init__(self, out: Path, sizes: Sizes, tier: bool = True) -> None:
+    def __init__(
+        self, out: Path, sizes: Sizes, tier: bool = True, below: bool = False
+    ) -> None:
         self.out = out
         self.sizes = sizes
         self.tier = tier
+        self.faults = Faults(out) if below else None
         self.wrong: list[str] = []
         self._began = time.monotonic()
 
@@ -149,6 +163,9 @@ class Soak:
             f"{overcommit:.1f} times the device cache, for each of 3 salts"
         )
         num_slots = self.sizes.host_slots if self.tier else 0
+        if self.faults is not None:
+            # So much comes back from below.
+            num_slots //= 10
         server = self._serve(model, "server", self.sizes.device_blocks, num_slots)
         try:
             report = asyncio.run(self._load(server, conversations))
@@ -160,10 +177,14 @@ class Soak:
             left = [*server.leftover_processes(), *server.stranded_shared_memory()]
             if code or left:
                 failures.append(f"exit code {code}, left behind: {left}")
+            # What is too slow says so.
+            log = re.sub(r".*KV tier: the tier below .* is too slow.*", "", log)
             if bad := re.findall(r".*(?:ERROR|Traceback).*", log):
                 failures.append(f"{len(bad)} errors in the log, first: {bad[0]}")
         finally:
             server.kill()
+            if self.faults is not None:
+                self.faults.end()
         (self.out / "wrong.txt").write_text("\n".join(self.wrong))
         path = self.out / "report.json"
         path.write_text(json.dumps(report, indent=2) + "\n")
@@ -172,7 +193,8 @@ class Soak:
 
     def _serve(self, model: Path, name: str, num_blocks: int, slots: int) -> Server:
         log = self.out / f"{name}.log"
-        found = flags(self.out, num_blocks, slots)
+        below = self.faults.entries if self.faults is not None and slots else []
+        found = flags(self.out, num_blocks, slots, below)
         self.note(f"starting the {name}")
         return Server(model, found, environment(), log)
 
@@ -181,7 +203,10 @@ class Soak:
     ) -> dict[str, Any]:
         seconds = self.sizes.seconds
         warm_up = 60 * self.sizes.warm_up_minutes
-        async with Load(server.url, conversations) as load:
+        resets = self.faults is None
+        if self.faults is not None:
+            self.faults.begin()
+        async with Load(server.url, conversations, resets=resets) as load:
             self.note(f"{self.sizes.clients} clients for {warm_up:.0f} s, to warm up")
             await load.run(self.sizes.clients, time.monotonic() + warm_up)
             self.note(f"{self.sizes.clients} clients for {seconds:.0f} s")
@@ -209,7 +234,7 @@ class Soak:
         for kind, texts in (("wrong answers", tally.wrong), ("errors", tally.errors)):
             if texts:
                 failures.append(f"{len(texts)} {kind}, first: {texts[0]}")
-        report = {
+        report: dict[str, Any] = {
             "seconds": seconds,
             "counts": dict(tally.counts),
             "wrong": len(tally.wrong),
@@ -238,6 +263,13 @@ class Soak:
             },
             "failures": failures,
         }
+        if self.faults is not None:
+            report["faults"] = dict(self.faults.counts)
+            for name in ("loaded", "missed", "stored"):
+                full = f"kv_tier_secondary_{name}_blocks_total"
+                report["metrics"][full] = watch.value(f"vllm:{full}")
+                if not watch.value(f"vllm:{full}"):
+                    failures.append(f"{full} is 0")
         if self.tier:
             if not watch.value("vllm:kv_tier_host_hit_tokens_total"):
                 failures.append("nothing came from the host")
@@ -250,7 +282,7 @@ class Soak:
         """Spoil all host slots. Returns how many answers were wrong then."""
         server.post("/collective_rpc", {"method": "spoil_all_slots", "args": [0]})
         async with Load(server.url, conversations) as load:
-            await load.ask_all()
+            await load.ask_all(last_first=self.faults is not None)
         self.note(f"{len(load.tally.wrong)} wrong answers from spoilt slots")
         return len(load.tally.wrong)
 
@@ -275,10 +307,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=Sizes.minutes)
     parser.add_argument("--warm-up", type=float, default=Sizes.warm_up_minutes)
     parser.add_argument("--off", action="store_true", help="without a tier")
+    parser.add_argument(
+        "--below", action="store_true", help="with stores below it, which are harmed"
+    )
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     sizes = Sizes(arguments.minutes, arguments.warm_up)
-    soak = Soak(out, sizes, tier=not arguments.off)
+    if arguments.off and arguments.below:
+        parser.error("--off and --below exclude each other: stores lie below a tier")
+    soak = Soak(out, sizes, not arguments.off, arguments.below)
     report = soak.run()
     print(json.dumps(report, indent=2))
     for failure in report["failures"]:

@@ -34,12 +34,18 @@ class Load:
         url: Of the server.
         conversations: With the right answers.
         seed: Of what the clients do.
+        resets: Whether the prefix cache is reset now and then.
 
     """
 
     def __init__(
-        self, url: str, conversations: Sequence[Conversation], seed: int = 0
+        self,
+        url: str,
+        conversations: Sequence[Conversation],
+        seed: int = 0,
+        resets: bool = True,
     ) -> None:
+        self._resets = resets
         self.tally = Tally()
         self._conversations = conversations
         self._rng = random.Random(seed)
@@ -62,10 +68,13 @@ class Load:
     async def run(self, num_clients: int, ends: float) -> None:
         """Talk to the server until `ends` (`time.monotonic()`)."""
         clients = [self._talk(ends) for _ in range(num_clients)]
-        await asyncio.gather(self._reset(ends), *clients)
+        if self._resets:
+            clients.append(self._reset(ends))
+        await asyncio.gather(*clients)
 
-    async def ask_all(self, at_a_time: int = 6) -> None:
-        """Ask every question once, in order."""
+    async def ask_all(self, at_a_time: int = 6, last_first: bool = False) -> None:
+        """Ask every question once, in order, or the last conversation first: of that
+        one a small cache still has something."""
         places = asyncio.Semaphore(at_a_time)
 
         async def ask(conversation: Conversation) -> None:
@@ -73,7 +82,8 @@ class Load:
                 for question in conversation.questions:
                     await self._guarded(self._ask, question, question.body)
 
-        await asyncio.gather(*map(ask, self._conversations))
+        some = self._conversations[:: -1 if last_first else 1]
+        await asyncio.gather(*map(ask, some))
 
     async def _talk(self, ends: float) -> None:
         rng = self._rng

@@ -290,10 +290,11 @@ def test_progress_is_logged_now_and_then(
 
     monkeypatch.setattr(host_buffer, "touch", slow)
     piece: dict[str, Any] = {"pin": False, "piece_bytes": 256 * MiB, "threads": 1}
+    begun = time.perf_counter()
     HostBuffer(40, 256 * MiB, **piece, progress_s=0.1)
-    # 0.8 s, more on a busy machine: every fifth piece at most.
+    # 0.8 s, more on a busy machine.
     progress = log[:-1]
-    assert 1 <= len(progress) <= 8
+    assert 1 <= len(progress) <= (time.perf_counter() - begun) / 0.1
     for line in progress:
         assert re.fullmatch(
             r"info: KV tier: \d+\.\d of 10\.0 GiB of host memory ready\.", line
