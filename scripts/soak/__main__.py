@@ -44,6 +44,20 @@ MiB, GiB = 1 << 20, 1 << 30
 BLOCK_TOKENS, BLOCK_BYTES = 32, 64 << 10
 MODEL, ADAPTERS = "llama", ("lora-a", "lora-b", "lora-c")
 
+METRICS = (
+    "num_preemptions_total",
+    "kv_tier_stored_blocks_total",
+    "kv_tier_loaded_blocks_total",
+    "kv_tier_loaded_ahead_blocks_total",
+    "kv_tier_deferred_requests_total",
+    "kv_tier_evicted_slots_total",
+    "kv_tier_host_hit_tokens_total",
+    "kv_tier_device_hit_tokens_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+)
+"""Of the report, without `vllm:`."""
+
 GROWTH = 0.02
 """How much more memory may be in use at the end."""
 
@@ -204,7 +218,7 @@ class Soak:
         seconds = self.sizes.seconds
         warm_up = 60 * self.sizes.warm_up_minutes
         resets = self.faults is None
-        if self.faults is not None:
+        if self.faults:
             self.faults.begin()
         async with Load(server.url, conversations, resets=resets) as load:
             self.note(f"{self.sizes.clients} clients for {warm_up:.0f} s, to warm up")
@@ -246,30 +260,12 @@ class Soak:
                 round(watch.mean(t * seconds / 10, (t + 1) * seconds / 10).pss / MiB, 1)
                 for t in range(10)
             ],
-            "metrics": {
-                name: watch.value(f"vllm:{name}")
-                for name in (
-                    "num_preemptions_total",
-                    "kv_tier_stored_blocks_total",
-                    "kv_tier_loaded_blocks_total",
-                    "kv_tier_loaded_ahead_blocks_total",
-                    "kv_tier_deferred_requests_total",
-                    "kv_tier_evicted_slots_total",
-                    "kv_tier_host_hit_tokens_total",
-                    "kv_tier_device_hit_tokens_total",
-                    "prompt_tokens_total",
-                    "generation_tokens_total",
-                )
-            },
+            "metrics": {name: watch.value(f"vllm:{name}") for name in METRICS},
             "failures": failures,
         }
         if self.faults is not None:
             report["faults"] = dict(self.faults.counts)
-            for name in ("loaded", "missed", "stored"):
-                full = f"kv_tier_secondary_{name}_blocks_total"
-                report["metrics"][full] = watch.value(f"vllm:{full}")
-                if not watch.value(f"vllm:{full}"):
-                    failures.append(f"{full} is 0")
+            failures += self._look_below(watch, report["metrics"])
         if self.tier:
             if not watch.value("vllm:kv_tier_host_hit_tokens_total"):
                 failures.append("nothing came from the host")
@@ -277,6 +273,16 @@ class Soak:
             if not report["wrong_when_spoilt"]:
                 failures.append("nobody noticed spoilt host slots")
         return report
+
+    @staticmethod
+    def _look_below(watch: Watch, metrics: dict[str, float]) -> list[str]:
+        """Complete the metrics. Returns what did not happen below the host."""
+        names = [
+            f"kv_tier_secondary_{name}_blocks_total"
+            for name in ("loaded", "missed", "stored")
+        ]
+        metrics |= {name: watch.value(f"vllm:{name}") for name in names}
+        return [f"{name} is 0" for name in names if not metrics[name]]
 
     async def _spoil(self, server: Server, conversations: list[Conversation]) -> int:
         """Spoil all host slots. Returns how many answers were wrong then."""

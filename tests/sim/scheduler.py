@@ -117,7 +117,7 @@ def _base() -> tuple[VllmConfig, StructuredOutputManager]:
     return config, StructuredOutputManager(config)
 
 
-def _secondary(layout: Layout, below: Below) -> SecondaryLayout:
+def _secondary(layout: Layout, below: Below, max_known: int) -> SecondaryLayout:
     return SecondaryLayout(
         tiers=tuple(
             SecondaryTier(
@@ -135,7 +135,7 @@ def _secondary(layout: Layout, below: Below) -> SecondaryLayout:
         block_size=layout.block_size,
         max_writing=4,
         max_job=2,
-        max_known=20,
+        max_known=max_known,
     )
 
 
@@ -166,6 +166,9 @@ def make_scheduler(setup: Setup, below: Below | None = None) -> Scheduler:
         eviction_policy=setup.eviction_policy,
         max_load_stall_ms=1e3 * setup.max_stall,
     )
+    # Followers are not told of what came from below and was forgotten on its way, which
+    # takes more keys in so short a time than engines know.
+    max_known = 20 if setup.kv_events is None else 1000
     retention = None
     if setup.retention is not None and layout.can_retain_less:
         retention = setup.retention * layout.block_size
@@ -182,7 +185,7 @@ def make_scheduler(setup: Setup, below: Below | None = None) -> Scheduler:
             tokens_per_block=layout.block_size,
             layerwise=setup.join_time > 0,
             tuning=setup.tuning,
-            secondary=None if below is None else _secondary(layout, below),
+            secondary=None if below is None else _secondary(layout, below, max_known),
         ),
     )
     scheduler = upstream.make_scheduler(

@@ -135,7 +135,11 @@ class FollowedEngine(Engine):
             if self.late is not None and held != self.late.held(medium):
                 raise Mismatch(f"{medium}: not told anew")
         held_somewhere = device.keys() | host.keys() | below.keys()
-        if pool.events._descriptions.keys() != held_somewhere:
+        described = pool.events._descriptions.keys()
+        others = described - held_somewhere
+        if pool.backing is not None:
+            others = {key for key in others if not pool.backing.is_moving(key)}
+        if others or held_somewhere - described:
             raise Mismatch("descriptions are kept of other blocks")
         self.num_compared += 1
 
@@ -245,7 +249,7 @@ def test_events_tell_what_is_known_of_tiers_below(layout: Layout, seed: int) -> 
     kinds = run(layout, STEPS, seed=100 + seed, below=(seed, 2))
     for kind in ("BlockStored", "BlockRemoved"):
         for medium in ("GPU", "CPU", "STORAGE"):
-            assert kinds[f"{kind} {medium}"] > 20, kinds
+            assert kinds[f"{kind} {medium}"] > 10, kinds
 
 
 @pytest.mark.parametrize("layout", FOLLOWED[:3], ids=repr)

@@ -134,6 +134,13 @@ class Backing:
 
         return find
 
+    def is_moving(self, key: BlockHashWithGroupId) -> bool:
+        """Whether `key` is on its way to a tier or from one. `changed` is called at the
+        end of it."""
+        return self.fetching.is_fetching(key) or any(
+            spiller.is_writing(key) for spiller in self.spillers
+        )
+
     def was_found(
         self,
         request: Request,

@@ -86,6 +86,8 @@ class TierEvents:
         # The event that stores each key, and it alone.
         self._descriptions: dict[BlockHashWithGroupId, bytes] = {}
         self._device: Place = (self._device_medium, None)
+        # Whether a key may be on a tier soon that is on none.
+        self._is_moving: Callable[[BlockHashWithGroupId], bool] = lambda key: False
         # What finds a key on each tier.
         self._finds: dict[Place, Callable[[BlockHashWithGroupId], object]] = {
             self._device: lambda key: pool.cached_block_hash_to_block.get_one_block(
@@ -98,6 +100,7 @@ class TierEvents:
                 self._finds[MEDIUM_STORAGE, locality] = backing.finder(locality)
             backing.changed = self.changed_below
             backing.found = self.found_below
+            self._is_moving = backing.is_moving
         self._told: dict[Place, set[BlockHashWithGroupId]] = {
             place: set() for place in self._finds
         }
@@ -333,7 +336,8 @@ class TierEvents:
             told.update(stored)
             told.difference_update(removed)
         for key in touched:
-            if not any(key in told for told in self._told.values()):
+            is_told = any(key in told for told in self._told.values())
+            if not is_told and not self._is_moving(key):
                 self._descriptions.pop(key, None)
 
     def _told_by_upstream(self, keys: list[BlockHashWithGroupId]) -> None:

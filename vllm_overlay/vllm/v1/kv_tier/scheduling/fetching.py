@@ -139,6 +139,10 @@ class Fetching:
         """Nothing that was found is there any more."""
         self.found.clear()
 
+    def is_fetching(self, key: BlockHashWithGroupId) -> bool:
+        """Whether `key` is on its way from a tier."""
+        return key in self._fetched_by
+
     def end_step(self) -> None:
         """The step is complete."""
         self._num_asked = 0

@@ -100,9 +100,12 @@ class Spiller:
 
     def is_gone(self, key: BlockHashWithGroupId) -> None:
         """The tier does not have `key`: it may be written again."""
-        if key in self._known:
-            del self._known[key]
-            self._changed(key)
+        self._known.pop(key, None)
+        self._changed(key)
+
+    def is_writing(self, key: BlockHashWithGroupId) -> bool:
+        """Whether `key` is on its way to the tier."""
+        return key in self._writing
 
     def knows(self, key: BlockHashWithGroupId) -> bool:
         """Whether the tier has `key`, as far as is known here."""
@@ -168,6 +171,8 @@ class Spiller:
             for key, is_there in zip(keys, done):
                 if is_there:
                     self.is_below(key)
+                else:
+                    self._changed(key)
             self._stats.record_job("put", len(done), seconds)
             self._stats.stored_blocks += sum(done)
             self._stats.refused_blocks += len(done) - sum(done)
