@@ -270,6 +270,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if too_long := [n for n in args.lengths if n + 100 > args.max_len]:
+        parser.error(
+            f"--lengths {too_long}: prompts of so many tokens do not fit --max-len "
+            f"{args.max_len}. Raise it, or give others (none: no times)."
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     args.model = args.out / f"model-{args.size}"
     return args
