@@ -358,7 +358,9 @@ def test_the_log_line_has_the_rate_of_the_host(seen: Seen) -> None:
 @pytest.mark.skipif(MISSING, reason="Prometheus is not installed")
 def test_the_dashboard_shows_something_everywhere(seen: Seen) -> None:
     assert seen.queried is not None
-    assert [query for query, values in seen.queried.items() if not values] == []
+    silent = [query for query, values in seen.queried.items() if not values]
+    # This server has no tier below the host.
+    assert [query for query in silent if "kv_tier_secondary" not in query] == []
     # Of a kind of copy that did not happen there is no quantile.
     numbers = [v for values in seen.queried.values() for v in values if v == v]
     assert all(v >= 0 for v in numbers) and sum(v > 0 for v in numbers) > 15
