@@ -13,15 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult
-from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier, layout
 from vllm.v1.kv_tier.stats import SecondaryStats
 from vllm.v1.kv_tier.stores.fs import FsConfig
 
 DEADLINE_MS = next(f.default for f in fields(FsConfig) if f.name == "deadline_ms")
 STORE_FROM_USE = next(f.default for f in fields(FsConfig) if f.name == "store_from_use")
 
-_MAX_JOB_BYTES = 64 << 20
-"""What the engine writes at a time, as in `kv_tier.start`."""
 _MINUTE_S = 60.0
 
 
@@ -50,15 +48,7 @@ class Below:
             self.store_from_use,
             self.deadline_s,
         )
-        return SecondaryLayout(
-            tiers=(tier,),
-            num_ranks=1,
-            num_groups=1,
-            block_size=block_size,
-            max_writing=max(1, num_slots // 4),
-            max_job=max(1, _MAX_JOB_BYTES // block_bytes),
-            max_known=4 * num_slots,
-        )
+        return layout([tier], 1, 1, block_size, num_slots, block_bytes)
 
 
 @dataclass(frozen=True)

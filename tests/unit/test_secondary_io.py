@@ -14,7 +14,7 @@ from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.secondary import SecondaryIO
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.stores.by_name import check_entry, open_store
+from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.outputs import ModelRunnerOutput
 
 from ..sim.upstream import model_runner_output
@@ -76,7 +76,7 @@ def store(tmp_path: Path) -> BlockStore:
     entry = {"type": "fs", "root_dir": str(tmp_path / "kv"), "max_gib": 0.01}
     config = check_entry(entry)
     config.check()
-    return open_store(config, "ab", 0, SLOT_BYTES)
+    return config.open("ab", 0, SLOT_BYTES)
 
 
 def test_what_was_put_comes_back_into_other_slots(store: BlockStore) -> None:

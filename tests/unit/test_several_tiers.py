@@ -4,6 +4,7 @@
 import pytest
 
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes, labels
+from vllm.v1.kv_tier.scheduling.fetching import Fetching
 
 from .below import Below, Request, key
 from .tier import BLOCK
@@ -185,3 +186,21 @@ def test_what_is_computed_again_is_used_again() -> None:
     below.tier.demoted("a")
     (job,) = below.jobs(below.plans())
     assert job.keys == [key("a")]
+
+
+def test_who_is_left_alone_costs_no_scan_of_the_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    below = Below(deadline_s=5.0)
+    below.store.answers.clear()
+    for _ in range(3):
+        request = Request("a")
+        assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+        below.tier.now += 5.1
+        assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    monkeypatch.setattr(Fetching, "_missing", None)
+    assert not below.pool.is_loading(Request("b"), False)  # type: ignore[arg-type]
+    assert below.stats().is_closed
+    below.tier.now += 31
+    assert not below.stats().is_closed
+    below.store.answers.set()

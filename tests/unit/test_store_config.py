@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.kv_tier.stores import fs
-from vllm.v1.kv_tier.stores.by_name import check_entry, open_store
+from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore
 
 from .stores import NAMESPACE, ROW_BYTES
@@ -124,7 +124,7 @@ def test_more_than_the_disk_has(tmp_path: Path) -> None:
 def test_the_store_of_a_rank(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     config = check_entry(GOOD | {"root_dir": str(tmp_path), "max_gib": 0.001})
-    store = open_store(config, NAMESPACE, rank=3, slot_bytes=ROW_BYTES)
+    store = config.open(NAMESPACE, rank=3, slot_bytes=ROW_BYTES)
     assert isinstance(store, FsStore)
     assert (tmp_path / NAMESPACE / "r3").is_dir()
     store.close()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.stores.by_name import check_entry, open_store
+from vllm.v1.kv_tier.stores.by_name import check_entry
 
 from .store_servers import Mooncake, Servers, Valkey, until
 from .stores import KEYS, NAMESPACE
@@ -71,7 +71,7 @@ class Client:
         place = {"namespace": NAMESPACE, "rank": 0}
         place |= {name: options.pop(name) for name in place if name in options}
         config = check_entry(servers.entry | {"deadline_ms": 60_000} | options)
-        self.store: BlockStore = open_store(config, slot_bytes=ROW_BYTES, **place)
+        self.store: BlockStore = config.open(slot_bytes=ROW_BYTES, **place)
         self.memory = memoryview(mmap.mmap(-1, 2 * NUM_ROWS * ROW_BYTES))
         self.memory[: NUM_ROWS * ROW_BYTES] = random.Random(1).randbytes(
             NUM_ROWS * ROW_BYTES

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.stores.by_name import check_entry, open_store
+from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.fs import FsConfig
 
 from .store_servers import Mooncake, Valkey, free_port
@@ -124,7 +124,7 @@ def test_a_password(
     monkeypatch.setenv("STORE_PASSWORD", SECRET)
     config = check_redis(closed_server, password_env="STORE_PASSWORD")
     with caplog.at_level(logging.DEBUG):
-        store = open_store(config, NAMESPACE, 0, ROW_BYTES)
+        store = config.open(NAMESPACE, 0, ROW_BYTES)
         assert store.put(KEYS[:1], [row(0)]) == [True]
         closed_server.kill("server")
         assert store.put(KEYS[:1], [row(0)]) == [False]
@@ -172,7 +172,7 @@ def test_a_server_that_takes_no_writes(open_server: Valkey) -> None:
 def test_a_server_without_room_is_read_on(
     open_server: Valkey, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store: Any = open_store(check_redis(open_server), NAMESPACE, 0, ROW_BYTES)
+    store: Any = check_redis(open_server).open(NAMESPACE, 0, ROW_BYTES)
     assert store.put(KEYS[:2], [row(0), row(1)]) == [True, True]
     try:
         open_server.client.config_set("maxmemory", 1)
@@ -193,7 +193,7 @@ def test_a_server_without_room_is_read_on(
 
 def test_objects_that_the_server_forgets(open_server: Valkey) -> None:
     config = check_redis(open_server, ttl_s=100)
-    store = open_store(config, "c" * 32, 0, ROW_BYTES)
+    store = config.open("c" * 32, 0, ROW_BYTES)
     assert store.put(KEYS[:2], [row(0), row(1)]) == [True, True]
     name = open_server.object_name("c" * 32, 0, KEYS[0])
     assert 90 < open_server.client.ttl(name) <= 100
@@ -208,7 +208,7 @@ def test_objects_that_the_server_forgets(open_server: Valkey) -> None:
 def test_a_connection_that_the_server_closed_is_no_trouble(
     open_server: Valkey, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = open_store(check_redis(open_server), NAMESPACE, 0, ROW_BYTES)
+    store = check_redis(open_server).open(NAMESPACE, 0, ROW_BYTES)
     assert store.put(KEYS[:1], [row(0)]) == [True]
     open_server.client.client_kill_filter(_type="normal", skipme=True)
     assert store.exists(KEYS[:1]) == [True]
@@ -260,7 +260,7 @@ def test_tls(open_server: Valkey, tls_port: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="(?i)certificate.verify.failed"):
         check_redis(open_server, url=url)
     url = f"{url}?ssl_ca_certs={tmp_path}/certificate"
-    store = open_store(check_redis(open_server, url=url), "d" * 32, 0, ROW_BYTES)
+    store = check_redis(open_server, url=url).open("d" * 32, 0, ROW_BYTES)
     assert store.put(KEYS[:9], [row(i) for i in range(9)]) == [True] * 9
     places = [empty() for _ in range(9)]
     assert store.get(KEYS[:9], places) == [True] * 9
@@ -278,7 +278,7 @@ def test_an_engine_that_gives_memory() -> None:
         servers.kill("node")
         config = check_entry(servers.entry | {"global_segment_gib": 0.1})
         for rank, gives in ((1, False), (0, True)):
-            store: Any = open_store(config, NAMESPACE, rank, ROW_BYTES)
+            store: Any = config.open(NAMESPACE, rank, ROW_BYTES)
             memory = memoryview(bytearray(2 * ROW_BYTES))
             memory[:ROW_BYTES] = row(0)
             store.register(memory)

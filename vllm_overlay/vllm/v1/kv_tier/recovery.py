@@ -58,7 +58,7 @@ def end_what_cannot_fit(
     scheduler: "Scheduler", outputs: dict[int, list[EngineCoreOutput]]
 ) -> None:
     """End requests that need more device blocks than are left; they would wait for
-    ever. Does nothing while no block is lost.
+    ever. While no block is lost, it counts the outputs that the scheduler has taken.
 
     Answers that grow beyond what fits end as at `max_model_len`, which is lowered.
 

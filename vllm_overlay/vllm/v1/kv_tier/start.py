@@ -25,8 +25,9 @@ from vllm.v1.kv_tier.scheduling.below import (
     SecondaryLayout,
     SecondaryTier,
     labels,
+    layout,
 )
-from vllm.v1.kv_tier.stores.by_name import check_entry, open_store
+from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
 from vllm.v1.kv_tier.stores.settings import StoreConfig
 from vllm.v1.kv_tier.worker import HostTier
@@ -35,12 +36,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
-
-# Of all ranks together: enough for all threads of a rank, and little to wait for.
-_MAX_JOB_BYTES = 64 << 20
-# Part of the slots that may be on their way to a tier below: steps can be a quarter of
-# a second apart, and gigabytes be written meanwhile.
-_MAX_WRITING = 1 / 4
 
 
 def start_kv_tier(
@@ -176,21 +171,15 @@ def _open_secondary(
                 deadline_s=entry.deadline_ms / 1e3,
             )
         )
-    bytes_on_ranks = sum(num_bytes for _, num_bytes in ranks)
-    return SecondaryLayout(
-        tiers=tuple(opened),
-        num_ranks=sum(num_bytes > 0 for _, num_bytes in ranks),
-        num_groups=len(groups),
-        block_size=sizes.pop(),
-        max_writing=max(1, int(_MAX_WRITING * num_slots)),
-        max_job=max(1, _MAX_JOB_BYTES // bytes_on_ranks),
-        max_known=4 * num_slots,
+    with_kv = [num_bytes for _, num_bytes in ranks if num_bytes]
+    return layout(
+        opened, len(with_kv), len(groups), sizes.pop(), num_slots, sum(with_kv)
     )
 
 
 def _exists_on_all(entry: StoreConfig, ranks: Sequence[tuple[str, int]]) -> Exists:
     stores = [
-        open_store(entry, rank_space, rank, num_bytes)
+        entry.open(rank_space, rank, num_bytes)
         for rank, (rank_space, num_bytes) in enumerate(ranks)
         if num_bytes
     ]
@@ -265,7 +254,7 @@ def _open_rank(
     name = rank_namespace(space, wrapper.rpc_rank, _describe(worker, num_blocks))
     if num_bytes:
         tier.open_secondary(
-            [open_store(each, name, wrapper.rpc_rank, num_bytes) for each in entries]
+            [each.open(name, wrapper.rpc_rank, num_bytes) for each in entries]
         )
     return name, num_bytes
 

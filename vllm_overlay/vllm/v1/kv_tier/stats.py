@@ -60,7 +60,7 @@ class SecondaryStats:
 
     def take(self) -> "SecondaryStats":
         """What was counted since the last call. Counting begins anew."""
-        return _take(self, SecondaryStats(is_closed=self.is_closed))
+        return _take(self, SecondaryStats())
 
 
 @dataclass

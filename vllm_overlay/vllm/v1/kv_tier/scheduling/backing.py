@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers below the host, as the block pool sees them. Nothing here waits for it.
+"""The tiers below the host, as the block pool sees them. Nothing here waits for them.
 
 The life of a block below the host:
 
@@ -92,13 +92,14 @@ class Backing:
             Spiller(i, tier, layout, table, self._jobs, self._changed, stats)
             for i, (tier, stats) in enumerate(zip(layout.tiers, self._stats.values()))
         ]
-        sources = [
+        self._costs = costs
+        self._sources = [
             Source(i, tier, costs, stats, tuning)
             for i, (tier, stats) in enumerate(zip(layout.tiers, self._stats.values()))
         ]
         self.fetching = Fetching(
             layout,
-            sources,
+            self._sources,
             table,
             self._jobs,
             costs,
@@ -209,14 +210,14 @@ class Backing:
 
     def take_stats(self) -> dict[str, SecondaryStats]:
         """What happened since the last call, for each tier."""
-        filling = self.fetching.num_filling()
-        for stats, spiller in zip(self._stats.values(), self.spillers):
-            stats.due_blocks, stats.writing_blocks = (
-                spiller.num_due,
-                spiller.num_writing,
-            )
-        for stats, num_filling in zip(self._stats.values(), filling):
+        now, filling = self._costs.clock(), self.fetching.num_filling()
+        for stats, spiller, source, num_filling in zip(
+            self._stats.values(), self.spillers, self._sources, filling
+        ):
+            stats.due_blocks = spiller.num_due
+            stats.writing_blocks = spiller.num_writing
             stats.filling_blocks = num_filling
+            stats.is_closed = int(not source.is_open(now))
             stats.loaded_tokens = (
                 stats.loaded_blocks * self._layout.block_size // self._layout.num_groups
             )

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 
 _FLAG = "--kv-offloading-config: secondary_tiers"
 
+# Of all ranks together: enough for all threads of a rank, and little to wait for.
+_MAX_JOB_BYTES = 64 << 20
+# Part of the slots that may be on their way to a tier: steps can be a quarter of a
+# second apart, and gigabytes be written meanwhile.
+_MAX_WRITING = 1 / 4
+
 Exists = Callable[[Sequence[bytes]], list[bool]]
 """Whether objects of these names are there, on all ranks. May take its time."""
 
@@ -61,6 +67,36 @@ class SecondaryLayout:
     """Slots of a job: ranks tell of the end of each."""
     max_known: int
     """Keys that are remembered as being there, for each tier."""
+
+
+def layout(
+    tiers: Sequence[SecondaryTier],
+    num_ranks: int,
+    num_groups: int,
+    block_size: int,
+    num_slots: int,
+    slot_bytes: int,
+) -> SecondaryLayout:
+    """The tiers below a host tier.
+
+    Args:
+        tiers: In the order in which they are asked.
+        num_ranks: That have KV memory.
+        num_groups: KV cache groups.
+        block_size: Tokens of a block.
+        num_slots: Of the host tier.
+        slot_bytes: Bytes of a slot on all ranks together.
+
+    """
+    return SecondaryLayout(
+        tuple(tiers),
+        num_ranks,
+        num_groups,
+        block_size,
+        max_writing=max(1, int(_MAX_WRITING * num_slots)),
+        max_job=max(1, _MAX_JOB_BYTES // slot_bytes),
+        max_known=4 * num_slots,
+    )
 
 
 def labels(types: Sequence[str]) -> list[str]:

@@ -193,11 +193,12 @@ class Fetching:
 
     def _ask(self, request: Request, now: float) -> _Wait:
         wait = _Wait(now)
-        if not self._jobs.is_detached:
+        sources = [source for source in self._sources if source.is_open(now)]
+        # Each block of the prompt is looked up, so not where nobody is asked.
+        if sources and not self._jobs.is_detached:
             wait.wanted = self._missing(request)
-        for source in self._sources if wait.wanted else ():
-            if question := source.ask(wait.wanted, now):
-                wait.questions[source] = question
+        if wait.wanted:
+            wait.questions = {each: each.ask(wait.wanted) for each in sources}
         wait.is_over = not wait.questions
         return wait
 

@@ -56,16 +56,12 @@ class Source:
         self._last_came = -math.inf
         self._closed_until = 0.0
 
-    def ask(self, wanted: Sequence[Wanted], now: float) -> int:
-        """Ask which of these are there.
+    def is_open(self, now: float) -> bool:
+        """Whether it is asked. It is left alone for a while where it was too slow."""
+        return now >= self._closed_until
 
-        Returns:
-            The number of the question; 0: this tier is left alone.
-
-        """
-        self._stats.is_closed = int(now < self._closed_until)
-        if self._stats.is_closed:
-            return 0
+    def ask(self, wanted: Sequence[Wanted]) -> int:
+        """Ask which of these are there. Returns the number of the question."""
         return self._tier.asker.ask([bytes(each.key) for each in wanted])
 
     def take_answer(self, number: int) -> list[bool] | None:

@@ -5,7 +5,6 @@ import inspect
 from typing import Any
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.fs import FsConfig
 from vllm.v1.kv_tier.stores.mooncake import MooncakeConfig
 from vllm.v1.kv_tier.stores.redis import RedisConfig
@@ -18,7 +17,7 @@ STORES: dict[str, type[StoreConfig]] = {
 }
 
 
-def check_entry(entry: Any, index: int = 0) -> Any:
+def check_entry(entry: Any, index: int = 0) -> StoreConfig:
     """The settings of an entry of `secondary_tiers`.
 
     Args:
@@ -52,10 +51,3 @@ def check_entry(entry: Any, index: int = 0) -> Any:
     ):
         raise ValueError(f"{setting}.type must be one of {known}, got {kind!r}.")
     return config.from_entry(entry, index)
-
-
-def open_store(
-    config: StoreConfig, namespace: str, rank: int, slot_bytes: int
-) -> BlockStore:
-    """The store of a rank: see `StoreConfig.open`."""
-    return config.open(namespace, rank, slot_bytes)
