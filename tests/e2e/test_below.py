@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve` with files below the host: what survives a server, and what must not."""
 
-import itertools
-import json
 import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 from vllm.v1.kv_tier.stores.format import ObjectFormat
 
-from .jobs import BLOCK_BYTES, BLOCK_TOKENS
-from .model import make_llama, make_tokenizer
-from .server import Server
-from .test_http import CORE, SERVE, SIZE, server_environment
-from .workloads import text
-
-pytestmark = pytest.mark.skipif(
-    not keys_are_bytes(), reason="refused: hashes are numbers of a process"
+from .below import (
+    HIT,
+    MAX_GIB,
+    NEEDS_KEYS,
+    ask,
+    counted,
+    directory,
+    hit_tokens,
+    objects,
+    prompts,
+    serving,
+    writes,
 )
+from .jobs import BLOCK_BYTES
+from .model import make_llama, make_tokenizer
 
-PROMPTS = [text(300 + i, 5 * BLOCK_TOKENS + 1) for i in range(8)]
-HIT = 5 * BLOCK_TOKENS
-MAX_GIB = 0.1
+pytestmark = NEEDS_KEYS
+
+PROMPTS = prompts(300, 8)
 
 
 @pytest.fixture(scope="module")
@@ -37,55 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
-@contextmanager
-def serving(model: Path, root: Path, log: Path, ends: str = "kill") -> Iterator[Server]:
-    tier = {"type": "fs", "root_dir": str(root), "max_gib": MAX_GIB}
-    # Slow machines are no part of this test.
-    tier |= {"store_from_use": 1, "deadline_ms": 20_000}
-    options = json.dumps({"secondary_tiers": [tier]})
-    flags = [*SERVE, *CORE, *SIZE, "--kv-offloading-config", options]
-    env = server_environment() | {"PYTHONHASHSEED": "0"}
-    server = Server(model, flags, env, log)
-    try:
-        yield server
-        if ends == "term":
-            assert server.terminate() == 0
-    finally:
-        server.kill()
-
-
-def ask(server: Server, prompt: list[int]) -> tuple[str, float]:
-    """Its answer, and the tokens of it that came from the host."""
-    before = hit_tokens(server)
-    answer = server.complete(prompt, max_tokens=8, ignore_eos=True)
-    return answer["choices"][0]["text"], hit_tokens(server) - before
-
-
-def hit_tokens(server: Server) -> float:
-    return counted(server, "host_hit_tokens")
-
-
-def counted(server: Server, name: str) -> float:
-    return server.metrics("vllm:kv_tier_")[f"vllm:kv_tier_{name}_total"]
-
-
-def writes(server: Server, num_blocks: int, before: float | None = None) -> None:
-    """Other requests, until that many blocks more have been written: they make the
-    device evict what it holds, and their steps begin what is due."""
-    if before is None:
-        before = counted(server, "secondary_stored_blocks")
-    limit = time.monotonic() + 60
-    for i in itertools.count():
-        if counted(server, "secondary_stored_blocks") >= before + num_blocks:
-            return
-        assert time.monotonic() < limit, "not all is written"
-        ask(server, text(900 + i % 4, 5 * BLOCK_TOKENS))
-
-
-def objects(root: Path) -> list[Path]:
-    return sorted(root.rglob("*.kv"))
-
-
 @pytest.fixture(scope="module")
 def stored(
     model: Path, tmp_path_factory: pytest.TempPathFactory
@@ -93,7 +44,7 @@ def stored(
     """What a server left that was killed, and what it had answered."""
     folder = tmp_path_factory.mktemp("below")
     root = folder / "kv"
-    with serving(model, root, folder / "log") as server:
+    with serving(model, [directory(root)], folder / "log") as server:
         texts = [ask(server, prompt)[0] for prompt in PROMPTS]
         assert len(set(texts)) == len(PROMPTS)
         writes(server, 5 * len(PROMPTS), before=0)
@@ -113,7 +64,7 @@ def test_a_killed_server_comes_back_with_what_it_had_written(
     root = copy(stored, tmp_path)
     assert not list(root.rglob("*.tmp"))
     assert all(path.stat().st_mode & 0o077 == 0 for path in objects(root))
-    with serving(model, root, tmp_path / "log", ends="term") as server:
+    with serving(model, [directory(root)], tmp_path / "log") as server:
         found = [ask(server, prompt) for prompt in PROMPTS]
         assert [answer for answer, _ in found] == stored[1]
         assert [hits for _, hits in found] == [HIT] * len(PROMPTS)
@@ -123,6 +74,7 @@ def test_a_killed_server_comes_back_with_what_it_had_written(
         before = hit_tokens(server)
         server.complete(PROMPTS[0], max_tokens=1, cache_salt="another")
         assert hit_tokens(server) == before
+        assert server.terminate() == 0
 
 
 def test_what_is_damaged_is_computed(
@@ -143,7 +95,7 @@ def test_what_is_damaged_is_computed(
             case 3:
                 other = files[(i + 8) % len(files)]
                 path.write_bytes(other.read_bytes() if other.exists() else b"")
-    with serving(model, root, tmp_path / "log") as server:
+    with serving(model, [directory(root)], tmp_path / "log") as server:
         found = [ask(server, prompt) for prompt in PROMPTS]
         assert [answer for answer, _ in found] == stored[1]
         assert sum(hits for _, hits in found) == 0
@@ -166,7 +118,7 @@ def test_bytes_that_are_wrong_and_look_right_change_answers(
     for path, row in zip(files, rows[1:] + rows[:1]):
         with path.open("wb") as file:
             form.write(file.fileno(), bytes.fromhex(path.stem), memoryview(row))
-    with serving(model, root, tmp_path / "log") as server:
+    with serving(model, [directory(root)], tmp_path / "log") as server:
         found = [ask(server, prompt) for prompt in PROMPTS]
         assert [hits for _, hits in found] == [HIT] * len(PROMPTS)
         assert all(a != right for (a, _), right in zip(found, stored[1]))
@@ -183,7 +135,7 @@ def test_other_weights_find_nothing(
     # The lowest bits of a number in the last tensor.
     content[-4] ^= 1
     weights.write_bytes(content)
-    with serving(other, root, tmp_path / "log") as server:
+    with serving(other, [directory(root)], tmp_path / "log") as server:
         _, hits = ask(server, PROMPTS[0])
         assert hits == 0 and counted(server, "secondary_loaded_blocks") == 0
 
@@ -194,8 +146,8 @@ def test_two_servers_share_a_directory(
     """Each finds what the other has written, while both run."""
     root = tmp_path / "kv"
     with (
-        serving(model, root, tmp_path / "log1") as first,
-        serving(model, root, tmp_path / "log2") as second,
+        serving(model, [directory(root)], tmp_path / "log1") as first,
+        serving(model, [directory(root)], tmp_path / "log2") as second,
     ):
         for one, other, prompt, right in (
             (first, second, PROMPTS[0], stored[1][0]),

@@ -5,31 +5,22 @@ Each rank has an object of its own for a block, and a block counts if all ranks 
 theirs.
 """
 
-import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
-
+from .below import HIT, NEEDS_KEYS, ask, directory, objects, prompts, serving, writes
 from .jobs import BLOCK_TOKENS
 from .model import make_llama, make_tokenizer
 from .release import CHOOSES_REPLICAS, REPLICAS_ENVIRONMENT
 from .server import Server
-from .test_below import ask, objects, writes
-from .test_http import CORE, SERVE, SIZE, server_environment
 from .workloads import text
 
-pytestmark = pytest.mark.skipif(
-    not keys_are_bytes(), reason="refused: hashes are numbers of a process"
-)
+pytestmark = NEEDS_KEYS
 
-PROMPTS = [text(400 + i, 5 * BLOCK_TOKENS + 1) for i in range(6)]
-HIT = 5 * BLOCK_TOKENS
+PROMPTS = prompts(400, 6)
 LONG = 15
 """Blocks of a prompt that takes its time to compute."""
 
@@ -39,22 +30,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_llama(tmp_path_factory.mktemp("ranks"))
     make_tokenizer(model)
     return model
-
-
-@contextmanager
-def serving(
-    model: Path, root: Path, log: Path, flags: Sequence[str], env: dict[str, str]
-) -> Iterator[Server]:
-    tier = {"type": "fs", "root_dir": str(root), "max_gib": 0.1}
-    # Slow machines are no part of this test.
-    tier |= {"store_from_use": 1, "deadline_ms": 20_000}
-    options = ["--kv-offloading-config", json.dumps({"secondary_tiers": [tier]})]
-    env = server_environment() | {"PYTHONHASHSEED": "0"} | env
-    server = Server(model, [*SERVE, *CORE, *SIZE, *options, *flags], env, log)
-    try:
-        yield server
-    finally:
-        server.kill()
 
 
 STAGES = [
@@ -70,12 +45,13 @@ def test_a_block_counts_if_all_ranks_have_their_part(
     model: Path, tmp_path: Path, flags: list[str]
 ) -> None:
     root, env = tmp_path / "kv", {"VLLM_SERVER_DEV_MODE": "1"}
+    entries = [directory(root)]
 
     def is_ready(server: Server) -> None:
         if flags is STAGES:
             server.post("/collective_rpc", {"method": "make_buffers"})
 
-    with serving(model, root, tmp_path / "log1", flags, env) as server:
+    with serving(model, entries, tmp_path / "log1", flags, env) as server:
         is_ready(server)
         texts = [ask(server, prompt)[0] for prompt in PROMPTS]
         writes(server, 5 * len(PROMPTS), before=0)
@@ -83,7 +59,7 @@ def test_a_block_counts_if_all_ranks_have_their_part(
     ranks = sorted({path.parent.parent.name for path in objects(root)})
     assert ranks == ["r0", "r1"]
     # The last prompt's parts of one rank are damaged, some so that only reading tells.
-    with serving(model, root, tmp_path / "log2", flags, env) as server:
+    with serving(model, entries, tmp_path / "log2", flags, env) as server:
         is_ready(server)
         found = [ask(server, prompt) for prompt in PROMPTS[:3]]
         assert [answer for answer, _ in found] == texts[:3]
@@ -107,7 +83,11 @@ def test_what_one_data_parallel_engine_computed_another_one_finds(
     flags = ["--data-parallel-size", "2"]
     times: dict[str, list[float]] = {"computed": [], "found": []}
     with serving(
-        model, tmp_path / "kv", tmp_path / "log", flags, REPLICAS_ENVIRONMENT
+        model,
+        [directory(tmp_path / "kv")],
+        tmp_path / "log",
+        flags,
+        REPLICAS_ENVIRONMENT,
     ) as server:
 
         def stored() -> float:
