@@ -165,6 +165,29 @@ def test_a_store_that_fails_is_told_as_such(stub: Stub) -> None:
     assert {r.number: r.done for r in rank.told(2)} == {1: [False, False], 2: [False]}
 
 
+def test_writing_leaves_the_way_to_what_requests_wait_for(
+    stub: Stub, store: BlockStore
+) -> None:
+    stub.put = store.put  # type: ignore[method-assign]
+    rank = Rank(stub, max_put_delay_s=60.0)
+    rank.step(get(1, [3], [3]), get(2, [4], [4]))
+    rank.step(put(3, [0]))
+    time.sleep(0.05)
+    assert rank.report.is_empty
+    stub.goes_on.set()
+    assert [result.number for result in rank.told(3)] == [1, 2, 3]
+
+
+def test_a_read_that_hangs_does_not_hold_up_writing_for_ever(
+    stub: Stub, store: BlockStore
+) -> None:
+    stub.put = store.put  # type: ignore[method-assign]
+    rank = Rank(stub, max_put_delay_s=0.01)
+    rank.step(get(1, [3], [3]))
+    rank.step(put(2, [0]))
+    assert [result.number for result in rank.told()] == [2]
+
+
 def test_what_a_request_waits_for_does_not_queue_behind_writing(
     stub: Stub, store: BlockStore
 ) -> None:

@@ -58,6 +58,7 @@ class SecondaryIO:
         # What a request waits for does not queue behind what nobody waits for, nor one
         # tier behind another.
         self._queues: dict[tuple[int, bool], Queue] = {}
+        self._reads = [_Reads() for _ in stores]
         for tier in range(len(stores)):
             for is_put, name in ((True, "put"), (False, "get")):
                 queue = self._queues[tier, is_put] = SimpleQueue()
@@ -96,6 +97,8 @@ class SecondaryIO:
                     if not job.is_put or is_filled(slot)
                 ]
                 work = partial(self._run, job, places)
+                if not job.is_put:
+                    self._reads[job.tier].begin()
                 self._queues[job.tier, job.is_put].put(work)
             else:
                 self._waiting.append(job)
@@ -104,6 +107,10 @@ class SecondaryIO:
             self._has_ended.wait(self._tuning.idle_wait_s)
 
     def _run(self, job: SecondaryJob, places: list[int]) -> None:
+        reads = self._reads[job.tier]
+        if job.is_put:
+            # Both at once take each as long as one after the other.
+            reads.none.wait(self._tuning.max_put_delay_s)
         begun = time.monotonic()
         done = [False] * len(job.slots)
         try:
@@ -116,9 +123,36 @@ class SecondaryIO:
         except Exception:
             # A store says what it could not do. This is a fault of its own.
             logger.exception("KV tier: a tier below failed.")
+        finally:
+            if not job.is_put:
+                reads.end()
         seconds = time.monotonic() - begun
         self._report.secondary_ended(SecondaryResult(job.number, done, seconds))
         self._has_ended.set()
+
+
+class _Reads:
+    """Reads of one tier that are queued or under way."""
+
+    def __init__(self) -> None:
+        self.none = threading.Event()
+        """Set while there is none."""
+        self.none.set()
+        self._num = 0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """There is one more."""
+        with self._lock:
+            self._num += 1
+            self.none.clear()
+
+    def end(self) -> None:
+        """There is one less."""
+        with self._lock:
+            self._num -= 1
+            if not self._num:
+                self.none.set()
 
 
 def _work(queue: Queue) -> None:

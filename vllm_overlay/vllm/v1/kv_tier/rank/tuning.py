@@ -70,6 +70,10 @@ class RankTuning:
     """How long a step that runs nothing waits for the tier below. A request that
     arrives meanwhile waits with it."""
 
+    max_put_delay_s: float = 1.0
+    """How long a write to a tier below leaves the way to what is read from it, which
+    requests wait for. Not for ever: what hangs holds up no writes."""
+
     # ------------------------------------------------------- copies that hang
 
     limit_s: float = 30.0

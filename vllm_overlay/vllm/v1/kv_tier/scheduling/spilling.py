@@ -3,11 +3,11 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.scheduling.admission import Admission
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.scheduling.due import Due
 from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.stats import SecondaryStats
@@ -50,9 +50,9 @@ class Spiller:
         if tier.store_from_use > 1:
             # Also of what the host has forgotten: it is computed again.
             self._admission = Admission(tier.store_from_use, layout.max_known)
-        # Keys that are to be written, that are being written, and that are there or
-        # were lately; the oldest first.
-        self._due: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
+        self._due = Due(layout.max_job * layout.block_size)
+        # Keys that are being written, and that are there or were lately; the oldest
+        # first.
         self._writing: set[BlockHashWithGroupId] = set()
         self._known: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
         table.listeners.append(self)
@@ -68,9 +68,7 @@ class Spiller:
 
     def forgotten(self, slot: HostSlot) -> None:
         """The content of a slot is gone."""
-        key = slot.keys[0]
-        if key in self._due:
-            del self._due[key]
+        if self._due.remove(slot.keys[0]):
             self._stats.dropped_blocks += 1
 
     def hit(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -89,7 +87,7 @@ class Spiller:
 
     def is_below(self, key: BlockHashWithGroupId) -> None:
         """The tier has `key`."""
-        self._due.pop(key, None)
+        self._due.remove(key)
         if key in self._known:
             self._known.move_to_end(key)
             return
@@ -131,7 +129,7 @@ class Spiller:
                 return
         # A block with several keys was hashed before it was full.
         if len(slot.keys) == 1:
-            self._due[key] = None
+            self._due.add(key, slot.num_tokens or 0)
 
     def forget(self) -> None:
         """Nothing is due any more."""
@@ -149,13 +147,16 @@ class Spiller:
         room = self._layout.max_writing - len(self._writing)
         if not self._due or room <= 0:
             return
-        slots = []
-        for key in list(islice(self._due, room)):
+
+        def is_settled(key: BlockHashWithGroupId) -> bool:
             slot = self._table.get(key)
             assert slot is not None, "what is forgotten is not due"
-            if slot.store_seq <= settled:
-                del self._due[key]
-                slots.append(slot)
+            return slot.store_seq <= settled
+
+        keys = self._due.first(room, is_settled)
+        for key in keys:
+            self._due.remove(key)
+        slots = [slot for key in keys if (slot := self._table.get(key)) is not None]
         size = self._layout.max_job
         for first in range(0, len(slots), size):
             self._write(slots[first : first + size])
