@@ -169,7 +169,13 @@ class Fetching:
             return False
         if wait.questions and self._awaits_answers(request, wait, now):
             return True
-        awaited = {s for job, s in wait.jobs.items() if self._jobs.is_under_way(job)}
+        # What turns out to be slower than computing is not waited for.
+        is_patient = now < wait.since + self._tuning.patience_s
+        awaited = {
+            source
+            for job, source in wait.jobs.items()
+            if (is_patient or source.is_worth_it) and self._jobs.is_under_way(job)
+        }
         late = [source for source in awaited if now >= wait.since + source.deadline_s]
         if len(late) < len(awaited):
             return True
@@ -311,8 +317,14 @@ class Fetching:
         places, size = list(zip(blocks, indices)), self._layout.max_job
         for source in self._sources:
             some = [place for place in places if place[0].source is source]
-            for first in range(0, len(some), size):
-                self._fetch_from(source, some[first : first + size])
+            # A few tell whether the others are worth the wait.
+            num = size
+            if some and not source.is_known:
+                num = min(size, self._tuning.first_fetch)
+                source.begins(num)
+            while some:
+                self._fetch_from(source, some[:num])
+                some, num = some[num:], size
 
     def _fetch_from(
         self, source: Source, places: Sequence[tuple[StoredBlock, int]]

@@ -52,6 +52,8 @@ class Source:
         self._costs = costs
         self._tuning = tuning
         self._fetch_s = 0.0
+        self._measured_at = -math.inf
+        self._known_by = math.inf
         self._num_late = 0
         self._last_came = -math.inf
         self._closed_until = 0.0
@@ -69,10 +71,31 @@ class Source:
         return self._tier.asker.take_answer(number)
 
     @property
+    def is_known(self) -> bool:
+        """Whether it was measured what a block costs. One that costs too much is
+        measured anew after a while."""
+        retry_at = self._measured_at + self._tuning.retry_store_s
+        return self._fetch_s > 0 and not (
+            self._is_dear and self._costs.clock() >= retry_at
+        )
+
+    def begins(self, num_blocks: int) -> None:
+        """So many blocks are fetched, which will tell its speed."""
+        if (prefill_s := self._costs.prefill_s) and self._known_by == math.inf:
+            seconds = max(self._tuning.patience_s, num_blocks * prefill_s)
+            self._known_by = self._costs.clock() + seconds
+
+    @property
     def is_worth_it(self) -> bool:
         """Whether a block comes sooner than it is computed, as far as is known."""
+        if not self.is_known:
+            return self._costs.clock() <= self._known_by
+        return not self._is_dear
+
+    @property
+    def _is_dear(self) -> bool:
         prefill_s = self._costs.prefill_s
-        return not (prefill_s and self._fetch_s + self._costs.load_s > prefill_s)
+        return 0 < prefill_s < self._fetch_s + self._costs.load_s
 
     def came(self, done: Sequence[bool], seconds: float) -> None:
         """Blocks were fetched, or not, in so many seconds together."""
@@ -82,13 +105,19 @@ class Source:
         self._stats.record_job("get", len(done), seconds)
         self._stats.loaded_blocks += sum(done)
         self._stats.missed_blocks += len(done) - sum(done)
-        weight = self._tuning.cost_weight if self._fetch_s else 1.0
-        self._fetch_s += weight * (seconds / len(done) - self._fetch_s)
+        block_s = seconds / len(done)
+        weight = self._tuning.cost_weight
+        if block_s > self._fetch_s:
+            weight = self._tuning.slower_weight
+        if not self.is_known:
+            weight = 1.0
+        self._fetch_s += weight * (block_s - self._fetch_s)
+        self._measured_at, self._known_by = self._costs.clock(), math.inf
 
     def is_in_time(self, num_before: int) -> bool:
         """Whether a block comes within the deadline, as far as is known, behind so many
         others."""
-        return (num_before + 1) * self._fetch_s < self.deadline_s
+        return not self.is_known or (num_before + 1) * self._fetch_s < self.deadline_s
 
     def is_late(self, since: float, now: float) -> None:
         """A request that has waited since then goes on without what has not come."""
