@@ -51,7 +51,7 @@ def demote_invalid_content(patch: pytest.MonkeyPatch) -> None:
     """What was found invalid on the device goes to the host."""
 
     def demote(self: BlockStorer, block: KVCacheBlock) -> None:
-        if block.block_hash is not None:
+        if block.block_hash is not None and not self.is_clean(block):
             self.demote(block)
 
     patch.setattr(BlockStorer, "invalidate", demote)

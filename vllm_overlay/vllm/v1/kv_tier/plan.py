@@ -100,7 +100,7 @@ class StepPlan:
         """
         for slots, blocks in self.pairs():
             assert len(slots) == len(blocks), f"Slots and blocks differ: {self}"
-        for fence in (
+        fences = (
             self.compute_after_stores,
             self.compute_after_loads,
             self.load_after_stores,
@@ -110,8 +110,9 @@ class StepPlan:
             self.store_after_loads,
             self.clean_after_compute,
             self.clean_after_loads,
-        ):
-            assert 0 <= fence <= self.seq, f"A fence for a later plan: {self}"
+        )
+        later = min(fences) < 0 or max(fences) > self.seq
+        assert not later, f"A fence for a later plan: {self}"
 
     def check_copies(self) -> None:
         """As `check`, for each copy: none to a place that another one writes to, and

@@ -25,6 +25,7 @@ class S3FIFO(EvictionPolicy):
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
+        self._min_first = self._FIRST * num_slots
         # Uses since a key came to where it is, oldest key first.
         self._first: OrderedDict[Key, int] = OrderedDict()
         self._main: OrderedDict[Key, int] = OrderedDict()
@@ -51,7 +52,7 @@ class S3FIFO(EvictionPolicy):
         del (self._first if key in self._first else self._main)[key]
 
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        if len(self._first) < self._FIRST * self.num_slots:
+        if len(self._first) < self._min_first:
             key = self._evict_main(is_pinned)
             if key is not None:
                 return key
@@ -71,24 +72,29 @@ class S3FIFO(EvictionPolicy):
             else:
                 victim = key
                 break
-        for key in reversed(pinned):
-            first[key] = 0
-            first.move_to_end(key, last=False)
+        if pinned:
+            for key in reversed(pinned):
+                first[key] = 0
+                first.move_to_end(key, last=False)
         if victim is not None:
             self._ghosts.add(victim)
-            self._ghost_order.append(victim)
-            if len(self._ghost_order) > self.num_slots:
-                self._ghosts.discard(self._ghost_order.popleft())
+            order = self._ghost_order
+            order.append(victim)
+            if len(order) > self.num_slots:
+                self._ghosts.discard(order.popleft())
         return victim
 
     def _evict_main(self, is_pinned: Callable[[Key], bool]) -> Key | None:
         main = self._main
+        pop, num_left = main.popitem, (self._MAX_USES + 1) * len(main)
         # A round more than uses can earn: then all that is left is pinned.
-        for _ in range((self._MAX_USES + 1) * len(main)):
-            key, uses = next(iter(main.items()))
-            if not uses and not is_pinned(key):
-                del main[key]
+        while num_left:
+            key, uses = pop(last=False)
+            if uses:
+                main[key] = uses - 1
+            elif is_pinned(key):
+                main[key] = 0
+            else:
                 return key
-            main.move_to_end(key)
-            main[key] = max(uses - 1, 0)
+            num_left -= 1
         return None

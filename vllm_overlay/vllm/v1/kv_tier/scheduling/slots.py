@@ -159,6 +159,7 @@ class SlotTable:
         for listener in self.listeners:
             listener.loaded(slots)
 
+
     def last_load(self, slot: HostSlot) -> int:
         """Last plan that read the memory of `slot`, for whatever content."""
         return self._load_seq[slot.index]
@@ -188,35 +189,39 @@ class SlotTable:
             The slot, or None when every slot is in use by the plan.
 
         """
-        if not self._free and not self._evict():
+        # Each store comes by here.
+        index = self._free.pop() if self._free else self._evict()
+        if index is None:
             return None
-        slot = HostSlot(self._free.pop(), keys, num_tokens, seq)
-        self._store_seq[slot.index] = seq
-        self._by_index[slot.index] = slot
+        slot, slots = HostSlot(index, keys, num_tokens, seq), self._slots
+        self._store_seq[index] = seq
+        self._by_index[index] = slot
         self._num_filled += 1
         for key in keys:
-            assert key not in self._slots
-            self._slots[key] = slot
+            assert key not in slots
+            slots[key] = slot
         self._policy.insert(keys[0])
         self._pinned.add(keys[0])
         for listener in self.listeners:
             listener.filled(slot)
         return slot
 
-    def _evict(self) -> bool:
+    def _evict(self) -> int | None:
+        """Make room. Returns the slot, which is nobody's, or None: all are in use."""
         # Every victim of a plan comes by here: no search for nothing.
         if len(self._pinned) >= self._num_filled:
-            return False
+            return None
         if self._released and self._evict_released():
-            return True
-        pinned, held = self._pinned, self._held_keys
-        while (victim := self._policy.evict(_is_pinned)) in pinned or victim in held:
+            return self._free.pop()
+        pinned, held, evict = self._pinned, self._held_keys, self._policy.evict
+        while (victim := evict(_is_pinned)) in pinned or victim in held:
             self._aside[victim] = None  # type: ignore[index]
         if victim is None:
-            return False
+            return None
         self.num_evicted += 1
-        self._forget(self._slots[victim])  # type: ignore[index]
-        return True
+        slot = self._slots[victim]  # type: ignore[index]
+        self._unlist(slot)
+        return slot.index
 
     def _evict_released(self) -> bool:
         for key in self._released:
@@ -260,8 +265,11 @@ class SlotTable:
         """Slots that are to be filled from below, as many as can be had. Nobody sees
         them until `fill`, or `unreserve`."""
         indices: list[int] = []
-        while len(indices) < num_slots and (self._free or self._evict()):
-            indices.append(self._free.pop())
+        while len(indices) < num_slots:
+            index = self._free.pop() if self._free else self._evict()
+            if index is None:
+                break
+            indices.append(index)
         self._reserved.update(indices)
         return indices
 
@@ -311,20 +319,26 @@ class SlotTable:
         self._free_after_hold.clear()
 
     def _forget(self, slot: HostSlot) -> None:
+        """Nobody finds `slot` any more, and its memory is free as soon as it can be."""
+        key, index = slot.keys[0], slot.index
+        is_pinned = key in self._pinned
+        if is_pinned:
+            self._pinned.remove(key)
+        if index in self._held:
+            self._free_after_hold.add(index)
+        elif is_pinned:
+            self._free_after_plan.append(index)
+        else:
+            self._free.append(index)
+        self._unlist(slot)
+
+    def _unlist(self, slot: HostSlot) -> None:
+        """Nobody finds `slot` any more."""
         for key in slot.keys:
             del self._slots[key]
         if self._released:
             self._released.pop(slot.keys[0], None)
         self._by_index[slot.index] = None
         self._num_filled -= 1
-        is_pinned = slot.keys[0] in self._pinned
-        if is_pinned:
-            self._pinned.remove(slot.keys[0])
-        if slot.index in self._held:
-            self._free_after_hold.add(slot.index)
-        elif is_pinned:
-            self._free_after_plan.append(slot.index)
-        else:
-            self._free.append(slot.index)
         for listener in self.listeners:
             listener.forgotten(slot)

@@ -68,10 +68,14 @@ class BlockStorer:
         return self.admission is None or self.admission.admits(block.block_hash)
 
     def demote(self, block: KVCacheBlock) -> None:
-        """The plan overwrites a hashed block: store it if that is worth it."""
-        if not self._draft.is_computed(block) or self.is_clean(block):
+        """The plan overwrites a hashed block that is not clean: store it if that is
+        worth it."""
+        # Without calls: long prefixes come by here, as victims of others.
+        draft = self._draft
+        if draft.computed_by[block.block_id] >= draft.seq:
             return
-        if not self.is_admitted(block):
+        admits_all = self.admission is None and not self.released
+        if not (admits_all or self.is_admitted(block)):
             self._stats.passed_over_blocks += 1
         elif not self.store(block, before_eviction=False):
             self._stats.dropped_blocks += 1

@@ -85,16 +85,16 @@ class WriteThrough:
 
     def write(self, is_idle: bool) -> None:
         fresh, self._fresh = self._fresh, []
-        storer = self._storer
+        storer, seq, computed_by = self._storer, self._draft.seq, self._draft.computed_by
+        admits_all = storer.admits_all
         for block in fresh:
-            if block.block_hash is None or storer.is_clean(block):
+            if not (admits_all or storer.is_admitted(block)):
                 continue
-            if not storer.is_admitted(block):
-                continue
-            if self._draft.is_computed(block):
-                storer.store(block, before_eviction=True)
-            else:
+            # Each block comes by here twice, the first time in the step that hashed it.
+            if computed_by[block.block_id] >= seq:
                 self._fresh.append(block)
+            elif block.block_hash is not None and not storer.is_clean(block):
+                storer.store(block, before_eviction=True)
 
     def forget(self) -> None:
         self._fresh.clear()
