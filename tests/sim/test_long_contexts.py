@@ -69,9 +69,9 @@ def test_dirty_victims_take_no_longer_than_twice_as_clean_ones(
 ) -> None:
     """The bar for the slowest step; twice that would be noise.
 
-    Each of these steps admits a whole document. Where victims are dirty a part of it may
-    be gone, and the step computes that part in place of loading it: so whole steps are
-    compared, not seconds for each load.
+    Each of these steps admits a whole document. Where victims are dirty, a part of it
+    may be gone, and the step computes that part in place of loading it: so whole steps
+    are compared, not seconds for each load.
     """
 
     def slowest(num_slots: int, is_dirty: bool) -> float:

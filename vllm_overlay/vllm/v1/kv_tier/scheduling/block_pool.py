@@ -253,9 +253,7 @@ class TieredBlockPool(BlockPool):
         if draft.loads or draft.prefetches:
             draft.call_off_load(block)
         key, several = block.block_hash, self.cached_block_hashes_by_block
-        if key is not None and (
-            not self.storer.is_clean(block) if several else self.host.get(key) is None
-        ):
+        if key is not None and (several or self.host.get(key) is None):
             self.storer.demote(block)
         if several or self._tells_evictions:
             return super()._maybe_evict_cached_block(block)
@@ -289,24 +287,20 @@ class TieredBlockPool(BlockPool):
             self._withdraw_lost()
 
     def _insert_block_hash(
-        self,
-        block_hash_with_group_id: BlockHashWithGroupId,
-        block: KVCacheBlock,
-        num_tokens: int | None,
+        self, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
     ) -> None:
         cached = self.cached_block_hash_to_block
+        # A block without a primary key has no other, so upstream need not be asked.
         if block.block_hash is None:
-            # A block without a primary key has no other: as upstream, without the
-            # questions that it asks of those.
-            block.set_block_hash(block_hash_with_group_id, num_tokens)
-            cached.insert(block_hash_with_group_id, block)
-        elif cached.contain(block_hash_with_group_id, block.block_id):
+            block.set_block_hash(key, num_tokens)
+            cached.insert(key, block)
+        elif cached.contain(key, block.block_id):
             return
         else:
-            super()._insert_block_hash(block_hash_with_group_id, block, num_tokens)
+            super()._insert_block_hash(key, block, num_tokens)
         self._draft.hashed(block)
         if self.admission is not None:
-            self.admission.use(block_hash_with_group_id)
+            self.admission.use(key)
         if self._writes_through:
             self.writer.used(block)
 

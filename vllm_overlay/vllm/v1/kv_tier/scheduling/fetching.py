@@ -264,14 +264,15 @@ class Fetching:
             groups: Blocks of the hit by group.
 
         """
+        # Every block of every hit comes by here.
+        if not any(StoredBlock in map(type, group) for group in groups):
+            return False
         stored = [
             (i, block)
             for group in groups
             for i, block in enumerate(group)
             if type(block) is StoredBlock
         ]
-        if not stored:
-            return False
         # The begin of a prefix is of use without its end.
         stored.sort(key=lambda place: place[0])
         blocks = [block for _, block in stored]

@@ -34,7 +34,8 @@ class Hit:
 
 def has_slots(computed_blocks: Sequence[Sequence[KVCacheBlock]]) -> bool:
     """Whether a hit, by group, needs the host."""
-    return any(type(block) is HostSlot for group in computed_blocks for block in group)
+    # Every block of every hit comes by here.
+    return any(HostSlot in map(type, group) for group in computed_blocks)
 
 
 def take_apart(

@@ -159,7 +159,6 @@ class SlotTable:
         for listener in self.listeners:
             listener.loaded(slots)
 
-
     def last_load(self, slot: HostSlot) -> int:
         """Last plan that read the memory of `slot`, for whatever content."""
         return self._load_seq[slot.index]

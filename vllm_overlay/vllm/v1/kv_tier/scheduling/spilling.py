@@ -61,7 +61,9 @@ class Spiller:
 
     def filled(self, slot: HostSlot) -> None:
         """A slot has content: its block was computed, which is a use."""
-        self._used(slot)
+        key = slot.keys[0]
+        if not (key in self._known or key in self._writing or self._jobs.is_detached):
+            self._used(slot)
 
     def loaded(self, slots: Sequence[HostSlot]) -> None:
         """Loads are uses of the requests that they are for, see `hit`."""
@@ -77,13 +79,14 @@ class Spiller:
         if self._jobs.is_detached:
             return
         get, due, known = self._table.get, self._due, self._known
+        writing, used = self._writing, self._used
         for block in blocks:
             key = block.block_hash
             # Each block of each hit comes by here.
-            if key is None or key in known or key in due:
+            if key is None or key in known or key in due or key in writing:
                 continue
             if (slot := get(key)) is not None:
-                self._used(slot)
+                used(slot)
 
     def is_below(self, key: BlockHashWithGroupId) -> None:
         """The tier has `key`."""
@@ -120,9 +123,8 @@ class Spiller:
         return len(self._writing)
 
     def _used(self, slot: HostSlot) -> None:
+        """A slot, which the tier neither has nor is getting, is of use."""
         key = slot.keys[0]
-        if key in self._known or key in self._writing or self._jobs.is_detached:
-            return
         if self._admission is not None:
             self._admission.use(key)
             if not self._admission.admits(key):

@@ -68,11 +68,13 @@ class BlockStorer:
         return self.admission is None or self.admission.admits(block.block_hash)
 
     def demote(self, block: KVCacheBlock) -> None:
-        """The plan overwrites a hashed block that is not clean: store it if that is
-        worth it."""
-        # Without calls: long prefixes come by here, as victims of others.
+        """The plan overwrites a hashed block whose primary key the host lacks, or one
+        with several keys: store it if that is worth it."""
+        # With few calls: each block of a long prefix comes by here.
         draft = self._draft
         if draft.computed_by[block.block_id] >= draft.seq:
+            return
+        if self._pool.cached_block_hashes_by_block and self.is_clean(block):
             return
         admits_all = self.admission is None and not self.released
         if not (admits_all or self.is_admitted(block)):

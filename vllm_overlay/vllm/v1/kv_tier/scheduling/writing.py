@@ -85,7 +85,8 @@ class WriteThrough:
 
     def write(self, is_idle: bool) -> None:
         fresh, self._fresh = self._fresh, []
-        storer, seq, computed_by = self._storer, self._draft.seq, self._draft.computed_by
+        storer, draft = self._storer, self._draft
+        seq, computed_by = draft.seq, draft.computed_by
         admits_all = storer.admits_all
         for block in fresh:
             if not (admits_all or storer.is_admitted(block)):
