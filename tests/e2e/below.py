@@ -48,7 +48,8 @@ def serving(
 
     Args:
         model: To serve.
-        entries: Of `secondary_tiers`, which get all that the host has.
+        entries: Of `secondary_tiers`, which get all that the host has, unless they
+            say otherwise.
         log: Of the server.
         flags: Further ones.
         env: Further variables.
@@ -56,7 +57,7 @@ def serving(
     """
     # Slow machines are no part of these tests.
     more = {"store_from_use": 1, "deadline_ms": 20_000}
-    tiers = {"secondary_tiers": [entry | more for entry in entries]}
+    tiers = {"secondary_tiers": [more | entry for entry in entries]}
     options = ["--kv-offloading-config", json.dumps(tiers)]
     server = Server(
         model,

@@ -56,6 +56,7 @@ class Below:
         num_tiers: int = 1,
         store_from_use: int = 1,
         deadline_s: float = 5.0,
+        flush_s: float = 3.0,
         **layout: Any,
     ) -> None:
         # The thread that asks holds it, and nothing else of the test.
@@ -69,6 +70,7 @@ class Below:
                 asker=Asker(store.exists),
                 store_from_use=store_from_use,
                 deadline_s=deadline_s,
+                flush_s=flush_s,
             )
             for i, (label, store) in enumerate(
                 (("fs", self.store), ("redis", self.second))

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm.v1.kv_tier.plan import StepReport
+from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
 from .below import SETTLED, Below, Request, key
@@ -93,6 +93,16 @@ def test_no_more_is_written_at_a_time() -> None:
     below.end(first)
     (second,) = below.jobs(below.plans(6))
     assert second.keys != first.keys
+
+
+def test_what_was_evicted_is_counted_on_all_ranks() -> None:
+    below = Below(num_ranks=2)
+    below.tier.demoted("a")
+    (job,) = below.jobs(below.plans())
+    for evicted in (300, 40):
+        told = SecondaryResult(job.number, [True], 0.1, evicted)
+        below.pool.apply_report(StepReport(secondary=[told]))
+    assert [below.stats().evicted_bytes for _ in range(2)] == [340, 0]
 
 
 @pytest.mark.parametrize("told", [1, 2])

@@ -222,3 +222,51 @@ def test_results_of_all_ranks_reach_the_scheduler() -> None:
     merged = merge_reports(reports)
     assert merged is not None
     assert [result.done for result in merged.secondary] == [[True], [False]]
+
+
+def test_what_a_store_evicted_is_told_once(store: BlockStore) -> None:
+    rank, counts = Rank(store), iter([700, 0])
+    store.take_evicted_bytes = lambda: next(counts)  # type: ignore[method-assign]
+    rank.step(put(1, [0]))
+    first = rank.told()
+    rank.step(put(2, [0]))
+    assert [r.evicted_bytes for r in first + rank.told()] == [700, 0]
+
+
+def flush(
+    rank: Rank, *jobs: SecondaryJob, seconds: float = 10, **more: Callable
+) -> int:
+    fences: dict[str, Callable] = {
+        "have_ended": lambda stores, loads: True,
+        "is_filled": lambda slot: True,
+    }
+    return rank.io.flush([(seconds, jobs)], **fences | more)
+
+
+def test_a_rank_that_ends_writes_what_is_right(store: BlockStore) -> None:
+    rank = Rank(store)
+    jobs = put(1, [0, 1]), put(2, [2], after=(7, 0)), put(3, [3])
+    written = flush(
+        rank,
+        *jobs,
+        have_ended=lambda stores, loads: stores < 7,
+        is_filled=lambda slot: slot != 1,
+    )
+    assert written == 2
+    assert store.exists(keys(range(4))) == [True, False, False, True]
+    # What is there already counts as well, and no report tells of it.
+    assert flush(rank, put(4, [0])) == 1
+    assert rank.report.is_empty
+
+
+def test_a_store_that_hangs_does_not_hold_up_the_end(stub: Stub) -> None:
+    rank = Rank(stub)
+    begun = time.monotonic()
+    assert flush(rank, put(1, [0]), put(2, [1]), seconds=0.2) == 0
+    assert 0.2 <= time.monotonic() - begun < 5
+    # What it has not begun by then, it does not begin later.
+    calls = []
+    stub.put = lambda keys, rows: calls.append(keys) or [True] * len(keys)  # type: ignore[method-assign, func-returns-value]
+    stub.goes_on.set()
+    assert flush(rank, put(3, [2])) == 1
+    assert calls == [keys([2])]

@@ -131,7 +131,7 @@ def test_tiers_below_are_told_apart(published: Published) -> None:
         assert found == count, name
     assert published.tier("secondary_stored_blocks_total", store="redis") == 7
     assert published.tier("secondary_stored_bytes_total", store="redis") == 70
-    assert published.tier("secondary_seconds_sum", kind="get") == 0.5
+    assert published.tier("secondary_get_seconds_sum", store="fs") == 0.5
 
 
 def test_every_count_is_published(published: Published) -> None:

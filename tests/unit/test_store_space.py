@@ -95,6 +95,8 @@ def test_the_least_recently_used_goes_first(root: Path) -> None:
     # Down to nine tenths, then the new one.
     there = store.exists(KEYS[: CAP + 1])
     assert [i for i in range(CAP + 1) if not there[i]] == [1, 2, 3]
+    evicted = [store.take_evicted_bytes() for _ in range(2)]
+    assert evicted == [3 * OBJECT_BYTES, 0]
     store.close()
 
 
@@ -133,7 +135,10 @@ def test_what_a_killed_writer_left_is_removed_at_start(root: Path) -> None:
     (left,) = root.rglob("*.tmp")
     assert left.stat().st_size == OBJECT_BYTES
     store = open_fs(root)
-    assert not left.exists()
+    limit = time.monotonic() + 10
+    while left.exists() or used_bytes(root) > total(root):
+        assert time.monotonic() < limit
+        time.sleep(0.001)
     assert used_bytes(root) == total(root) == 3 * OBJECT_BYTES + OWN_BYTES
     assert store.exists(KEYS[:4]) == [True] * 3 + [False]
     store.close()
@@ -220,7 +225,7 @@ def test_a_full_disk_stops_writing_for_a_minute(
     monkeypatch.setattr(space.time, "monotonic", lambda: clock() + 61)
     assert store.put([KEYS[1]], [row(1)]) == [True]
     assert store.put([KEYS[2]], [row(2)]) == [True]
-    assert logged[1:] == [f"KV tier: {root} has room again."]
+    assert logged[1:] == [f"KV tier: {root} can be written to again."]
     store.close()
 
 
@@ -231,6 +236,97 @@ def test_files_of_others_that_fill_it_are_left(root: Path, logged: list[str]) ->
     assert store.put([KEYS[0]], [row(0)]) == [False]
     assert (root / "theirs").exists()
     assert len(logged) == 1 and "leave no room for a block" in logged[0]
+    store.close()
+
+
+def test_a_start_waits_for_no_look_and_the_cap_holds(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_fs(root, objects=CAP)
+    for i in range(CAP):
+        assert store.put([KEYS[i]], [row(i)]) == [True]
+    store.close()
+    may_look, look = threading.Event(), space._files
+
+    def slowly(folder: Path) -> Iterator[tuple[str, float, int]]:
+        may_look.wait()
+        yield from look(folder)
+
+    monkeypatch.setattr(space, "_files", slowly)
+    store = open_fs(root, objects=CAP)
+    # What is there serves, and who writes waits.
+    assert store.get([KEYS[3]], [empty()]) == [True]
+    new = threading.Thread(target=store.put, args=([KEYS[CAP]], [row(CAP)]))
+    new.start()
+    new.join(0.1)
+    assert new.is_alive()
+    may_look.set()
+    new.join()
+    assert store.exists([KEYS[CAP]]) == [True]
+    assert total(root) <= CAP * OBJECT_BYTES + OWN_BYTES
+    store.close()
+
+
+NOBODY = """
+import os, sys, tempfile
+from pathlib import Path
+from tests.unit.stores import KEYS, empty, open_fs, row
+os.setuid(65534)
+with tempfile.TemporaryDirectory() as folder:
+    root = Path(folder, "kv")
+    store = open_fs(root)
+    assert store.put(KEYS[:3], [row(i) for i in range(3)]) == [True] * 3
+    folders = [p for p in root.rglob("*") if p.is_dir()]
+    for path in folders:
+        path.chmod(0o500)
+    put = [store.put([KEYS[i]], [row(i)]) for i in (3, 4)]
+    got = store.get(KEYS[:3], [empty() for _ in range(3)])
+    for path in folders:
+        path.chmod(0o700)
+    store.close()
+assert put == [[False], [False]] and got == [True] * 3, (put, got)
+"""
+
+
+def test_a_permission_that_is_lost_stops_writing_only() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become a user to whom permissions apply")
+    command = [sys.executable, "-c", NOBODY]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("a write failed (Permission denied)") <= 1
+
+
+def test_a_read_only_file_system_stops_writing_only(
+    root: Path, logged: list[str]
+) -> None:
+    store = open_fs(root)
+    many = range(5)
+    assert store.put(KEYS[:5], [row(i) for i in many]) == [True] * 5
+    # With the store's files open the kernel remounts no file system; it does so itself
+    # when a disk fails. Folders of objects become so here.
+    folders = sorted({path_of(root, i).parent for i in many})
+    mounted = []
+    try:
+        for path in folders:
+            bind = ["mount", "--bind", str(path), str(path)]
+            if (
+                os.geteuid() != 0
+                or subprocess.run(bind, capture_output=True).returncode
+            ):
+                pytest.skip("needs root, and a kernel that mounts")
+            mounted.append(path)
+            subprocess.run(["mount", "-o", "remount,bind,ro", str(path)], check=True)
+        there = [i for i in range(5, len(KEYS)) if path_of(root, i).parent in folders]
+        assert there, "no other key in these folders"
+        assert [store.put([KEYS[i]], [row(i)]) for i in there[:1] * 2] == [[False]] * 2
+        assert store.get(KEYS[:5], [empty() for _ in many]) == [True] * 5
+        assert len(logged) == 1 and "(Read-only file system)" in logged[0]
+    finally:
+        for path in mounted:
+            subprocess.run(["umount", "-l", str(path)], check=True)
     store.close()
 
 

@@ -17,12 +17,16 @@ from vllm.v1.kv_tier.scheduling.below import (
 )
 from vllm.v1.kv_tier.scheduling.takers import takes_plans
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.stores.by_name import check_entry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 BACKEND = "core"
 GiB = 1 << 30
+
+# For the end of the step under way, and of the processes.
+_END_S = 5.0
 
 StorePolicy = Literal["write_back", "write_through"]
 COPY_ENGINES = ("auto", "dma", "kernel", "torch")
@@ -323,6 +327,15 @@ def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None
         return
     if is_one_machine(vllm_config):
         config.check_available_memory(num_engines)
+
+
+def flush_time_s(vllm_config: "VllmConfig") -> float:
+    """How long an engine may take to end, in seconds, beyond the time that upstream
+    gives to its requests: 0 without a tier below."""
+    config = KVTierConfig.from_vllm_config(vllm_config)
+    tiers = (config and config.secondary_tiers) or []
+    flush_s = [check_entry(tier, index).flush_s for index, tier in enumerate(tiers)]
+    return max(flush_s) + _END_S if any(flush_s) else 0.0
 
 
 def is_one_machine(vllm_config: "VllmConfig") -> bool:

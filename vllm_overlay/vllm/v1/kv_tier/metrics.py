@@ -46,6 +46,11 @@ _SECONDARY: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
     ("stored_bytes", "counter", "Their bytes, all ranks together."),
     ("refused_blocks", "counter", "KV blocks that it did not take: full, or failed."),
     ("dropped_blocks", "counter", "KV blocks that left the host before their turn."),
+    (
+        "evicted_bytes",
+        "counter",
+        "Bytes that this engine evicted for max_gib.",
+    ),
     ("due_blocks", "gauge", "KV blocks that wait to be written."),
     ("writing_blocks", "gauge", "Host slots that are being written."),
     ("filling_blocks", "gauge", "Host slots kept for what is on its way from below."),
@@ -213,14 +218,16 @@ METRICS = (
         )
         for name, kind, text in _SECONDARY
     ),
-    Metric(
-        "secondary_seconds",
-        "histogram",
-        "Duration of the writes (put) and reads (get) of one step and tier below the "
-        "host, on the slowest rank.",
-        "kind",
-        ("put", "get"),
-        _decades(-4, 2),
+    *(
+        Metric(
+            f"secondary_{kind}_seconds",
+            "histogram",
+            f"Of one tier below the host. Duration of the {what} of one step, on the "
+            "slowest rank.",
+            "store",
+            buckets=_decades(-4, 2),
+        )
+        for kind, what in (("put", "writes"), ("get", "reads"))
     ),
 )
 
@@ -330,7 +337,8 @@ class KVTierProm:
             child = self._child(f"secondary_{name}", engine, store)
             (child.inc if is_a == "counter" else child.set)(counts[name])
         for kind, _, seconds in stats.times:
-            self._child("secondary_seconds", engine, kind).observe(seconds)
+            child = self._child(f"secondary_{kind}_seconds", engine, store)
+            child.observe(seconds)
 
 
 def _counts(stats: KVTierStats) -> dict[str, Any]:

@@ -162,6 +162,8 @@ class SecondaryResult(NamedTuple):
     done: list[bool]
     """For each of its slots whether the store, or the slot, has all of it."""
     seconds: float
+    evicted_bytes: int = 0
+    """That the store has removed to make room, and nobody has told yet."""
 
 
 Times = dict[tuple[str, int], CopyTime]

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the host tier up on all ranks, after their KV caches exist."""
+"""Brings the host tier up on all ranks, after their KV caches exist, and has them write
+to the tiers below before they end."""
 
+import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
+
+# For all ranks to hear of the last writes, and to tell how they went.
+_RPC_S = 1.0
 
 
 def start_kv_tier(
@@ -104,6 +110,44 @@ def start_kv_tier(
     )
 
 
+def flush_kv_tier(scheduler: Any, executor: Any) -> None:
+    """Before the ranks of an engine end, let them write to the tiers below what a
+    restart would miss most, for some seconds.
+
+    Does nothing without a tier below, nor for an engine that ends since it failed.
+
+    Args:
+        scheduler: Of the engine, which takes no more steps.
+        executor: Its ranks are still there.
+
+    """
+    pool = getattr(getattr(scheduler, "kv_cache_manager", None), "kv_tier", None)
+    backing = getattr(pool, "backing", None)
+    # Upstream calls this while the exception is handled that made it end.
+    if backing is None or isinstance(sys.exc_info()[1], Exception):
+        return
+    begun = time.monotonic()
+    jobs = backing.last_jobs()
+    num_blocks = sum(len(job.keys) for _, each in jobs for job in each)
+    if not num_blocks:
+        return
+    limit_s = max(seconds for seconds, _ in jobs) + _RPC_S
+    try:
+        told = executor.collective_rpc(_flush_rank, timeout=limit_s, args=(jobs,))
+        num_written = min(n for n in told if n is not None)
+    except Exception as e:
+        # Ranks may be gone, or in the middle of a step.
+        logger.warning("KV tier: nothing was written at the end (%s).", e)
+        return
+    logger.info(
+        "KV tier: %d of %d blocks that the tier below lacked are there now, after %.1f "
+        "s (flush_s).",
+        num_written,
+        num_blocks,
+        time.monotonic() - begun,
+    )
+
+
 def _num_slots(config: KVTierConfig, block_bytes: int, num_blocks: int) -> int:
     """Slots of the host tier.
 
@@ -169,6 +213,7 @@ def _open_secondary(
                 asker=Asker(_exists_on_all(entry, ranks)),
                 store_from_use=entry.store_from_use,
                 deadline_s=entry.deadline_ms / 1e3,
+                flush_s=entry.flush_s,
             )
         )
     with_kv = [num_bytes for _, num_bytes in ranks if num_bytes]
@@ -207,6 +252,12 @@ def _tokens_per_block(vllm_config: "VllmConfig", kv_cache_config: Any) -> float:
 
 
 # These run on the ranks. `wrapper` is a WorkerWrapperBase.
+
+
+def _flush_rank(wrapper: Any, jobs: Any) -> int | None:
+    """Blocks that are below now; None where the rank has no KV memory."""
+    tier = wrapper.kv_tier
+    return None if tier is None or tier.secondary is None else tier.flush(jobs)
 
 
 def _block_bytes(wrapper: Any, num_blocks: int) -> int:

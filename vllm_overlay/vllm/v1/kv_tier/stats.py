@@ -38,6 +38,8 @@ class SecondaryStats:
     """Blocks that came from it into slots."""
     loaded_tokens: int = 0
     """Prompt tokens that these cover, all groups of layers together."""
+    evicted_bytes: int = 0
+    """Of what this engine removed to make room in it, on all ranks."""
     missed_blocks: int = 0
     """Blocks that it had named and that did not come, or not whole."""
     late_requests: int = 0

@@ -13,7 +13,7 @@ from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.memory.regions import Region
-from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
 from vllm.v1.kv_tier.rank.copier import Copier
 from vllm.v1.kv_tier.rank.copy_order import CopyHangs, CopyOrder, InOrder
 from vllm.v1.kv_tier.rank.layers import LayerWaits
@@ -182,6 +182,14 @@ class HostTier:
         """
         if not self._is_off:
             self._order.finish()
+
+    def flush(self, jobs: Sequence[tuple[float, Sequence[SecondaryJob]]]) -> int:
+        """Write to the tiers below before the engine ends, see `SecondaryIO.flush`."""
+        if self.secondary is None or self._is_off:
+            return 0
+        return self.secondary.flush(
+            jobs, self._order.have_ended, self._copier.is_filled
+        )
 
     def _switch_off(self, plan: StepPlan) -> None:
         """A copy hangs: do without copies from now on."""

@@ -90,13 +90,7 @@ class SecondaryIO:
         waiting, self._waiting = self._waiting + plan.secondary, []
         for job in waiting:
             if have_ended(job.after_stores, job.after_loads):
-                # What was never filled must not be kept for others.
-                places = [
-                    i
-                    for i, slot in enumerate(job.slots)
-                    if not job.is_put or is_filled(slot)
-                ]
-                work = partial(self._run, job, places)
+                work = partial(self._run, job, self._places(job, is_filled))
                 if not job.is_put:
                     self._reads[job.tier].begin()
                 self._queues[job.tier, job.is_put].put(work)
@@ -106,12 +100,68 @@ class SecondaryIO:
             # Else an engine that waits for a store would spin.
             self._has_ended.wait(self._tuning.idle_wait_s)
 
+    def flush(
+        self,
+        jobs: Sequence[tuple[float, Sequence[SecondaryJob]]],
+        have_ended: Callable[[int, int], bool],
+        is_filled: Callable[[int], bool],
+    ) -> int:
+        """Write before the engine ends, behind what is being written already.
+
+        Args:
+            jobs: As of `Backing.last_jobs`. Those that time is too short for, or whose
+                copies have not ended, are left out.
+            have_ended: As `CopyOrder.have_ended`.
+            is_filled: Whether the last store into a slot did not fail.
+
+        Returns:
+            How many blocks the tiers have of what was to be written.
+
+        """
+        begun = time.monotonic()
+        told: SimpleQueue[int] = SimpleQueue()
+
+        def write(job: SecondaryJob, until: float) -> None:
+            if time.monotonic() >= until:
+                told.put(0)
+                return
+            told.put(sum(self._move(job, self._places(job, is_filled))))
+
+        num_jobs = 0
+        for seconds, of_tier in jobs:
+            for job in of_tier:
+                if have_ended(job.after_stores, job.after_loads):
+                    work = partial(write, job, begun + seconds)
+                    self._queues[job.tier, job.is_put].put(work)
+                    num_jobs += 1
+        num_blocks, end = 0, begun + max((each for each, _ in jobs), default=0.0)
+        # A store that hangs is not waited for.
+        with suppress(Empty):
+            for _ in range(num_jobs):
+                num_blocks += told.get(timeout=max(0.0, end - time.monotonic()))
+        return num_blocks
+
+    def _places(self, job: SecondaryJob, is_filled: Callable[[int], bool]) -> list[int]:
+        """Which slots of a job to move: what was never filled must not be kept for
+        others."""
+        return [
+            i for i, slot in enumerate(job.slots) if not job.is_put or is_filled(slot)
+        ]
+
     def _run(self, job: SecondaryJob, places: list[int]) -> None:
-        reads = self._reads[job.tier]
         if job.is_put:
             # Both at once take each as long as one after the other.
-            reads.none.wait(self._tuning.max_put_delay_s)
+            self._reads[job.tier].none.wait(self._tuning.max_put_delay_s)
         begun = time.monotonic()
+        done = self._move(job, places)
+        seconds = time.monotonic() - begun
+        evicted = self._stores[job.tier].take_evicted_bytes()
+        self._report.secondary_ended(
+            SecondaryResult(job.number, done, seconds, evicted)
+        )
+        self._has_ended.set()
+
+    def _move(self, job: SecondaryJob, places: list[int]) -> list[bool]:
         done = [False] * len(job.slots)
         try:
             keys = [job.keys[i] for i in places]
@@ -125,10 +175,8 @@ class SecondaryIO:
             logger.exception("KV tier: a tier below failed.")
         finally:
             if not job.is_put:
-                reads.end()
-        seconds = time.monotonic() - begun
-        self._report.secondary_ended(SecondaryResult(job.number, done, seconds))
-        self._has_ended.set()
+                self._reads[job.tier].end()
+        return done
 
 
 class _Reads:

@@ -27,5 +27,9 @@ class Admission:
         if len(self._uses) > self._num_keys:
             self._uses.popitem(last=False)
 
+    def uses(self, key: Hashable) -> int:
+        """Of `key`, as far as they are remembered."""
+        return self._uses.get(key, 0)
+
     def admits(self, key: Hashable) -> bool:
-        return self._uses.get(key, 0) >= self._from_use
+        return self.uses(key) >= self._from_use

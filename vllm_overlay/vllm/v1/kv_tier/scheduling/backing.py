@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
-from vllm.v1.kv_tier.plan import SecondaryResult, StepPlan
+from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
 from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.fetching import Fetching
@@ -86,6 +86,8 @@ class Backing:
         self.num_outputs = 0
         """Outputs of steps that the scheduler has taken, with all that they told. Not
         all releases take that of a step whose loads failed."""
+        self._table = table
+        self._seq = 0
         self._jobs = Jobs(table, layout.num_ranks)
         self._stats = {tier.label: SecondaryStats() for tier in layout.tiers}
         self.spillers = [
@@ -176,17 +178,34 @@ class Backing:
             is_idle: The step runs nothing.
 
         """
-        # A load of an earlier step may turn out to have failed, and what was computed
-        # since to be void.
-        settled = max(
-            self.num_outputs - self._tuning.settled_outputs,
-            plan.seq - self._tuning.settled_steps,
-        )
+        self._seq = plan.seq
+        settled = self._settled()
         for spiller in self.spillers:
             spiller.write(settled)
         self._jobs.finish(plan)
         plan.awaits_secondary = is_idle and self.fetching.is_awaited
         self.fetching.end_step()
+
+    def _settled(self) -> int:
+        """Nothing that plans up to this one have stored turns out to be void."""
+        # A load of an earlier step may turn out to have failed, and what was computed
+        # since to be void.
+        return max(
+            self.num_outputs - self._tuning.settled_outputs,
+            self._seq - self._tuning.settled_steps,
+        )
+
+    def last_jobs(self) -> list[tuple[float, list[SecondaryJob]]]:
+        """What the engine, which makes no more plans, writes before it ends: for each
+        tier, for how many seconds at most, and the most valuable first."""
+        if self._jobs.is_detached:
+            return []
+        slots, settled = self._table.by_value(), self._settled()
+        return [
+            (tier.flush_s, spiller.last_jobs(slots, settled))
+            for tier, spiller in zip(self._layout.tiers, self.spillers)
+            if tier.flush_s
+        ]
 
     def take(self, results: Sequence[SecondaryResult]) -> None:
         """Ranks have told of jobs."""
@@ -211,9 +230,11 @@ class Backing:
     def take_stats(self) -> dict[str, SecondaryStats]:
         """What happened since the last call, for each tier."""
         now, filling = self._costs.clock(), self.fetching.num_filling()
-        for stats, spiller, source, num_filling in zip(
-            self._stats.values(), self.spillers, self._sources, filling
+        evicted_bytes = self._jobs.evicted_bytes
+        for i, (stats, spiller, source, num_filling) in enumerate(
+            zip(self._stats.values(), self.spillers, self._sources, filling)
         ):
+            stats.evicted_bytes = evicted_bytes.pop(i, 0)
             stats.due_blocks = spiller.num_due
             stats.writing_blocks = spiller.num_writing
             stats.filling_blocks = num_filling

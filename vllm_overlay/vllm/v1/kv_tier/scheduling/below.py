@@ -47,6 +47,8 @@ class SecondaryTier:
     """Write a slot from its n-th use on."""
     deadline_s: float
     """How long a request waits for it, from its first look at the prefix on."""
+    flush_s: float = 0.0
+    """How long the engine writes to it before it ends."""
 
 
 @dataclass(frozen=True)

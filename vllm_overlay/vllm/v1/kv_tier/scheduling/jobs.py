@@ -6,6 +6,7 @@ network takes: a job is over when every rank has told of it, and a block counts 
 it went well on all of them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ the slowest one took."""
 class _Job:
     done: list[bool]
     ended: Ended
+    tier: int
     seconds: float = 0.0
     num_told: int = 0
 
@@ -41,6 +43,8 @@ class Jobs:
         self.is_detached = False
         """The tier below is left alone: its jobs end, and nobody adds one or uses what
         one brought."""
+        self.evicted_bytes: Counter[int] = Counter()
+        """That stores have told of since whoever reports it cleared this, by tier."""
         self._num_jobs = 0
         self._queue: list[SecondaryJob] = []
         self._jobs: dict[int, _Job] = {}
@@ -66,9 +70,22 @@ class Jobs:
             Its number.
 
         """
+        job = self.make(is_put, tier, keys, slots)
+        self._queue.append(job)
+        self._jobs[job.number] = _Job([True] * len(slots), ended, tier)
+        return job.number
+
+    def make(
+        self,
+        is_put: bool,
+        tier: int,
+        keys: Sequence[BlockHashWithGroupId],
+        slots: list[int],
+    ) -> SecondaryJob:
+        """A job of which nobody will hear, with its fences; see `add`."""
         self._num_jobs += 1
         stored, loaded = self._table.last_copies(slots)
-        job = SecondaryJob(
+        return SecondaryJob(
             self._num_jobs,
             is_put,
             [bytes(key) for key in keys],
@@ -78,9 +95,6 @@ class Jobs:
             # Loads may read what is being written below.
             after_loads=0 if is_put else loaded,
         )
-        self._queue.append(job)
-        self._jobs[job.number] = _Job([True] * len(slots), ended)
-        return job.number
 
     def finish(self, plan: StepPlan) -> None:
         """Put what was added into `plan`."""
@@ -94,6 +108,7 @@ class Jobs:
             if job is None:
                 continue
             job.done = [a and b for a, b in zip(job.done, result.done, strict=True)]
+            self.evicted_bytes[job.tier] += result.evicted_bytes
             job.seconds = max(job.seconds, result.seconds)
             job.num_told += 1
             if job.num_told == self._num_ranks:

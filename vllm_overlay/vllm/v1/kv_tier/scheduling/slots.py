@@ -308,6 +308,15 @@ class SlotTable:
             self._policy.remove(slot.keys[0])
         self._forget(slot)
 
+    def by_value(self) -> list[HostSlot]:
+        """All filled slots, those that would make room last first. Only for the end of
+        an engine: the policy has given up all of them afterwards."""
+        order = dict.fromkeys(self._released)
+        while (key := self._policy.evict(_is_pinned)) is not None:
+            order[key] = None  # type: ignore[index]
+        order.update(self._aside)
+        return [self._slots[key] for key in reversed(order) if key in self._slots]
+
     def close(self) -> None:
         """Forget all slots, and fill none any more."""
         for slot in self.filled():

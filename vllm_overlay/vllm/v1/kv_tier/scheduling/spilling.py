@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.kv_tier.plan import SecondaryJob
 from vllm.v1.kv_tier.scheduling.admission import Admission
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduling.due import Due
@@ -138,6 +139,33 @@ class Spiller:
         self._due.clear()
 
     # ---------------------------------------------------------------- writing
+
+    def last_jobs(self, slots: Sequence[HostSlot], settled: int) -> list[SecondaryJob]:
+        """What an engine that ends would write: all that the tier is not known to have,
+        what was used most first.
+
+        Args:
+            slots: Of the host, the most valuable first.
+            settled: As in `write`.
+
+        """
+        lacking = [
+            slot
+            for slot in slots
+            if slot.store_seq <= settled
+            and len(slot.keys) == 1
+            and slot.keys[0] not in self._known
+        ]
+        if (admission := self._admission) is not None:
+            lacking.sort(key=lambda slot: -admission.uses(slot.keys[0]))
+        size = self._layout.max_job
+        parts = [lacking[i : i + size] for i in range(0, len(lacking), size)]
+        return [
+            self._jobs.make(
+                True, self._index, [s.keys[0] for s in part], [s.index for s in part]
+            )
+            for part in parts
+        ]
 
     def write(self, settled: int) -> None:
         """Let the next plan begin to write what is due.

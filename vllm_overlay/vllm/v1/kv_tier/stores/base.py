@@ -58,6 +58,10 @@ class BlockStore(ABC):
     def delete(self, keys: Sequence[bytes]) -> None:
         """Forget objects. Those that are not there are no trouble."""
 
+    def take_evicted_bytes(self) -> int:
+        """Bytes that this store has removed to make room, since the last call."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """Give back threads and connections. Nothing may be called afterwards."""

@@ -164,6 +164,9 @@ class FsStore(BlockStore):
         for key in keys:
             self._remove(_name(key))
 
+    def take_evicted_bytes(self) -> int:
+        return self._space.take_evicted_bytes()
+
     def close(self) -> None:
         self._threads.close()
         self._space.close()

@@ -35,6 +35,10 @@ class StoreConfig(ABC):
     """How long a fetch may take, in milliseconds. What has not begun by then is
     computed."""
 
+    flush_s: float = 3.0
+    """How long the engine, told to end, writes what the host has and the tier has not,
+    in seconds: what was used most first. `0` writes nothing then."""
+
     index: int = 0
     """Which entry it is, for messages. Not a key of the entry."""
 
@@ -79,6 +83,7 @@ class StoreConfig(ABC):
 
         """
         self.check_above_0("deadline_ms")
+        self.check_above_0("flush_s", or_0=True)
         self.check_whole("store_from_use")
 
     @abstractmethod

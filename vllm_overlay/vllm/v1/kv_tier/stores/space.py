@@ -12,6 +12,7 @@ The same look finds what to evict, the objects that were least recently used, an
 killed writers left: files with a temporary name that nobody has locked.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -39,6 +40,7 @@ _MAGIC = b"KVUSAGE1"
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 _LOW_WATERMARK = 0.9
 _PAUSE_S = 60.0
+_FREE_SPACE = "Free space there, or set max_gib to what it can hold."
 
 
 class NoSpace(OSError):
@@ -72,15 +74,28 @@ class Space:
         self._mutex = threading.Lock()
         self._state = threading.Lock()
         self._pause_until: float | None = None
+        self._evicted_bytes = 0
         flags = os.O_RDWR | os.O_CREAT | _OPEN
         self._counter = os.open(root / COUNTER, flags, 0o600)
         self._users = os.open(root / USERS, flags, 0o600)
+        _see_that_it_locks(self._counter)
+        # Nobody waits for a look through many files: the counter that an earlier
+        # process left is not below the truth, and who needs room, or finds no counter,
+        # waits for the lock.
+        self._is_closed = False
+        self._look = threading.Thread(target=self._join, name="kv-tier-space")
+        self._look.daemon = True
+        self._look.start()
+
+    def _join(self) -> None:
         with self._locked():
             if self._is_alone() or _number(os.pread(self._counter, 16, 0)) is None:
                 self._count()
             fcntl.flock(self._users, fcntl.LOCK_SH)
 
     def close(self) -> None:
+        self._is_closed = True
+        self._look.join()
         os.close(self._counter)
         os.close(self._users)
 
@@ -125,11 +140,23 @@ class Space:
         with self._locked():
             os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
 
+    def take_evicted_bytes(self) -> int:
+        """Of what was evicted here since the last call."""
+        with self._state:
+            taken, self._evicted_bytes = self._evicted_bytes, 0
+        return taken
+
     def write_failed(self, error: OSError) -> None:
-        """Note what became of a write: on a full disk, none is tried for a while."""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full and not isinstance(error, NoSpace):
-            self._pause("its disk is full")
+        """Note what became of a write: none is tried for a while."""
+        if isinstance(error, NoSpace):
+            return
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self._pause("its disk is full", _FREE_SPACE)
+        else:
+            self._pause(
+                f"a write failed ({error.strerror})",
+                f"See that user {os.geteuid()} can write there.",
+            )
 
     def write_succeeded(self) -> None:
         with self._state:
@@ -137,19 +164,19 @@ class Space:
             if self._pause_until is None or time.monotonic() < self._pause_until:
                 return
             self._pause_until = None
-        logger.info("KV tier: %s has room again.", self._root)
+        logger.info("KV tier: %s can be written to again.", self._root)
 
-    def _pause(self, reason: str) -> None:
+    def _pause(self, reason: str, mend: str) -> None:
         with self._state:
             is_new = self._pause_until is None
             self._pause_until = time.monotonic() + _PAUSE_S
         if is_new:
             logger.warning(
                 "KV tier: nothing more is written to %s: %s. What is there is read on, "
-                "and writing is tried again once a minute. Free space there, or set "
-                "max_gib to what it can hold.",
+                "and writing is tried again once a minute. %s",
                 self._root,
                 reason,
+                mend,
             )
 
     @contextmanager
@@ -183,6 +210,8 @@ class Space:
         self._write(self._max_bytes)
         used, objects = 0, []
         for path, last_use, size in _files(self._root):
+            if self._is_closed:
+                return self._max_bytes, []
             if path.endswith(TEMPORARY) and _remove_if_left(path):
                 continue
             used += size
@@ -213,11 +242,23 @@ class Space:
             except OSError:
                 continue
             used -= freed
+            with self._state:
+                self._evicted_bytes += freed
         self._write(used)
         if used + size > self._max_bytes:
-            self._pause("files that are no KV, or max_gib, leave no room for a block")
+            self._pause(
+                "files that are no KV, or max_gib, leave no room for a block",
+                _FREE_SPACE,
+            )
             raise NoSpace(errno.ENOSPC, "The cap leaves no room.")
         return used
+
+
+def _see_that_it_locks(fd: int) -> None:
+    """Raises OSError where files cannot be locked."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _create(folder: int, subfolder: str, name: str) -> int:

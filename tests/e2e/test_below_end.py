@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` with files below the host is told to end: what it still writes."""
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .below import (
+    HIT,
+    NEEDS_KEYS,
+    ask,
+    counted,
+    directory,
+    objects,
+    prompts,
+    serving,
+)
+from .jobs import BLOCK_TOKENS
+from .model import make_llama, make_tokenizer
+from .server import Server
+from .workloads import text
+
+pytestmark = NEEDS_KEYS
+
+PROMPTS = prompts(600, 6)
+WROTE = "blocks that the tier below lacked are there now"
+NEVER = 1000
+"""A use that no block has: nothing is written while the server serves."""
+END_S = 25
+"""`flush_s` of 2, 5 s, and what upstream takes to end, on a slow machine."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make_llama(tmp_path_factory.mktemp("ended"))
+    make_tokenizer(model)
+    return model
+
+
+def entry(root: Path, **more: object) -> dict[str, Any]:
+    return directory(root) | {"store_from_use": NEVER} | more
+
+
+def answers(server: Server) -> list[str]:
+    """To all prompts, which are in the host afterwards."""
+    texts = [ask(server, prompt)[0] for prompt in PROMPTS]
+    assert len(set(texts)) == len(PROMPTS)
+    for i in range(8):
+        ask(server, text(900 + i % 4, 5 * BLOCK_TOKENS))
+    assert counted(server, "stored_blocks") >= 5 * len(PROMPTS)
+    assert counted(server, "secondary_stored_blocks") == 0
+    return texts
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--tensor-parallel-size", "2"]], ids=["one rank", "two ranks"]
+)
+def test_what_was_never_written_outlives_a_restart(
+    model: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    root = tmp_path / "kv"
+    with serving(model, [entry(root)], tmp_path / "log1", flags) as server:
+        right = answers(server)
+        assert not objects(root)
+        assert server.terminate() == 0
+        assert server.leftover_processes() == []
+        assert WROTE in server.log()
+    assert not list(root.rglob("*.tmp"))
+    with serving(model, [entry(root)], tmp_path / "log2", flags) as server:
+        found = [ask(server, prompt) for prompt in PROMPTS]
+        assert [answer for answer, _ in found] == right
+        assert [hits for _, hits in found] == [HIT] * len(PROMPTS)
+
+
+def test_no_time_nothing_written(model: Path, tmp_path: Path) -> None:
+    """The negative control."""
+    root = tmp_path / "kv"
+    with serving(model, [entry(root, flush_s=0)], tmp_path / "log") as server:
+        answers(server)
+        assert server.terminate() == 0
+        assert WROTE not in server.log()
+    assert not objects(root)
+
+
+def test_a_store_that_hangs_does_not_keep_the_server(
+    model: Path, tmp_path: Path
+) -> None:
+    hanging = entry(tmp_path / "kv", flush_s=2)
+    hanging["type"] = "tests.e2e.hanging_store.HangingConfig"
+    with serving(model, [hanging], tmp_path / "log") as server:
+        answers(server)
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        # Nor does a second signal make it longer.
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(END_S)
+        assert server.leftover_processes(END_S) == []
+        assert time.monotonic() - begun < END_S
+        assert "KV tier: 0 of " in server.log() or WROTE not in server.log()
