@@ -13,8 +13,10 @@ from types import SimpleNamespace as Bag
 from typing import Any
 
 import pytest
+import torch
 
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_tier.start import _describe
 from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
 
 
@@ -125,9 +127,11 @@ SHAPES: dict[str, Callable[[Bag, Bag], object]] = {
     "file's name": lambda c, kv: Path(c.model_config.model, "b.safetensors").rename(
         Path(c.model_config.model, "c.safetensors")
     ),
+    # vLLM issue 56311.
     "rope": lambda c, kv: c.model_config.hf_config.rope_parameters.update(
         rope_type="yarn", factor=4.0
     ),
+    # vLLM issue 49261. Weights of another one are told by their bytes, too.
     "revision": lambda c, kv: setattr(c.model_config.hf_config, "revision", "other"),
     "dtype": lambda c, kv: setattr(c.model_config, "dtype", "float16"),
     "quantization": lambda c, kv: setattr(c.model_config, "quantization", "fp8"),
@@ -138,6 +142,7 @@ SHAPES: dict[str, Callable[[Bag, Bag], object]] = {
     "mamba": lambda c, kv: setattr(c.cache_config, "mamba_cache_mode", "align"),
     "spec": lambda c, kv: set_spec(kv, num_kv_heads=4),
     "layers": lambda c, kv: kv.kv_cache_groups[0].layer_names.append("b"),
+    # vLLM issue 55191.
     "TP": lambda c, kv: setattr(c.parallel_config, "tensor_parallel_size", 2),
     "PP": lambda c, kv: setattr(c.parallel_config, "pipeline_parallel_size", 2),
     "DCP": lambda c, kv: setattr(c.parallel_config, "decode_context_parallel_size", 2),
@@ -192,6 +197,62 @@ def test_another_process_finds_the_same_name(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     out = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     assert out.stdout.split()[-1] == name_of(tmp_path / "model")
+
+
+NUM_BLOCKS = 4
+
+
+def worker(runner: type = Bag, kv: torch.Tensor | None = None, impl: type = Bag) -> Bag:
+    """As much of a worker as its rank's name takes."""
+    if kv is None:
+        kv = torch.empty(2, NUM_BLOCKS, 16, 8, 4)
+    layers = {"model.layers.0.attn": Bag(impl=impl())}
+    config = Bag(compilation_config=Bag(static_forward_context=layers))
+    model_runner = runner()
+    model_runner.kv_caches = [kv]
+    return Bag(model_runner=model_runner, vllm_config=config)
+
+
+def in_module(name: str) -> type:
+    """A class of that module."""
+    return type("GPUModelRunner", (Bag,), {"__module__": name})
+
+
+def a_kv(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+WORKERS: dict[str, Callable[[], Bag]] = {
+    # vLLM issue 49440.
+    "model runner": lambda: worker(in_module("vllm.v1.worker.gpu.model_runner")),
+    "attention backend": lambda: worker(impl=type("FlashInferImpl", (Bag,), {})),
+    # vLLM issue 55904: the same bytes in another order.
+    "layout: heads before tokens": lambda: worker(
+        kv=a_kv(2, NUM_BLOCKS, 8, 16, 4).transpose(2, 3)
+    ),
+    "layout: keys beside values": lambda: worker(
+        kv=a_kv(NUM_BLOCKS, 2, 16, 8, 4).transpose(0, 1)
+    ),
+    "heads of a rank": lambda: worker(kv=a_kv(2, NUM_BLOCKS, 16, 4, 4)),
+    "KV dtype": lambda: worker(kv=a_kv(2, NUM_BLOCKS, 16, 8, 4, dtype=torch.half)),
+}
+
+
+@pytest.mark.parametrize("shape", WORKERS)
+def test_what_only_a_rank_knows_changes_its_name(shape: str) -> None:
+    def name(worker: Bag) -> str:
+        return rank_namespace("ab", 0, _describe(worker, NUM_BLOCKS))
+
+    assert name(worker()) == name(worker())
+    assert name(WORKERS[shape]()) != name(worker())
+
+
+def test_the_number_of_blocks_is_no_part_of_a_ranks_name() -> None:
+    few, many = (
+        _describe(worker(kv=a_kv(2, num_blocks, 16, 8, 4)), num_blocks)
+        for num_blocks in (NUM_BLOCKS, 7 * NUM_BLOCKS)
+    )
+    assert rank_namespace("ab", 0, few) == rank_namespace("ab", 0, many)
 
 
 def test_a_rank_adds_what_it_knows() -> None:
