@@ -75,6 +75,7 @@ def test_of_several_tiers_each_gets_what_it_lacks() -> None:
     below = Below(num_tiers=2, store_from_use=9)
     below.tier.demoted("ab")
     below.plans()
+    assert below.backing is not None
     below.backing.is_below(key("a"), 1)
     written = [(job.tier, set(job.keys)) for job in flush(below, 0).jobs]
     assert written == [(0, {key("a"), key("b")}), (1, {key("b")})]
