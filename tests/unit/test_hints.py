@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.kv_tier.hints import MAX_NAME, Hints
+from vllm.v1.kv_tier.hints import MAX_NAME, MAX_RANGES, Hints, Retain
 
 
 def parse(given: object) -> Hints | None:
@@ -23,18 +23,72 @@ def test_hints() -> None:
     assert parse({"release": True}) == Hints(release=True)
     name = "c" * MAX_NAME
     assert parse({"conversation": name}) == Hints(conversation=name)
+    assert parse({"tenant": name, "store": False}) == Hints(tenant=name, store=False)
+    assert parse({"version": 1, "retain": None}) == Hints()
+
+
+def test_ranges_to_retain() -> None:
+    assert parse({"retain": {"priority": 0}}) == Hints(retain=(Retain(0),))
+    assert parse({"retain": []}) == Hints()
+    one = {"priority": 100, "ttl": 0.5, "start": 3, "end": 4, "answer": True}
+    parsed = parse({"retain": [one, {"priority": 50, "ttl": None, "end": None}]})
+    assert parsed == Hints(retain=(Retain(100, 0.5, 3, 4, True), Retain(50)))
+    parsed = parse({"retain": MAX_RANGES * [one]})
+    assert parsed is not None and len(parsed.retain) == MAX_RANGES
+
+
+def test_caps_have_two_places() -> None:
+    """Beside `kv_tier` they are upstream's. The lower one counts."""
+    inside = Hints(max_load_tokens=5, max_offload_tokens=0)
+    caps = {"max_load_tokens": 5, "max_offload_tokens": 0}
+    assert parse(caps) == Hints.from_params(caps) == inside
+    params = {"max_load_tokens": 7, "kv_tier": caps}
+    assert Hints.from_params(params) == inside
+    params = {"max_load_tokens": 3, "max_offload_tokens": None, "kv_tier": caps}
+    assert Hints.from_params(params) == Hints(max_load_tokens=3, max_offload_tokens=0)
+    assert Hints.from_params({"max_load_tokens": None}) is None
+    with pytest.raises(ValueError, match="kv_transfer_params.max_load_tokens .*, got "):
+        Hints.from_params({"max_load_tokens": True})
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ("release", ["kv_transfer_params.kv_tier", "object", "'release'"]),
-        ({"relase": True}, ["relase", "True", "conversation, release"]),
+        ({"relase": True}, ["relase", "True", "conversation, release, retain"]),
         ({"release": 1}, ["kv_tier.release", "true or false", "1"]),
         ({"release": "yes"}, ["kv_tier.release", "'yes'"]),
         ({"conversation": 7}, ["kv_tier.conversation", "1 to 256", "7"]),
         ({"conversation": ""}, ["kv_tier.conversation", "''"]),
         ({"conversation": "c" * 257}, ["kv_tier.conversation"]),
+        ({"tenant": ""}, ["kv_tier.tenant", "1 to 256", "''"]),
+        ({"store": None}, ["kv_tier.store", "true or false", "None"]),
+        ({"version": 2}, ["kv_tier.version", "1", "2"]),
+        ({"version": True}, ["kv_tier.version", "True"]),
+        ({"max_load_tokens": -1}, ["kv_tier.max_load_tokens", "0 on", "-1"]),
+        ({"max_offload_tokens": 1.0}, ["kv_tier.max_offload_tokens", "1.0"]),
+        ({"max_load_tokens": True}, ["kv_tier.max_load_tokens", "True"]),
+        ({"retain": 70}, ["kv_tier.retain", "object with priority, ttl", "8", "70"]),
+        ({"retain": "all"}, ["kv_tier.retain", "list", "'all'"]),
+        ({"retain": 9 * [{"priority": 9}]}, ["kv_tier.retain", "at most 8", "9"]),
+        ({"retain": [7]}, ["kv_tier.retain[0]", "object", "7"]),
+        ({"retain": {}}, ["kv_tier.retain.priority", "missing", "0 to 100"]),
+        ({"retain": {"prio": 1}}, ["kv_tier.retain", "prio", "priority, ttl"]),
+        ({"retain": {"priority": 101}}, ["retain.priority", "0 to 100", "101"]),
+        ({"retain": {"priority": -1}}, ["retain.priority", "-1"]),
+        ({"retain": {"priority": 60.0}}, ["retain.priority", "60.0"]),
+        ({"retain": {"priority": True}}, ["retain.priority", "True"]),
+        ({"retain": {"priority": 1, "ttl": 0}}, ["retain.ttl", "above 0", "0"]),
+        ({"retain": {"priority": 1, "ttl": "5m"}}, ["retain.ttl", "'5m'"]),
+        ({"retain": {"priority": 1, "ttl": float("inf")}}, ["retain.ttl", "inf"]),
+        ({"retain": {"priority": 1, "ttl": float("nan")}}, ["retain.ttl", "nan"]),
+        ({"retain": {"priority": 1, "ttl": True}}, ["retain.ttl", "True"]),
+        ({"retain": {"priority": 1, "start": -1}}, ["retain.start", "-1"]),
+        (
+            {"retain": [{"priority": 1}, {"priority": 1, "start": 8, "end": 8}]},
+            ["retain[1].end", "behind start (8)", "got 8"],
+        ),
+        ({"retain": {"priority": 1, "answer": 1}}, ["retain.answer", "got 1"]),
     ],
 )
 def test_what_is_wrong_is_named(given: Any, words: list[str]) -> None:

@@ -6,21 +6,98 @@ and, as an entry of `SamplingParams.extra_args`, from Python, under a key of its
 
     {"kv_transfer_params": {"kv_tier": {"conversation": "c42", "release": true}}}
 
-Hints order eviction. None of them pins a block, and none of them changes an answer.
+Hints order eviction, and limit what is stored and loaded. None of them pins a block,
+and none of them changes an answer.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 KEY = "kv_tier"
+VERSION = 1
+"""Of the schema. It grows by fields that say nothing when they are not sent; what means
+something else has another number."""
 MAX_NAME = 256
-"""Characters of the name of a conversation."""
+"""Characters of the name of a conversation or tenant."""
+MAX_RANGES = 8
+"""Ranges of one request that can be retained."""
+NO_HINT = 50
+"""The priority of what nobody has said anything of."""
+CAPS = ("max_load_tokens", "max_offload_tokens")
+"""Fields that upstream's connectors read beside `kv_tier`. The tier does, too."""
+
+_PARAMS = "kv_transfer_params"
+_WHERE = f"{_PARAMS}.{KEY}"
+
+
+@dataclass(frozen=True)
+class Retain:
+    """What is said of a range of tokens: keep it longer than others, or less long."""
+
+    priority: int
+    """From 0 to 100. Above 50 is evicted after what nobody has said anything of, the
+    higher the later; below 50 before. 50 is no hint."""
+
+    ttl: float | None = None
+    """Seconds from the latest use by a request that says so for which this holds. None:
+    until the block is evicted."""
+
+    start: int = 0
+    """First token of the range, in the prompt."""
+
+    end: int | None = None
+    """The token behind the range. None: the end of the prompt. Blocks that are
+    partly in the range are meant, too."""
+
+    answer: bool = False
+    """Whether what is generated is meant, too, wherever the range ends."""
+
+    @classmethod
+    def from_given(cls, given: object, where: str) -> "Retain":
+        """Raises ValueError if `given`, from the field `where`, is not as above."""
+        _check_fields(cls, given, where)
+        assert isinstance(given, Mapping)
+        if "priority" not in given:
+            raise ValueError(
+                f"{where}.priority is missing: give a whole number from 0 to 100 "
+                f"({NO_HINT} is no hint), got {given!r}."
+            )
+        retain = cls(**given)
+        if not (_is_int(retain.priority) and retain.priority <= 100):
+            raise ValueError(
+                f"{where}.priority must be a whole number from 0 to 100 ({NO_HINT} is "
+                f"no hint), got {retain.priority!r}."
+            )
+        ttl = retain.ttl
+        is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
+        if ttl is not None and not (is_number and 0 < ttl < math.inf):
+            raise ValueError(
+                f"{where}.ttl must be a number of seconds above 0, or null (until it "
+                f"is evicted), got {ttl!r}."
+            )
+        if not _is_int(retain.start):
+            raise ValueError(
+                f"{where}.start must be the index of a token, from 0 on, got "
+                f"{retain.start!r}."
+            )
+        end = retain.end
+        if end is not None and not (_is_int(end) and end > retain.start):
+            raise ValueError(
+                f"{where}.end must be the index of a token behind start "
+                f"({retain.start}), or null (the end of the prompt), got {end!r}."
+            )
+        _check_bool(retain.answer, f"{where}.answer")
+        return retain
 
 
 @dataclass(frozen=True)
 class Hints:
     """The hints of one request."""
+
+    version: int = VERSION
+    """Of the schema that the client means."""
 
     conversation: str | None = None
     """Name of the conversation, session or agent that the request belongs to. Requests
@@ -31,6 +108,25 @@ class Hints:
     """Nobody will continue the conversation: when the request has ended, the blocks
     that only this conversation has used are evicted before all others, on the device
     and on the host, and are not stored any more. They serve hits until then."""
+
+    retain: tuple[Retain, ...] = ()
+    """What to keep longer, or less long. Where ranges overlap, the last one counts. In
+    requests it is a range, or a list of at most `MAX_RANGES`."""
+
+    tenant: str | None = None
+    """Whose quota the blocks of the request count for. None: that of its cache salt, if
+    a quota has that name."""
+
+    store: bool = True
+    """Whether the blocks of the request are worth storing. False: they stay on the
+    device, unless a request that says nothing uses them."""
+
+    max_load_tokens: int | None = None
+    """Tokens that the tier may load for the request at most. What lies beyond them is
+    computed. None: no limit."""
+
+    max_offload_tokens: int | None = None
+    """Only the first so many tokens of the request are worth storing. None: all."""
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> "Hints | None":
@@ -43,29 +139,100 @@ class Hints:
             ValueError: They are not as above. The message names field, value and mend.
 
         """
-        if not params or (given := params.get(KEY)) is None:
+        if not params:
             return None
-        where = f"kv_transfer_params.{KEY}"
-        known = [field.name for field in fields(cls)]
-        if not isinstance(given, Mapping):
-            raise ValueError(
-                f"{where} must be an object with {' and '.join(known)}, got {given!r}."
-            )
-        for name in given:
-            if name not in known:
-                raise ValueError(
-                    f"{where}: unknown field {name!r} (value {given[name]!r}). Use "
-                    f"{', '.join(known)}."
-                )
-        hints = cls(**given)
-        name, release = hints.conversation, hints.release
-        if name is not None and not (
-            isinstance(name, str) and 0 < len(name) <= MAX_NAME
-        ):
-            raise ValueError(
-                f"{where}.conversation must be a string of 1 to {MAX_NAME} characters, "
-                f"got {name!r}."
-            )
-        if not isinstance(release, bool):
-            raise ValueError(f"{where}.release must be true or false, got {release!r}.")
+        beside = {cap: params[cap] for cap in CAPS if params.get(cap) is not None}
+        given = params.get(KEY)
+        if given is None and not beside:
+            return None
+        for cap, value in beside.items():
+            _check_cap(value, f"{_PARAMS}.{cap}")
+        hints = cls() if given is None else cls._from_given(given)
+        for cap, value in beside.items():
+            inside = getattr(hints, cap)
+            if inside is None or value < inside:
+                hints = replace(hints, **{cap: value})
         return hints
+
+    @classmethod
+    def _from_given(cls, given: object) -> "Hints":
+        _check_fields(cls, given, _WHERE)
+        assert isinstance(given, Mapping)
+        hints = cls(**{**given, "retain": _ranges(given.get("retain"))})
+        if hints.version != VERSION or not _is_int(hints.version):
+            raise ValueError(
+                f"{_WHERE}.version must be {VERSION}, the only one that this engine "
+                f"knows, got {hints.version!r}."
+            )
+        for name in ("conversation", "tenant"):
+            value = getattr(hints, name)
+            if value is not None and not (
+                isinstance(value, str) and 0 < len(value) <= MAX_NAME
+            ):
+                raise ValueError(
+                    f"{_WHERE}.{name} must be a string of 1 to {MAX_NAME} characters, "
+                    f"got {value!r}."
+                )
+        for name in ("release", "store"):
+            _check_bool(getattr(hints, name), f"{_WHERE}.{name}")
+        for name in CAPS:
+            if (value := getattr(hints, name)) is not None:
+                _check_cap(value, f"{_WHERE}.{name}")
+        return hints
+
+
+def _ranges(given: object) -> tuple[Retain, ...]:
+    where = f"{_WHERE}.retain"
+    if given is None:
+        return ()
+    if isinstance(given, Mapping):
+        return (Retain.from_given(given, where),)
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise ValueError(
+            f"{where} must be an object with {_names(Retain)}, or a list of at most "
+            f"{MAX_RANGES} of them, got {given!r}."
+        )
+    if len(given) > MAX_RANGES:
+        raise ValueError(
+            f"{where} must have at most {MAX_RANGES} ranges, got {len(given)}. Join "
+            "ranges that lie side by side."
+        )
+    return tuple(
+        Retain.from_given(one, f"{where}[{place}]") for place, one in enumerate(given)
+    )
+
+
+def _names(schema: type) -> str:
+    return ", ".join(field.name for field in fields(schema))
+
+
+def _check_fields(schema: type, given: object, where: str) -> None:
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{where} must be an object with {_names(schema)}, got {given!r}."
+        )
+    known = {field.name for field in fields(schema)}
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"{where}: unknown field {name!r} (value {given[name]!r}). Use "
+                f"{_names(schema)}."
+            )
+
+
+def _check_bool(value: object, where: str) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{where} must be true or false, got {value!r}.")
+
+
+def _check_cap(value: object, where: str) -> None:
+    if not _is_int(value):
+        raise ValueError(
+            f"{where} must be a whole number of tokens from 0 on, or null (no limit), "
+            f"got {value!r}."
+        )
+
+
+def _is_int(value: object) -> bool:
+    """Whether it is a whole number from 0 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
