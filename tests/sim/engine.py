@@ -30,10 +30,13 @@ EVENTS = (
     "reset running",
     "failed",
     "released",
+    "retained",
+    "forbidden",
 )
 """`Engine.events`: blocks stored and loaded, requests preempted for lack of blocks or
 aborted in their life, successful resets, steps in which something failed, and steps
-with blocks of conversations that are over."""
+with blocks of conversations that are over, with slots that hints or quotas keep, and
+with blocks that are not to be stored."""
 
 
 @dataclass
@@ -128,6 +131,7 @@ class Engine:
             self.events["preempted"] += self._num_preemptions() - before
             self._invariants.check_no_pins()
             self._invariants.check_released()
+            self._invariants.check_hints(float(self._num_steps))
             assert output.kv_tier_plan is not None
             output.kv_tier_plan.check_copies()
             step = self._worker.submit(output, self._epoch, rush, fail)
@@ -206,6 +210,9 @@ class Engine:
             "compute": step.output.num_scheduled_tokens,
         }
         events["released"] += bool(self._pool.storer.released)
+        hinted = self._pool.retaining.hinted
+        events["retained"] += hinted is not None and bool(hinted.num_kept)
+        events["forbidden"] += bool(self._pool.storer.forbidden)
         events["failed"] += bool(step.fail and copies[step.fail])
 
     def _process_oldest(self) -> None:

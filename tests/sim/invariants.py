@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 
 from . import upstream
 from .content import Violation
+from .hints import WatchedHints
 from .layouts import Layout
 from .worker import Worker
 
@@ -38,6 +39,7 @@ class Invariants:
         self._pool: TieredBlockPool = coordinator.block_pool
         self._managers: Any = coordinator.single_type_managers
         self._layout = layout
+        self._hints = WatchedHints(self._pool.releasing)
         # What a hash covers: (values by group, number of tokens).
         self._prefixes: dict[BlockHash, tuple[list[list[int]], int]] = {}
         # How a block with a key must begin.
@@ -134,13 +136,35 @@ class Invariants:
         if gone := pool.host._released.keys() - pool.host._slots.keys():
             raise Violation("released", f"{gone} are in no slot")
 
+    def check_hints(self, now: float) -> None:
+        """What hints and quotas keep is there, no more than may be, and not for longer.
+
+        Args:
+            now: The time of the tier's clock.
+
+        """
+        if (hinted := self._pool.retaining.hinted) is None:
+            return
+        self._hints.watch(hinted, now)
+        host = self._pool.host
+        ordered = {s.keys[0] for s in host.filled()} - host._aside.keys()
+        shares = hinted.shares.values()
+        known = {key for share in shares for key in (*share.resident, *share.kept)}
+        known |= {*hinted._kept, *hinted._low}
+        if gone := known - ordered:
+            raise Violation("hints", f"{gone} are in no slot")
+        if len(hinted._kept) > host.num_slots // 2:
+            raise Violation("hints", f"{len(hinted._kept)} slots are kept")
+
     def check_idle(self) -> None:
         """No request is left: every block is free, and the policy complete."""
         if self._pool.get_num_free_blocks() != self._pool.num_gpu_blocks - 1:
             raise Violation("refs", "blocks are in use without a request")
         policy = deepcopy(self._pool.host._policy)
+        # Not the one of the object, which may be watched.
+        evict = type(policy).evict
         resident = []
-        while (key := policy.evict(lambda key: False)) is not None:
+        while (key := evict(policy, lambda key: False)) is not None:
             resident.append(key)
         primary = [slot.keys[0] for slot in self._pool.host.filled()]
         if sorted(resident) != sorted(primary):  # type: ignore[type-var]

@@ -63,6 +63,8 @@ class Setup:
     """Blocks of which windows and states keep one tail; 0: only the last."""
     reserve_full_isl: bool = True
     tuning: SchedulingTuning = TUNING
+    quotas: tuple[tuple[str, float], ...] = ()
+    """Parts of the slots, by tenant."""
     below: tuple[int, int] | None = None
     """Seed and delay of a tier below."""
     kv_events: KVEventsConfig | None = None
@@ -165,6 +167,7 @@ def make_scheduler(setup: Setup, below: Below | None = None) -> Scheduler:
         store_from_use=setup.store_from_use,
         eviction_policy=setup.eviction_policy,
         max_load_stall_ms=1e3 * setup.max_stall,
+        quotas=dict(setup.quotas),
     )
     # Followers are not told of what came from below and was forgotten on its way, which
     # takes more keys in so short a time than engines know.

@@ -133,6 +133,8 @@ def random_setup(rng: Random) -> Setup:
         reserve_full_isl=rng.random() < 0.5,
         join_time=rng.choice([0, 0, 1, 3]),
         tuning=random_tuning(rng),
+        # The first is a cache salt, too.
+        quotas=rng.choice([(), (), (("a", 0.3),), (("a", 0.25), ("b", 0.75))]),
     )
 
 
@@ -170,7 +172,29 @@ def random_hints(rng: Random) -> dict[str, Any] | None:
     if rng.random() < 0.7:
         # The last is no name.
         hints["conversation"] = rng.choice(["a", "b", "c", 4])
+    if rng.random() < 0.6:
+        hints["retain"] = [random_range(rng) for _ in range(rng.choice([1, 1, 3]))]
+    if rng.random() < 0.3:
+        hints["tenant"] = rng.choice(["a", "b", "c"])
+    if rng.random() < 0.2:
+        hints["store"] = rng.random() < 0.3
+    for cap in ("max_load_tokens", "max_offload_tokens"):
+        if rng.random() < 0.15:
+            hints[cap] = rng.choice([0, 4, 8, 100])
     return hints
+
+
+def random_range(rng: Random) -> dict[str, Any]:
+    start = rng.choice([0, 0, 0, 5, 12])
+    return {
+        # All of one priority, now and then: a flood.
+        "priority": rng.choice([0, 30, 50, 60, 100, 100, 100]),
+        # In steps.
+        "ttl": rng.choice([None, 1, 3, 8]),
+        "start": start,
+        "end": rng.choice([None, None, start + 4, start + 11]),
+        "answer": rng.random() < 0.3,
+    }
 
 
 def random_action(rng: Random) -> Action:

@@ -56,6 +56,8 @@ class CountedEngine(Engine):
         counts = asdict(stats)
         assert not counts.pop("secondary")
         counts["failures"] = sum(stats.failures.values())
+        counts["hints"] = sum(stats.hints.values())
+        counts["tenant_slots"] = sum(stats.tenant_slots.values())
         counts["times"] = len(stats.times)
         for device, host in counts.pop("request_hits"):
             assert device >= 0 and host >= 0 and device + host > 0

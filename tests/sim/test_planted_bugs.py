@@ -12,9 +12,13 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_tier.eviction.hinted import Hinted
+from vllm.v1.kv_tier.eviction.kept import Kept
+from vllm.v1.kv_tier.eviction.said import Said
 from vllm.v1.kv_tier.pool import TieredBlockPool
 from vllm.v1.kv_tier.scheduling.draft import PlanDraft
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
+from vllm.v1.kv_tier.scheduling.owners import Owners
 from vllm.v1.kv_tier.scheduling.releasing import Releasing
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.scheduling.storing import BlockStorer
@@ -95,6 +99,28 @@ def keep_marks_of_what_is_used(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Releasing, "hit", lambda self, request, groups: None)
 
 
+def release_what_others_use(patch: pytest.MonkeyPatch) -> None:
+    """A block that others have hit stays its first conversation's."""
+    patch.setattr(Owners, "hit", lambda self, key, user: None)
+
+
+def never_give_up_what_is_retained(patch: pytest.MonkeyPatch) -> None:
+    """A hint pins."""
+    patch.setattr(Kept, "__bool__", lambda self: False, raising=False)
+    patch.setattr(Hinted, "_pop_expired", lambda self: None)
+    patch.setattr("vllm.v1.kv_tier.eviction.hinted.KEPT_PART", 1.0)
+
+
+def protect_what_has_expired(patch: pytest.MonkeyPatch) -> None:
+    """A hint holds for ever."""
+
+    def is_retained(self: Said, key: object) -> bool:
+        about = self.get(key)
+        return about is not None and about.priority > 50
+
+    patch.setattr(Said, "is_retained", is_retained)
+
+
 def miss_fence(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
         take_plan = TieredBlockPool.take_plan
@@ -140,6 +166,9 @@ BUGS = [
     ),
     Bug(skip_steps_that_failed, ("in flight",)),
     Bug(keep_marks_of_what_is_used, ("released",)),
+    Bug(release_what_others_use, ("released",)),
+    Bug(never_give_up_what_is_retained, ("hints", "slots")),
+    Bug(protect_what_has_expired, ("hints",), {"num_slots": 8}),
     Bug(miss_fence("compute_after_stores"), CONTENTS),
     Bug(miss_fence("load_after_stores"), CONTENTS),
     Bug(miss_fence("store_after_loads"), CONTENTS, {"is_async": True, "num_slots": 6}),

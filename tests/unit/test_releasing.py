@@ -21,6 +21,7 @@ class Turn(Asking):
         self.block_hashes = hashes(tokens)
         self.kv_transfer_params = {"kv_tier": hints} if hints else None
         self.cache_salt: str | None = None
+        self.num_prompt_tokens = len(tokens) * BLOCK
         self.has_ended = False
 
     def is_finished(self) -> bool:

@@ -15,6 +15,7 @@ from vllm.v1.kv_tier.scheduling.below import (
     check_engine,
     check_tiers,
 )
+from vllm.v1.kv_tier.scheduling.quotas import check_quotas
 from vllm.v1.kv_tier.scheduling.takers import takes_plans
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.stores.by_name import check_entry
@@ -89,6 +90,12 @@ class KVTierConfig:
     files, which outlive the engine and serve every engine with the same model and
     settings. The page Below the host has all keys."""
 
+    quotas: dict[str, float] | None = None
+    """Parts of the slots, by tenant: `{"tenant-a": 0.5, "tenant-b": 0.25}`. The blocks
+    of a tenant that has less than its part make no room for others. Nothing is
+    reserved: others have what it does not fill. A tenant is what a request names as
+    `tenant` in its hints, else its cache salt. `null` (None): no quotas."""
+
     check_memory: bool = True
     """Refuse a size above the memory that is available at start. `false` on machines
     whose memory grows on demand (ballooning)."""
@@ -148,6 +155,7 @@ class KVTierConfig:
             )
         make_policy(self.eviction_policy, num_slots=1)
         check_tiers(self.secondary_tiers)
+        check_quotas(self.quotas)
         stall = self.max_load_stall_ms
         if stall is not None and not (_is_number(stall) and 0 <= stall < math.inf):
             raise ValueError(

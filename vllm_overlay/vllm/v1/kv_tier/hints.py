@@ -128,6 +128,16 @@ class Hints:
     max_offload_tokens: int | None = None
     """Only the first so many tokens of the request are worth storing. None: all."""
 
+    @property
+    def offload_limit(self) -> int | None:
+        """Tokens at the beginning that are worth storing. None: all."""
+        return self.max_offload_tokens if self.store else 0
+
+    def kinds(self) -> list[str]:
+        """Which of `KINDS` say something."""
+        # A default is the attribute of the class, too.
+        return [name for name in KINDS if getattr(self, name) != getattr(Hints, name)]
+
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> "Hints | None":
         """The hints among the `kv_transfer_params` of a request.
@@ -179,6 +189,10 @@ class Hints:
             if (value := getattr(hints, name)) is not None:
                 _check_cap(value, f"{_WHERE}.{name}")
         return hints
+
+
+KINDS = tuple(field.name for field in fields(Hints) if field.name != "version")
+"""Of hints: the names of the fields."""
 
 
 def _ranges(given: object) -> tuple[Retain, ...]:

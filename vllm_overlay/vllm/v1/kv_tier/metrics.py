@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from vllm.v1.kv_tier.hints import KINDS
 from vllm.v1.kv_tier.stats import KVTierStats, SecondaryStats
 from vllm.v1.metrics.stats import CachingMetrics, PrefixCacheStats, SchedulerStats
 
@@ -182,6 +183,12 @@ METRICS = (
         "Requests whose hints were not understood, and ignored.",
     ),
     Metric(
+        "hints", "counter", "Requests by the kind of hint they carry.", "kind", KINDS
+    ),
+    Metric("retained_blocks", "counter", "KV blocks that requests asked to keep."),
+    Metric("yielded_slots", "counter", "Host slots evicted though retained."),
+    Metric("tenant_slots", "gauge", "Host slots of a tenant with a quota.", "tenant"),
+    Metric(
         "cleaner_backlog_blocks",
         "gauge",
         "Blocks that are to be stored ahead of their eviction and are not yet.",
@@ -306,13 +313,13 @@ class KVTierProm:
                 child.inc(value)
             else:
                 child.set(value)
-        for reason, count in (
-            ("no_slot", stats.refused_no_slot),
-            ("pinned", stats.refused_pinned),
-        ):
-            self._child("refused_stores", engine, reason).inc(count)
-        for kind, count in stats.failures.items():
-            self._child("failures", engine, kind).inc(count)
+        refused = {"no_slot": stats.refused_no_slot, "pinned": stats.refused_pinned}
+        with_labels = ("failures", stats.failures), ("hints", stats.hints)
+        for name, by_label in (("refused_stores", refused), *with_labels):
+            for label, count in by_label.items():
+                self._child(name, engine, label).inc(count)
+        for tenant, num_slots in stats.tenant_slots.items():
+            self._child("tenant_slots", engine, tenant).set(num_slots)
         for hit in stats.request_hits:
             for tier, num_tokens in zip(_TIERS, hit):
                 self._child("request_hit_tokens", engine, tier).observe(num_tokens)
@@ -353,6 +360,8 @@ def _counts(stats: KVTierStats) -> dict[str, Any]:
         "loaded_ahead_bytes": stats.loaded_ahead_blocks * size,
         # These have labels.
         "failures": None,
+        "hints": None,
+        "tenant_slots": None,
     }
 
 

@@ -6,9 +6,17 @@ An eviction policy of one's own is a subclass of `EvictionPolicy`, and the setti
 """
 
 from vllm.v1.kv_tier.eviction.arc import ARC
-from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+from vllm.v1.kv_tier.eviction.base import About, EvictionPolicy
 from vllm.v1.kv_tier.eviction.by_name import POLICIES, make_policy
 from vllm.v1.kv_tier.eviction.lru import LRU
 from vllm.v1.kv_tier.eviction.s3fifo import S3FIFO
 
-__all__ = ["ARC", "LRU", "POLICIES", "S3FIFO", "EvictionPolicy", "make_policy"]
+__all__ = [
+    "ARC",
+    "LRU",
+    "POLICIES",
+    "S3FIFO",
+    "About",
+    "EvictionPolicy",
+    "make_policy",
+]

@@ -97,6 +97,14 @@ class KVTierStats:
     """Blocks of conversations that are over, wherever they lay."""
     refused_hints: int = 0
     """Requests whose hints were not understood, and ignored."""
+    hints: dict[str, int] = field(default_factory=dict)
+    """Requests by the kind of hint that they carry."""
+    retained_blocks: int = 0
+    """Blocks, each time that a request asks to keep them."""
+    yielded_slots: int = 0
+    """Slots that made room though they were retained."""
+    tenant_slots: dict[str, int] = field(default_factory=dict)
+    """What each tenant with a quota has."""
     slots_used: int = 0
     slots_total: int = 0
     slot_bytes: int = 0

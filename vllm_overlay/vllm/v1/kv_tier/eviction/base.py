@@ -8,8 +8,26 @@ is any hashable value; the tier uses the first key of a slot.
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 Key = Hashable
+
+NO_HINT = 50
+"""The priority of a key of which nobody has said anything."""
+
+
+class About(NamedTuple):
+    """What clients have said of a key."""
+
+    priority: int
+    """From 0 to 100: what is higher goes later. `NO_HINT` is in the middle."""
+    until: float
+    """The time until when that holds, in seconds of `time.monotonic`; may be infinite.
+    Nobody is told when it has passed."""
+    tenant: Hashable
+    """Who uses the key; None: nobody has said."""
+    turn: int
+    """Of its conversation, counted from 1: the request that has used it last."""
 
 
 class EvictionPolicy(ABC):
@@ -46,6 +64,13 @@ class EvictionPolicy(ABC):
         Returns:
             The key, no longer resident, or None when every key is pinned.
 
+        """
+
+    def told(self, key: Key, about: About) -> None:  # noqa: B027
+        """Clients say `about` of resident `key`, now or before it was inserted.
+
+        Optional. A policy that has this method is left to order keys by priority
+        itself. For all others `Hinted` does, and they pay nothing for it.
         """
 
 

@@ -16,7 +16,7 @@ This module has what upstream calls for each block and each step. What is decide
 belongs to the room `scheduling`, a module for each state.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import EventPublisher
@@ -39,7 +39,8 @@ from vllm.v1.kv_tier.scheduling.loading import Loader
 from vllm.v1.kv_tier.scheduling.losses import LoadBreaker, LostBlocks
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
 from vllm.v1.kv_tier.scheduling.promotion import Promotion
-from vllm.v1.kv_tier.scheduling.releasing import Releasing, has_hints
+from vllm.v1.kv_tier.scheduling.releasing import Releasing
+from vllm.v1.kv_tier.scheduling.retaining import Retaining
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.scheduling.storing import BlockStorer
 from vllm.v1.kv_tier.scheduling.waiting import WaitingRoom
@@ -89,36 +90,24 @@ class TieredBlockPool(BlockPool):
             if self._writes_through
             else Cleaner(self, self.free, self.host, self._draft, self.storer, tuning)
         )
-        self.prefetches = Prefetches(self.costs, tuning)
+        self.prefetches = prefetches = Prefetches(self.costs, tuning)
+        common = self, self.free, self.host
+        self.retaining = Retaining(
+            *common, prefetches, self.costs, num_keys, config.quotas or {}, stats
+        )
         self.releasing = Releasing(
-            self, self.free, self.host, self.storer, self.prefetches, num_keys, stats
+            *common, self.storer, prefetches, self.retaining, num_keys, stats
         )
         num_spare = int(tuning.spare * self.num_gpu_blocks)
         self.waiting = WaitingRoom(
             self.costs, self.prefetches, self._draft, tuning, num_spare
         )
         loader = Loader(
-            self,
-            self.free,
-            self.host,
-            self._draft,
-            self.prefetches,
-            self.costs,
-            self.writer,
-            stats,
-            tuning,
+            *common, self._draft, prefetches, self.costs, self.writer, stats, tuning
         )
+        deciding = loader, self.waiting, prefetches, self.writer, self.admission
         self._promotion = Promotion(
-            self,
-            self._draft,
-            loader,
-            self.waiting,
-            self.prefetches,
-            self.writer,
-            self.admission,
-            self.releasing,
-            stats,
-            tuning,
+            self, self._draft, *deciding, self.releasing, stats, tuning
         )
         self.backing = make_backing(layout, self, self.host, self.costs)
         self._breaker = LoadBreaker(tuning)
@@ -126,6 +115,8 @@ class TieredBlockPool(BlockPool):
         self._num_taken = 0
         self._demoting = False
         self._serves_host = True
+        # What may be loaded for the request that is looked up; None: all.
+        self._may_load: Callable[[BlockHash], bool] | None = None
 
     # ------------------------------------------------------------------ a step
 
@@ -177,6 +168,8 @@ class TieredBlockPool(BlockPool):
                 if not self._serves_host:
                     self._stats.recomputed_lookups += 1
                     return None
+                if self._may_load is not None and not self._may_load(block_hash):
+                    return None
             blocks.append(block)
         return blocks
 
@@ -205,8 +198,8 @@ class TieredBlockPool(BlockPool):
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
         """Whether `request` waits for loads that are still on their way. Saves the
         lookup of its prefix."""
-        if not self.releasing.is_listening and has_hints(request):
-            self.releasing.listen()
+        speaks = self.releasing.speaks(request)
+        self._may_load = self.releasing.may_load(request) if speaks else None
         below = self.backing if self._serves_host else None
         if below is not None and below.fetching.holds_back(request):
             return True
@@ -229,7 +222,9 @@ class TieredBlockPool(BlockPool):
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """As upstream; the content of cached victims goes to host slots."""
         # Each new block of a decoding request comes by here.
-        prefetches = self.prefetches
+        prefetches, storer = self.prefetches, self.storer
+        if self.retaining.on_device:
+            self.retaining.make_way(num_blocks)
         if prefetches.unclaimed and (is_kept := prefetches.kept()):
             self.free.pass_over(num_blocks, is_kept)
         self._num_taken += num_blocks
@@ -240,8 +235,8 @@ class TieredBlockPool(BlockPool):
             self._demoting = False
         if prefetches.unclaimed:
             prefetches.claim(blocks)
-        if self.storer.released:
-            self.storer.released.difference_update(b.block_id for b in blocks)
+        if storer.released or storer.forbidden:
+            self.releasing.taken(blocks)
         return blocks
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
@@ -270,7 +265,7 @@ class TieredBlockPool(BlockPool):
     ) -> list[BlockHashWithGroupId]:
         # Whoever takes the keys away is about to overwrite the block.
         self.prefetches.claim((block,))
-        self.storer.released.discard(block.block_id)
+        self.releasing.taken((block,))
         self._draft.overwrites(block)
         return super()._remove_cached_block_hashes(block)
 
@@ -395,6 +390,7 @@ class TieredBlockPool(BlockPool):
         stats.load_seconds_per_block = self.costs.load_s
         stats.prefill_seconds_per_block = self.costs.prefill_s
         stats.evicted_slots, self.host.num_evicted = self.host.num_evicted, 0
+        self.retaining.report(stats)
         if self.backing is not None:
             stats.secondary = self.backing.take_stats()
         return stats

@@ -82,17 +82,24 @@ class FreeBlocks:
             self.cursor = None
 
     def pass_over(
-        self, num_blocks: int, is_kept: Callable[[KVCacheBlock], bool]
-    ) -> None:
+        self,
+        num_blocks: int,
+        is_kept: Callable[[KVCacheBlock], bool],
+        max_looks: int | None = None,
+    ) -> bool:
         """Put what is kept behind the next `num_blocks` victims, if there are others.
 
         Args:
             num_blocks: That will be taken.
-            is_kept: Whether a block waits for the request that it is for.
+            is_kept: Whether others shall go before a block.
+            max_looks: At so many blocks. None: at all that are free.
+
+        Returns:
+            Whether nothing that is kept is among the next victims now.
 
         """
         passed = []
-        for block in self.first(len(self)):
+        for block in self.first(len(self) if max_looks is None else max_looks):
             if num_blocks == 0:
                 break
             if is_kept(block):
@@ -102,3 +109,4 @@ class FreeBlocks:
         if passed:
             self.remove(passed)
             self.append(passed)
+        return num_blocks == 0

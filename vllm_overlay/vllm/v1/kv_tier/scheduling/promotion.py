@@ -148,7 +148,7 @@ class Promotion:
         if self._copies_too_early(managers, computed_blocks, num_local_tokens):
             return None
         if not self._prefetches and not has_slots(computed_blocks):
-            self._count_uses(request, computed_blocks)
+            self._count_uses(request, managers, computed_blocks)
             self._stats.record_hit(request, num_local_tokens, 0)
             return computed_blocks
         hit = take_apart(
@@ -167,7 +167,7 @@ class Promotion:
         # The forward pass waits for what loads them.
         self._draft.uses_prefetches(last_prefetch)
         self._prefetches.claim(hit.blocks)
-        self._count_uses(request, hit.groups)
+        self._count_uses(request, managers, hit.groups)
         self._stats.record_hit(request, num_local_tokens, num_host_tokens)
         return tuple(hit.groups)
 
@@ -261,10 +261,13 @@ class Promotion:
         )
 
     def _count_uses(
-        self, request: Request, groups: Sequence[Sequence[KVCacheBlock]]
+        self,
+        request: Request,
+        managers: Sequence[Any],
+        groups: Sequence[Sequence[KVCacheBlock]],
     ) -> None:
         """`request`, which hit `groups`, is admitted."""
-        self._releasing.hit(request, groups)
+        self._releasing.hit(request, groups, managers)
         if self._admission is None:
             return
         for group in groups:

@@ -1,28 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations that are over: what only they have used makes room first.
+"""Follows requests with hints, and lets conversations that are over make room first.
 
 A client says so with its last request (`Hints.release`). Nothing is dropped: blocks go
 to the front of the device's free queue, slots before all that the eviction policy
-orders, and both serve whoever asks for them until then.
+orders, and both serve whoever asks for them until then. What a client wants to be kept
+is a matter of `Retaining`.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_tier.hints import KEY, Hints
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.kv_tier.hints import CAPS, KEY, Hints
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
 from vllm.v1.kv_tier.scheduling.owners import Owners
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
+from vllm.v1.kv_tier.scheduling.retaining import Retaining
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.scheduling.storing import BlockStorer
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
+
+
+_KEYS = frozenset((KEY, *CAPS))
 
 
 class Releasing:
@@ -32,10 +42,11 @@ class Releasing:
         pool: Whose blocks.
         free: Its free blocks.
         table: The slots.
-        storer: Stores nothing that is released.
+        storer: Stores nothing that is released, or that clients do not want to be.
         prefetches: Blocks that wait for a request are left alone.
+        retaining: Orders what is retained.
         num_keys: Blocks whose owners are remembered.
-        stats: Counts what is released.
+        stats: Counts hints and what is released.
 
     """
 
@@ -46,6 +57,7 @@ class Releasing:
         table: SlotTable,
         storer: BlockStorer,
         prefetches: Prefetches,
+        retaining: Retaining,
         num_keys: int,
         stats: KVTierStats,
     ) -> None:
@@ -54,13 +66,20 @@ class Releasing:
         self._table = table
         self._storer = storer
         self._prefetches = prefetches
+        self.retaining = retaining
+        self._num_keys = num_keys
         self._owners = Owners(num_keys)
+        self._quotas = retaining.quotas
         self._stats = stats
         self._hints: WeakKeyDictionary[Request, Hints | None] = WeakKeyDictionary()
-        # Requests that release their conversation when they end, by id.
+        # Requests after whose end there is something to do, by id.
         self._last: dict[str, Request] = {}
+        # Requests so far, by conversation; those used last.
+        self._turns: OrderedDict[Hashable, int] = OrderedDict()
         self.is_listening = False
         """Whether this hears of what is computed."""
+        if self._quotas:
+            self.listen()
 
     def listen(self) -> None:
         """Hear from now on for whom blocks are computed.
@@ -76,43 +95,149 @@ class Releasing:
             blocks: list[KVCacheBlock],
             num_cached_blocks: int,
             num_full_blocks: int,
+            block_size: int,
             *args: Any,
             **kwargs: Any,
         ) -> None:
             numbers = num_cached_blocks, num_full_blocks
-            cache_full_blocks(request, blocks, *numbers, *args, **kwargs)
-            self.computed(request, blocks[slice(*numbers)])
+            cache_full_blocks(request, blocks, *numbers, block_size, *args, **kwargs)
+            if self.speaks(request):
+                new = blocks[slice(*numbers)]
+                self.computed(request, new, num_cached_blocks, block_size)
 
         self._pool.cache_full_blocks = listening  # type: ignore[method-assign]
+        if (cache_partial := getattr(self._pool, "cache_partial_block", None)) is None:
+            return
+
+        def listening_to_parts(
+            request: Request, block: KVCacheBlock, *args: Any, **kwargs: Any
+        ) -> Any:
+            # It may never be full.
+            hints = self._follow(request) if self.speaks(request) else None
+            if hints is not None and hints.offload_limit is not None:
+                self._storer.forbidden.add(block.block_id)
+            return cache_partial(request, block, *args, **kwargs)
+
+        self._pool.cache_partial_block = listening_to_parts  # type: ignore[method-assign]
 
     def begin_step(self) -> None:
         """Put first what requests have released that ended since the last step."""
+        self.retaining.begin_step()
         if not self._last:
             return
         for request in [r for r in self._last.values() if r.is_finished()]:
             del self._last[request.request_id]
-            self._release(self._owners.release(self._owner(request)))
+            self.retaining.ended(request.request_id)
+            hints = self._hints[request]
+            if hints is not None and hints.release:
+                self._release(self._owners.release(self._owner(request)))
 
-    def computed(self, request: Request, blocks: Iterable[KVCacheBlock]) -> None:
-        """The step in the making computes `blocks` for `request`."""
-        if not has_hints(request) or self._follow(request) is None:
+    # -------------------------------------------------------- what requests do
+
+    def speaks(self, request: Request) -> bool:
+        """Whether there is something to know of `request`."""
+        return has_hints(request) or (
+            bool(self._quotas) and getattr(request, "cache_salt", None) in self._quotas
+        )
+
+    def may_load(self, request: Request) -> Callable[[BlockHash], bool] | None:
+        """Tells, of a request that speaks, for which of its blocks slots may be served.
+        None: for all."""
+        if not self.is_listening:
+            self.listen()
+        hints = self._follow(request)
+        if hints is None or hints.max_load_tokens is None:
+            return None
+        get = self._pool.cached_block_hash_to_block.get_one_block
+        hashes, num_blocks = request.block_hashes, 0
+        for block_hash in hashes:
+            if get(make_block_hash_with_group_id(block_hash, 0)) is None:
+                break
+            num_blocks += 1
+        assert self._pool.hash_block_size is not None
+        num_blocks += hints.max_load_tokens // self._pool.hash_block_size
+        allowed = frozenset(hashes[:num_blocks])
+        # In some releases the hash of a block of several is made of all of theirs.
+        size = len(hashes[0]) if hashes else 1
+        return lambda block_hash: block_hash[-size:] in allowed
+
+    def computed(
+        self,
+        request: Request,
+        blocks: Sequence[KVCacheBlock],
+        first: int,
+        block_size: int,
+    ) -> None:
+        """The step in the making computes `blocks`, from index `first` on, for
+        `request`, which speaks."""
+        if (hints := self._follow(request)) is None:
             return
         owner = self._owner(request)
         for block in blocks:
             if block.block_hash is not None:
                 self._owners.computed(block.block_hash, owner)
+        self._tell(request, hints, blocks, first, block_size)
+        if (limit := hints.offload_limit) is not None:
+            num_stored = max(0, limit // block_size - first)
+            self._storer.forbidden.update(
+                block.block_id for block in blocks[num_stored:] if not block.is_null
+            )
 
-    def hit(self, request: Request, groups: Iterable[Iterable[KVCacheBlock]]) -> None:
+    def hit(
+        self,
+        request: Request,
+        groups: Iterable[Sequence[KVCacheBlock]],
+        managers: Iterable[Any],
+    ) -> None:
         """`request` is admitted with device blocks in `groups` that it hit."""
-        owner: Hashable | None = None
-        if has_hints(request) and self._follow(request) is not None:
-            owner = self._owner(request)
-        if not self._owners and not self._storer.released:
+        hints = self._follow(request) if self.speaks(request) else None
+        owner = None if hints is None else self._owner(request)
+        storer, retaining = self._storer, self.retaining
+        is_marked = self._owners or storer.released or storer.forbidden
+        if hints is None and not (is_marked or retaining.said):
             return
-        for group in groups:
+        # What one client does not want to be stored is so for others who cap, too.
+        lifts = hints is None or hints.offload_limit is None
+        for group, manager in zip(groups, managers, strict=True):
             for block in group:
-                self._storer.released.discard(block.block_id)
+                storer.released.discard(block.block_id)
+                if lifts:
+                    storer.forbidden.discard(block.block_id)
                 self._owners.hit(block.block_hash, owner)
+            if hints is None:
+                retaining.used_in_silence(group)
+            else:
+                self._tell(request, hints, group, 0, manager.block_size)
+
+    def taken(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """`blocks` are about to hold something else."""
+        ids = [block.block_id for block in blocks]
+        self._storer.released.difference_update(ids)
+        self._storer.forbidden.difference_update(ids)
+
+    def _tell(
+        self,
+        request: Request,
+        hints: Hints,
+        blocks: Iterable[KVCacheBlock],
+        first: int,
+        block_size: int,
+    ) -> None:
+        retaining = self.retaining
+        retaining.tell(
+            request.request_id,
+            hints,
+            self._tenant(request, hints),
+            self._turns.get(self._owner(request), 1),
+            request.num_prompt_tokens,
+            blocks,
+            first,
+            block_size,
+        )
+        if retaining.has_low(request.request_id):
+            self._last[request.request_id] = request
+
+    # ----------------------------------------------------------- what they say
 
     def _follow(self, request: Request) -> Hints | None:
         if request in self._hints:
@@ -120,13 +245,30 @@ class Releasing:
         hints = None
         try:
             hints = Hints.from_params(request.kv_transfer_params)
+            if hints is None and not has_hints(request):
+                # Only its cache salt is of interest.
+                hints = Hints()
         except ValueError as e:
             self._stats.refused_hints += 1
             logger.warning_once("KV tier: hints of a request are ignored. %s", str(e))
         self._hints[request] = hints
-        if hints is not None and hints.release:
+        if hints is None:
+            return None
+        for kind in hints.kinds():
+            self._stats.hints[kind] = self._stats.hints.get(kind, 0) + 1
+        if hints.release:
             self._last[request.request_id] = request
+        if hints.conversation is not None:
+            owner = self._owner(request)
+            self._turns[owner] = self._turns.pop(owner, 0) + 1
+            if len(self._turns) > self._num_keys:
+                self._turns.popitem(last=False)
         return hints
+
+    def _tenant(self, request: Request, hints: Hints) -> Hashable:
+        if hints.tenant is not None:
+            return hints.tenant
+        return getattr(request, "cache_salt", None)
 
     def _owner(self, request: Request) -> Hashable:
         hints = self._hints[request]
@@ -159,4 +301,4 @@ def has_hints(request: Request) -> bool:
     """Whether a client says something of the KV of `request`."""
     # Tests of upstream have stand-ins.
     params = getattr(request, "kv_transfer_params", None)
-    return params is not None and KEY in params
+    return params is not None and not _KEYS.isdisjoint(params)

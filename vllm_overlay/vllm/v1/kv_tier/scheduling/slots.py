@@ -2,10 +2,12 @@
 """Which KV block lies in which host slot."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+
+Policy = TypeVar("Policy", bound=EvictionPolicy)
 
 
 class HostSlot(KVCacheBlock):
@@ -147,6 +149,17 @@ class SlotTable:
         self._aside.clear()
         self._free.extend(self._free_after_plan)
         self._free_after_plan.clear()
+
+    def wrap_policy(self, wrap: Callable[[EvictionPolicy], Policy]) -> Policy:
+        """From now on the order of eviction is that of what `wrap` makes of the policy,
+        which has the same keys."""
+        self._policy = wrapped = wrap(self._policy)
+        return wrapped
+
+    def is_ordered(self, key: BlockHashWithGroupId) -> bool:
+        """Whether the policy has `key` now."""
+        slot = self._slots.get(key)
+        return slot is not None and slot.keys[0] == key and key not in self._aside
 
     def is_pinned(self, slot: HostSlot) -> bool:
         return slot.keys[0] in self._pinned

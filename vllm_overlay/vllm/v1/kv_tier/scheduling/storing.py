@@ -38,6 +38,8 @@ class BlockStorer:
         self._stats = stats
         self.released: set[int] = set()
         """Device blocks, by id, that nobody will ask for again: they are not stored."""
+        self.forbidden: set[int] = set()
+        """Device blocks, by id, that clients do not want to be stored."""
 
     def keys(self, block: KVCacheBlock) -> tuple[BlockHashWithGroupId, ...]:
         """All prefix-cache keys of `block`, the primary one first."""
@@ -58,12 +60,12 @@ class BlockStorer:
     @property
     def admits_all(self) -> bool:
         """Whether `is_admitted` is true of every block."""
-        return self.admission is None and not self.released
+        return self.admission is None and not self.released and not self.forbidden
 
     def is_admitted(self, block: KVCacheBlock) -> bool:
         """Whether a hashed block is worth a slot: it has been used often enough, and
-        somebody may ask for it again."""
-        if block.block_id in self.released:
+        somebody may ask for it again, and nobody has anything against it."""
+        if block.block_id in self.released or block.block_id in self.forbidden:
             return False
         return self.admission is None or self.admission.admits(block.block_hash)
 

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches what hints do, and knows by itself what they may."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from vllm.v1.kv_tier.eviction.hinted import Hinted
+from vllm.v1.kv_tier.scheduling.releasing import Releasing
+
+from .content import Violation
+
+
+class WatchedHints:
+    """Sees whose blocks are released, and which slots make room.
+
+    Args:
+        releasing: Follows the requests of the engine.
+
+    """
+
+    def __init__(self, releasing: Releasing) -> None:
+        self._releasing = releasing
+        self._watched: Hinted | None = None
+        self._now = 0.0
+        # By key, for blocks that one conversation has computed: who has used it since.
+        self._users: dict[Hashable, set[Hashable]] = {}
+        self._watch_uses()
+
+    def _watch_uses(self) -> None:
+        releasing, users = self._releasing, self._users
+        computed, hit = releasing.computed, releasing.hit
+        release = releasing._owners.release
+
+        def watched_computed(request: Any, blocks: Any, *others: Any) -> None:
+            computed(request, blocks, *others)
+            if releasing._follow(request) is None:
+                return
+            for block in blocks:
+                if (key := block.block_hash) is not None:
+                    users.setdefault(key, set()).add(releasing._owner(request))
+                    self._begin_anew(key)
+
+        def watched_hit(request: Any, groups: Any, managers: Any) -> None:
+            hit(request, groups, managers)
+            speaks = releasing.speaks(request)
+            speaks = speaks and releasing._follow(request) is not None
+            user = releasing._owner(request) if speaks else None
+            for block in (block for group in groups for block in group):
+                if block.block_hash in users:
+                    users[block.block_hash].add(user)
+                    self._begin_anew(block.block_hash)
+
+        def watched_release(owner: Hashable) -> list[Hashable]:
+            keys = release(owner)
+            for key in keys:
+                if users.pop(key, None) != {owner}:
+                    raise Violation("released", f"{key!r} is not only of {owner}")
+            return keys
+
+        releasing.computed = watched_computed  # type: ignore[method-assign]
+        releasing.hit = watched_hit  # type: ignore[method-assign]
+        releasing._owners.release = watched_release  # type: ignore[method-assign]
+
+    def _begin_anew(self, key: Hashable) -> None:
+        """Nobody owns what several have used."""
+        if len(self._users[key]) > 1:
+            del self._users[key]
+
+    def watch(self, hinted: Hinted, now: float) -> None:
+        """From now on, which slots make room; call it in each step."""
+        self._now = now
+        if self._watched is not None:
+            return
+        self._watched = hinted
+        evict = hinted.evict
+
+        def watched(is_pinned: Callable[[Hashable], bool]) -> Hashable | None:
+            expired = {key for key in hinted._kept if self._has_expired(key)}
+            victim = evict(is_pinned)
+            if expired and victim not in expired:
+                raise Violation("hints", f"{victim!r} goes, {expired} have expired")
+            return victim
+
+        hinted.evict = watched  # type: ignore[method-assign]
+
+    def _has_expired(self, key: Hashable) -> bool:
+        assert self._watched is not None
+        about = self._watched._said.get(key)
+        # The clock may be a step ahead of what was seen last.
+        return about is not None and about.until <= self._now

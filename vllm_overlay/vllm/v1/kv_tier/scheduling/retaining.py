@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients want to be kept longer than others, or less long, on both tiers.
+
+On the host a layer around the eviction policy sees to it (`Hinted`), from the first
+such hint on. On the device the order of eviction is that of the free queue: what is to
+go before others comes first when its request has ended, and what is to stay is passed
+over, so that it has another round of the queue.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.eviction.hinted import KEPT_PART, Hinted
+from vllm.v1.kv_tier.eviction.said import Said
+from vllm.v1.kv_tier.hints import NO_HINT, Hints, Retain
+from vllm.v1.kv_tier.scheduling.costs import Costs
+from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
+from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
+from vllm.v1.kv_tier.scheduling.slots import SlotTable
+from vllm.v1.kv_tier.stats import KVTierStats
+
+_MAX_PASSED = 64
+"""Retained blocks that an allocation passes over: decoding takes a block at a time."""
+
+
+class Retaining:
+    """Orders blocks by what was said of them, and by quotas.
+
+    Args:
+        pool: Whose blocks.
+        free: Its free blocks.
+        table: The slots.
+        prefetches: Blocks that wait for a request are left alone.
+        costs: Knows the time.
+        num_keys: Blocks of which is remembered what was said.
+        quotas: Parts of the slots, by tenant.
+        stats: Counts what is retained.
+
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        free: FreeBlocks,
+        table: SlotTable,
+        prefetches: Prefetches,
+        costs: Costs,
+        num_keys: int,
+        quotas: Mapping[str, float],
+        stats: KVTierStats,
+    ) -> None:
+        self._pool = pool
+        self._free = free
+        self._table = table
+        self._prefetches = prefetches
+        self._stats = stats
+        self.quotas = quotas
+        """Parts of the slots, by tenant."""
+        self.said = Said(num_keys, lambda: costs.clock())
+        self.hinted: Hinted | None = None
+        """What carries this out on the host, if there has been something to do."""
+        self.on_device: OrderedDict[int, Hashable] = OrderedDict()
+        """Keys of blocks that are to stay, by their ids. Others may have the blocks
+        meanwhile. Public, since asking whether there are some must cost nothing."""
+        self._max_on_device = int(KEPT_PART * pool.num_gpu_blocks)
+        self._is_vain = False
+        # What requests want to go first, until they end.
+        self._low: dict[str, dict[Hashable, int]] = {}
+        if quotas:
+            self._wrap()
+
+    def _wrap(self) -> Hinted:
+        if self.hinted is None:
+            self.hinted = self._table.wrap_policy(
+                lambda policy: Hinted(policy, self.said, self.quotas)
+            )
+        return self.hinted
+
+    def begin_step(self) -> None:
+        """A step begins: what was in vain may not be any more."""
+        self._is_vain = False
+
+    # ------------------------------------------------------------ what is said
+
+    def tell(
+        self,
+        request_id: str,
+        hints: Hints,
+        tenant: Hashable,
+        turn: int,
+        num_prompt_tokens: int,
+        blocks: Iterable[KVCacheBlock],
+        first: int,
+        block_size: int,
+    ) -> None:
+        """A request with hints computes or hits `blocks`.
+
+        Args:
+            request_id: Of the request.
+            hints: What it says.
+            tenant: Who it is from.
+            turn: Of its conversation.
+            num_prompt_tokens: Length of its prompt.
+            blocks: Of the request, one after another.
+            first: Index of the first of them in the request.
+            block_size: Tokens of each of them.
+
+        """
+        ranges = hints.retain
+        if ranges:
+            self._wrap()
+        if (hinted := self.hinted) is None:
+            return
+        if not (ranges or tenant in hinted.shares or hinted.orders_itself):
+            self.used_in_silence(blocks)
+            return
+        table, now = self._table, self.said.clock()
+        for place, block in enumerate(blocks, first):
+            if (key := block.block_hash) is None:
+                continue
+            priority, until = None, math.inf
+            if ranges:
+                begin, end = place * block_size, (place + 1) * block_size
+                retain = covering(ranges, begin, end, num_prompt_tokens)
+                if retain is not None:
+                    priority = retain.priority
+                    until = now + (retain.ttl or math.inf)
+            about = self.said.tell(key, priority, until, tenant, turn)
+            if table.is_ordered(key):
+                hinted.changed(key)
+            if about.priority > NO_HINT:
+                self._stays(block)
+            elif about.priority < NO_HINT:
+                self._low.setdefault(request_id, {})[key] = about.priority
+
+    def used_in_silence(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """A request hits `blocks` of which it says nothing."""
+        said, hinted = self.said, self.hinted
+        if not said or hinted is None:
+            return
+        for block in blocks:
+            key = block.block_hash
+            if (
+                key is not None
+                and said.used_in_silence(key)
+                and self._table.is_ordered(key)
+            ):
+                hinted.changed(key)
+
+    def report(self, stats: KVTierStats) -> None:
+        """Add what the host has, and what it has given up."""
+        if (hinted := self.hinted) is None:
+            return
+        stats.yielded_slots, hinted.num_yielded = hinted.num_yielded, 0
+        stats.tenant_slots = {
+            str(tenant): len(share.resident) for tenant, share in hinted.shares.items()
+        }
+
+    # -------------------------------------------------------------- the device
+
+    def _stays(self, block: KVCacheBlock) -> None:
+        self._stats.retained_blocks += 1
+        on_device = self.on_device
+        on_device.pop(block.block_id, None)
+        on_device[block.block_id] = block.block_hash
+        if len(on_device) > self._max_on_device:
+            on_device.popitem(last=False)
+
+    def has_low(self, request_id: str) -> bool:
+        """Whether something is to go first when this request has ended."""
+        return request_id in self._low
+
+    def ended(self, request_id: str) -> None:
+        """A request has ended: what it wants to go first does."""
+        lows = self._low.pop(request_id, None)
+        if lows is None:
+            return
+        get = self._pool.cached_block_hash_to_block.get_one_block
+        # A prefix is of use without its end, but not the other way round.
+        keys = sorted(reversed(lows), key=lows.__getitem__)
+        found = [get(key) for key in keys if self.said.is_low(key)]  # type: ignore[arg-type]
+        self._free.put_first(
+            [
+                block
+                for block in found
+                if block is not None
+                and block.ref_cnt == 0
+                and not self._prefetches.is_unclaimed(block)
+            ]
+        )
+
+    def make_way(self, num_blocks: int) -> None:
+        """`num_blocks` are about to be taken: not those that are to stay, while there
+        are others near the head of the queue."""
+        if self._is_vain:
+            return
+        max_looks = 2 * num_blocks + _MAX_PASSED
+        # When all that is near is to stay, there is no second look in this step.
+        self._is_vain = not self._free.pass_over(num_blocks, self._is_kept, max_looks)
+
+    def _is_kept(self, block: KVCacheBlock) -> bool:
+        key = self.on_device.get(block.block_id)
+        return (
+            key is not None and key == block.block_hash and self.said.is_retained(key)
+        )
+
+
+def covering(
+    ranges: Iterable[Retain], begin: int, end: int, num_prompt_tokens: int
+) -> Retain | None:
+    """The last of `ranges` with a token of those from `begin` up to `end`."""
+    found = None
+    for retain in ranges:
+        limit = num_prompt_tokens if retain.end is None else retain.end
+        if (begin < min(limit, num_prompt_tokens) and end > retain.start) or (
+            retain.answer and end > num_prompt_tokens
+        ):
+            found = retain
+    return found
