@@ -131,7 +131,7 @@ class Engine:
             self.events["preempted"] += self._num_preemptions() - before
             self._invariants.check_no_pins()
             self._invariants.check_released()
-            self._invariants.check_hints(float(self._num_steps))
+            self._invariants.check_hints()
             assert output.kv_tier_plan is not None
             output.kv_tier_plan.check_copies()
             step = self._worker.submit(output, self._epoch, rush, fail)

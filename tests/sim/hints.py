@@ -21,7 +21,6 @@ class WatchedHints:
     def __init__(self, releasing: Releasing) -> None:
         self._releasing = releasing
         self._watched: Hinted | None = None
-        self._now = 0.0
         # By key, for blocks that one conversation has computed: who has used it since.
         self._users: dict[Hashable, set[Hashable]] = {}
         self._watch_uses()
@@ -39,6 +38,9 @@ class WatchedHints:
                 if (key := block.block_hash) is not None:
                     users.setdefault(key, set()).add(releasing._owner(request))
                     self._begin_anew(key)
+            # Of too many owners the oldest are forgotten.
+            for key in users.keys() - releasing._owners._owner.keys():
+                del users[key]
 
         def watched_hit(request: Any, groups: Any, managers: Any) -> None:
             hit(request, groups, managers)
@@ -66,9 +68,8 @@ class WatchedHints:
         if len(self._users[key]) > 1:
             del self._users[key]
 
-    def watch(self, hinted: Hinted, now: float) -> None:
+    def watch(self, hinted: Hinted) -> None:
         """From now on, which slots make room; call it in each step."""
-        self._now = now
         if self._watched is not None:
             return
         self._watched = hinted
@@ -86,5 +87,4 @@ class WatchedHints:
     def _has_expired(self, key: Hashable) -> bool:
         assert self._watched is not None
         about = self._watched._said.get(key)
-        # The clock may be a step ahead of what was seen last.
-        return about is not None and about.until <= self._now
+        return about is not None and about.until <= self._watched._said.clock()

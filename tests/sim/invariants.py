@@ -136,16 +136,12 @@ class Invariants:
         if gone := pool.host._released.keys() - pool.host._slots.keys():
             raise Violation("released", f"{gone} are in no slot")
 
-    def check_hints(self, now: float) -> None:
-        """What hints and quotas keep is there, no more than may be, and not for longer.
-
-        Args:
-            now: The time of the tier's clock.
-
-        """
+    def check_hints(self) -> None:
+        """What hints and quotas keep is there, no more than may be, and not for
+        longer."""
         if (hinted := self._pool.retaining.hinted) is None:
             return
-        self._hints.watch(hinted, now)
+        self._hints.watch(hinted)
         host = self._pool.host
         ordered = {s.keys[0] for s in host.filled()} - host._aside.keys()
         shares = hinted.shares.values()

@@ -291,3 +291,21 @@ def test_whatever_is_said_somebody_makes_room(
     shares = host.hinted.shares.values()
     assert not any(share.resident or share.kept for share in shares)
     assert not host.hinted._kept and not host.hinted._low
+
+
+def test_what_is_kept_while_ends_are_cleared_expires() -> None:
+    host = Host(4)
+    # Each use of a kept key leaves an end behind.
+    for i in range(2 * 4):
+        host.say("a", 90, ttl=1000)
+        if not i:
+            host.insert("a")
+        host.insert("x")
+        assert host.evict() == "x"
+    host.say("b", 90, ttl=5)
+    host.insert("bxy")
+    host.hinted.hit("x")
+    host.hinted.hit("y")
+    assert host.evict() in "xy"
+    host.now = 5.0
+    assert host.evict() == "b"

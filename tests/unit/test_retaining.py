@@ -193,7 +193,7 @@ def test_what_is_not_to_be_loaded(beside: bool) -> None:
     for cap, expected in ((0, 2), (BLOCK - 1, 2), (BLOCK, 3), (3 * BLOCK, 5), (999, 6)):
         turn = Turn("2", "abcdef", max_load_tokens=cap)
         if beside:
-            turn.kv_transfer_params = {"max_load_tokens": cap}
+            turn.kv_transfer_params = {"max_load_tokens": cap}  # type: ignore[dict-item]
         assert hits(tier, turn, "abcdef") == expected, cap
     assert hits(tier, Turn("3", "abcdef"), "abcdef") == 6
 

@@ -47,11 +47,7 @@ _SECONDARY: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
     ("stored_bytes", "counter", "Their bytes, all ranks together."),
     ("refused_blocks", "counter", "KV blocks that it did not take: full, or failed."),
     ("dropped_blocks", "counter", "KV blocks that left the host before their turn."),
-    (
-        "evicted_bytes",
-        "counter",
-        "Bytes that this engine evicted for max_gib.",
-    ),
+    ("evicted_bytes", "counter", "Bytes that this engine evicted for max_gib."),
     ("due_blocks", "gauge", "KV blocks that wait to be written."),
     ("writing_blocks", "gauge", "Host slots that are being written."),
     ("filling_blocks", "gauge", "Host slots kept for what is on its way from below."),
@@ -359,9 +355,7 @@ def _counts(stats: KVTierStats) -> dict[str, Any]:
         "loaded_bytes": stats.loaded_blocks * size,
         "loaded_ahead_bytes": stats.loaded_ahead_blocks * size,
         # These have labels.
-        "failures": None,
-        "hints": None,
-        "tenant_slots": None,
+        **dict.fromkeys(("failures", "hints", "tenant_slots")),
     }
 
 

@@ -189,7 +189,7 @@ class Hinted(EvictionPolicy):
             self._kept.add(key, priority, about.tenant)
             return self._kept.pop() if len(self._kept) > self._max_kept else None
         share.kept.add(key, priority)
-        return share.kept.pop() if share.excess >= 0 else None
+        return share.kept.pop() if share.excess > 0 else None
 
     def _pop_above_share(self) -> Key | None:
         """The oldest key of the tenant that is furthest above its share."""
@@ -214,15 +214,14 @@ class Hinted(EvictionPolicy):
             self._share_of[key].kept.discard(key)
 
     def _expires(self, key: Key, until: float) -> None:
-        ends = self._ends
-        # Keys have no order of their own.
-        self._num_ends += 1
-        heapq.heappush(ends, (until, self._num_ends, key))
-        if len(ends) > 2 * self.num_slots:
+        if len(self._ends) >= 2 * self.num_slots:
             # What was used since has another end, or none.
-            last = {end[2]: end for end in sorted(ends)}
+            last = {end[2]: end for end in sorted(self._ends)}
             self._ends = [end for key, end in last.items() if self._is_kept(key)]
             heapq.heapify(self._ends)
+        # Not before that: the key is about to be kept. Keys have no order of their own.
+        self._num_ends += 1
+        heapq.heappush(self._ends, (until, self._num_ends, key))
 
     def _pop_expired(self) -> Key | None:
         """A key that was kept for no other reason than that it was retained."""

@@ -78,7 +78,8 @@ class BlockStorer:
             return
         if self._pool.cached_block_hashes_by_block and self.is_clean(block):
             return
-        admits_all = self.admission is None and not self.released
+        # As the property says, without a call.
+        admits_all = not (self.admission or self.released or self.forbidden)
         if not (admits_all or self.is_admitted(block)):
             self._stats.passed_over_blocks += 1
         elif not self.store(block, before_eviction=False):
