@@ -138,6 +138,7 @@ class _Request:
         answer = [-1 - number * 2**20 - i for i in range(num_answer)]
         self.number = number
         self.call = call
+        self.num_prompt_tokens = call.input_tokens
         self.num_prompt_blocks = len(ids)
         self.num_blocks = -(-num_tokens // block_size)
         self.request_id = str(number)

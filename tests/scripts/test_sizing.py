@@ -232,8 +232,10 @@ def test_a_store_slower_than_prefill_brings_nothing() -> None:
     found = below(slow, calls, prefill_tokens_per_s=1024)
     assert found.hit_rate == 0
     assert found.traffic is not None and found.traffic.late_requests > 0
-    # It was tried, and no more after it had been measured.
-    assert 0 < found.traffic.read_bytes <= 2 * 4 * BLOCK_BYTES
+    # It was tried twice before it had been measured, and then with 4 blocks each half
+    # minute.
+    num_trials = 2 + found.traffic.seconds / 30
+    assert 0 < found.traffic.read_bytes <= num_trials * 4 * BLOCK_BYTES
 
 
 def test_what_a_store_has_no_time_to_write_is_dropped() -> None:
@@ -254,13 +256,14 @@ def test_from_the_second_use_on_only_what_was_hit_comes_back() -> None:
 
 
 def test_others_pass_a_request_that_waits_for_the_store() -> None:
-    # One waits half a second, while the next one is computed.
+    # One waits for a store that is far away, while the next one is computed.
     calls = [*rounds(1), call(100.0, [0, 1, 2, 3]), call(100.1, [900, 901])]
     far = replace(FAST, latency_s=0.25, deadline_s=5.0)
     alone = below(far, calls[:-1]).traffic
     both = below(far, calls).traffic
     assert alone is not None and both is not None
-    assert both.seconds == pytest.approx(alone.seconds, abs=0.01)
+    assert alone.seconds > 100.2
+    assert both.seconds < alone.seconds + 0.01
 
 
 def test_a_request_that_can_never_run_is_left_out() -> None:
