@@ -121,6 +121,7 @@ def random_setup(rng: Random) -> Setup:
         spare_blocks=rng.randint(0, 10),
         num_slots=rng.randint(1, 40),
         store_policy=rng.choice(["write_back", "write_through"]),
+        store_from_use=rng.choice([1, 1, 2, "auto", "auto"]),
         eviction_policy=rng.choice(list(POLICIES)),
         load_time=rng.choice([0, 0.2, 0.5, 1, 2]),
         max_stall=rng.choice([0, 0, 1, 3]),
@@ -155,6 +156,10 @@ def random_tuning(rng: Random) -> SchedulingTuning:
         clean_part=choose([0.0, 0.3, 0.75, 1.0]),
         look_anew_steps=choose([0, 3, 1000]),
         alloc_rate_decay=choose([0.0, 0.9]),
+        shadow_slots=choose([1, 4, 256]),
+        uses_per_choice=choose([1, 5, 20]),
+        choosy_gain=choose([0.0, 1.1]),
+        hits_kept=choose([0.0, 0.8]),
         max_failed_loads=choose([1, 3, 1000]),
         retry_loads_s=choose([0.0, 3.0, 10.0]),
     )

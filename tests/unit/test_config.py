@@ -92,8 +92,8 @@ def test_defaults(model: str) -> None:
     assert tier(model) == KVTierConfig(
         size_bytes=GiB // 2,
         store_policy="write_back",
-        store_from_use=1,
-        eviction_policy="s3fifo",
+        store_from_use="auto",
+        eviction_policy="proven",
         max_load_stall_ms=2.0,
         copy_engine="auto",
         layerwise_loads=True,
@@ -244,10 +244,11 @@ def test_data_parallel_engines_that_do_not_fit_together(
         ({"store_from_use": 0}, ["store_from_use must be a whole number", "got 0"]),
         ({"store_from_use": 1.5}, ["store_from_use", "got 1.5"]),
         ({"store_from_use": True}, ["store_from_use", "got True"]),
+        ({"store_from_use": "all"}, ["store_from_use", '"auto"', "got 'all'"]),
         ({"store_from_use": None}, ["store_from_use", "got None"]),
         (
             {"eviction_policy": "newest"},
-            ["unknown eviction_policy 'newest'", "one of s3fifo, lru, arc"],
+            ["unknown eviction_policy 'newest'", "one of proven, s3fifo, lru, arc"],
         ),
         ({"eviction_policy": 3}, ["unknown eviction_policy 3"]),
         ({"eviction_policy": ["lru"]}, ["unknown eviction_policy ['lru']"]),

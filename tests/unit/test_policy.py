@@ -378,7 +378,7 @@ def test_a_policy_can_be_imported() -> None:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("newest", "unknown eviction_policy 'newest'. Use one of s3fifo, lru, arc"),
+        ("newest", "unknown eviction_policy 'newest'. Use one of proven, s3fifo"),
         ("", "unknown eviction_policy ''"),
         (None, "unknown eviction_policy None"),
         (3, "unknown eviction_policy 3"),

@@ -9,6 +9,15 @@ from vllm.v1.kv_tier.eviction.arc import ARC
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.eviction.by_name import POLICIES, make_policy
 from vllm.v1.kv_tier.eviction.lru import LRU
+from vllm.v1.kv_tier.eviction.proven import Proven
 from vllm.v1.kv_tier.eviction.s3fifo import S3FIFO
 
-__all__ = ["ARC", "LRU", "POLICIES", "S3FIFO", "EvictionPolicy", "make_policy"]
+__all__ = [
+    "ARC",
+    "LRU",
+    "POLICIES",
+    "S3FIFO",
+    "EvictionPolicy",
+    "Proven",
+    "make_policy",
+]
