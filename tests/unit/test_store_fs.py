@@ -204,7 +204,7 @@ def test_what_belongs_to_another_user_is_a_miss(
 ) -> None:
     assert put(store, 1)
     monkeypatch.setattr(fs.os, "geteuid", lambda: os.getuid() + 1)
-    assert store.exists(KEYS[1:2]) == [False] and get(store, 1) is None
+    assert get(store, 1) is None and store.exists(KEYS[1:2]) == [False]
 
 
 def test_a_disk_in_trouble_removes_nothing(

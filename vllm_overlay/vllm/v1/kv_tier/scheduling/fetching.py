@@ -169,8 +169,19 @@ class Fetching:
             return False
         if wait.questions and self._awaits_answers(request, wait, now):
             return True
-        awaited = {s for job, s in wait.jobs.items() if self._jobs.is_under_way(job)}
-        late = [source for source in awaited if now >= wait.since + source.deadline_s]
+        # What turns out to be slower than computing is not waited for.
+        is_patient = now < wait.since + self._tuning.patience_s
+        awaited = {
+            source
+            for job, source in wait.jobs.items()
+            if (is_patient or source.is_worth_it) and self._jobs.is_under_way(job)
+        }
+        late = [
+            source
+            for source in awaited
+            if now >= wait.since + source.deadline_s
+            or (source.is_overdue and not is_patient)
+        ]
         if len(late) < len(awaited):
             return True
         for source in late:
@@ -291,7 +302,9 @@ class Fetching:
         worth = []
         for block in blocks:
             source = block.source
-            if not source.is_worth_it or not source.is_in_time(queued[source]):
+            if source.is_overdue or not source.is_worth_it:
+                break
+            if not source.is_in_time(queued[source]):
                 break
             queued[source] += 1
             worth.append(block)
@@ -311,8 +324,13 @@ class Fetching:
         places, size = list(zip(blocks, indices)), self._layout.max_job
         for source in self._sources:
             some = [place for place in places if place[0].source is source]
-            for first in range(0, len(some), size):
-                self._fetch_from(source, some[first : first + size])
+            # A few tell whether the others are worth the wait.
+            num = size
+            if some and not source.is_known:
+                num = min(size, self._tuning.first_fetch)
+            while some:
+                self._fetch_from(source, some[:num])
+                some, num = some[num:], size
 
     def _fetch_from(
         self, source: Source, places: Sequence[tuple[StoredBlock, int]]
@@ -322,6 +340,7 @@ class Fetching:
                 self._came(block, index, is_there)
             source.came(done, seconds)
 
+        source.begins(len(places))
         keys, indices = [b.key for b, _ in places], [index for _, index in places]
         job = self._jobs.add(False, source.index, keys, indices, ended)
         self._fetched_by.update(dict.fromkeys(keys, job))

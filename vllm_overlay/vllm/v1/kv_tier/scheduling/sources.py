@@ -3,6 +3,7 @@
 it answers in time."""
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -52,6 +53,9 @@ class Source:
         self._costs = costs
         self._tuning = tuning
         self._fetch_s = 0.0
+        self._measured_at = -math.inf
+        self._under_way: deque[int] = deque()
+        self._head_since = 0.0
         self._num_late = 0
         self._last_came = -math.inf
         self._closed_until = 0.0
@@ -69,10 +73,38 @@ class Source:
         return self._tier.asker.take_answer(number)
 
     @property
+    def is_known(self) -> bool:
+        """Whether it was measured what a block costs. One that costs too much is
+        measured anew after a while."""
+        retry_at = self._measured_at + self._tuning.retry_store_s
+        return self._fetch_s > 0 and not (
+            self._is_dear and self._costs.clock() >= retry_at
+        )
+
+    def begins(self, num_blocks: int) -> None:
+        """A job begins that fetches so many blocks, when those before have ended."""
+        if not self._under_way:
+            self._head_since = self._costs.clock()
+        self._under_way.append(num_blocks)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a job has taken longer than to compute its blocks."""
+        prefill_s = self._costs.prefill_s
+        if not self._under_way or not prefill_s:
+            return False
+        limit_s = max(self._tuning.patience_s, self._under_way[0] * prefill_s)
+        return self._costs.clock() > self._head_since + limit_s
+
+    @property
     def is_worth_it(self) -> bool:
         """Whether a block comes sooner than it is computed, as far as is known."""
+        return not (self._is_dear and self.is_known)
+
+    @property
+    def _is_dear(self) -> bool:
         prefill_s = self._costs.prefill_s
-        return not (prefill_s and self._fetch_s + self._costs.load_s > prefill_s)
+        return 0 < prefill_s < self._fetch_s + self._costs.load_s
 
     def came(self, done: Sequence[bool], seconds: float) -> None:
         """Blocks were fetched, or not, in so many seconds together."""
@@ -82,13 +114,20 @@ class Source:
         self._stats.record_job("get", len(done), seconds)
         self._stats.loaded_blocks += sum(done)
         self._stats.missed_blocks += len(done) - sum(done)
-        weight = self._tuning.cost_weight if self._fetch_s else 1.0
-        self._fetch_s += weight * (seconds / len(done) - self._fetch_s)
+        block_s = seconds / len(done)
+        weight = self._tuning.cost_weight
+        if block_s > self._fetch_s:
+            weight = self._tuning.slower_weight
+        if not self.is_known:
+            weight = 1.0
+        self._fetch_s += weight * (block_s - self._fetch_s)
+        self._under_way.popleft()
+        self._measured_at = self._head_since = self._costs.clock()
 
     def is_in_time(self, num_before: int) -> bool:
         """Whether a block comes within the deadline, as far as is known, behind so many
         others."""
-        return (num_before + 1) * self._fetch_s < self.deadline_s
+        return not self.is_known or (num_before + 1) * self._fetch_s < self.deadline_s
 
     def is_late(self, since: float, now: float) -> None:
         """A request that has waited since then goes on without what has not come."""
@@ -103,8 +142,8 @@ class Source:
         self._closed_until = now + self._tuning.retry_store_s
         logger.error(
             "KV tier: the tier below (%s) is too slow: %d requests in a row went on "
-            "without it after %g ms. It is not asked for %d seconds. Look after its "
-            "disk or server, or raise deadline_ms in secondary_tiers.",
+            "without it, after %g ms at most. It is not asked for %d seconds. Look "
+            "after its disk or server, or raise deadline_ms in secondary_tiers.",
             self._tier.name,
             self._tuning.max_late_fetches,
             self.deadline_s * 1e3,

@@ -85,12 +85,25 @@ class SchedulingTuning:
     fetch_part: float = 1 / 4
     """Part of the slots that may be on their way from the tier below."""
 
+    first_fetch: int = 4
+    """Blocks of the first job of a tier whose speed is not known. A store may be far
+    slower than computing, and who waits learns it from them; fewer would not show what
+    its threads do beside one another."""
+
+    slower_weight: float = 0.5
+    """As `cost_weight`, for fetches that took longer than known: requests wait for
+    them, while one that is computed meanwhile loses less."""
+
+    patience_s: float = 0.1
+    """Seconds that a request waits for a fetch although it takes longer than computing:
+    less is not worth a look."""
+
     max_late_fetches: int = 3
     """Requests in a row that have waited for the tier below in vain, after which it is
     left alone for a while."""
 
     retry_store_s: float = 30.0
-    """This while."""
+    """This while. One that is slower than computing is tried again after it, too."""
 
     max_failed_loads: int = 3
     """Reports of failed loads, without a load that succeeded between them, after which

@@ -156,7 +156,9 @@ class FsStore(BlockStore):
         return self._threads.spread(get_in_time, keys, rows)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        return [self._is_there(key) for key in keys]
+        # Half the time of a look at owner and size, which `get` has.
+        there, folder = os.access, self._folder
+        return [there(_name(key), os.F_OK, dir_fd=folder) for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -168,7 +170,7 @@ class FsStore(BlockStore):
         os.close(self._folder)
 
     def _put(self, key: bytes, row: memoryview) -> bool:
-        if self._is_there(key, touch=True):
+        if self._has(key):
             return True
         name, size = _name(key), self._format.size(key)
         try:
@@ -209,7 +211,8 @@ class FsStore(BlockStore):
         self._remove(name)
         return False
 
-    def _is_there(self, key: bytes, touch: bool = False) -> bool:
+    def _has(self, key: bytes) -> bool:
+        """Whether there is a file for the key, which is used now."""
         name = _name(key)
         try:
             status = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
@@ -217,7 +220,7 @@ class FsStore(BlockStore):
             return False
         if not self._is_ours(status, key):
             return False
-        if touch and _is_old(status):
+        if _is_old(status):
             with contextlib.suppress(OSError):
                 os.utime(name, dir_fd=self._folder, follow_symlinks=False)
         return True

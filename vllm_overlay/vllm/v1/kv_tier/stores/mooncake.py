@@ -5,7 +5,6 @@ An object is one of Mooncake under `kvtier/NAMESPACE/rRANK/KEY`: header and row 
 batch calls for several buffers, straight from and to the slots.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -21,9 +20,13 @@ from vllm.v1.kv_tier.stores.mooncake_client import (
     import_client,
 )
 from vllm.v1.kv_tier.stores.settings import StoreConfig
+from vllm.v1.kv_tier.stores.threads import Threads
 
 GiB = 1 << 30
 _BATCH_BYTES = 32 << 20
+# Mooncake has threads of its own. With two of ours, one makes checksums while what the
+# other one has asked for is on its way.
+_NUM_THREADS = 2
 # Mooncake's codes: it is not there, it was not read in time; no memory for it.
 _MISSES = _NOT_THERE, _LEASE_OVER = (-704, -707)
 _NO_ROOM = -200
@@ -140,7 +143,8 @@ class MooncakeStore(BlockStore):
         self._gives = rank == 0 and config.global_segment_gib > 0
         self._format = ObjectFormat(namespace, rank, slot_bytes)
         self._deadline_s = config.deadline_ms / 1e3
-        self._batch = max(1, min(MAX_BATCH, _BATCH_BYTES // slot_bytes))
+        self._batch = max(1, min(MAX_BATCH, _BATCH_BYTES // slot_bytes) // _NUM_THREADS)
+        self._threads = Threads(_NUM_THREADS, "mooncake")
         self._client = SharedClient(config)
         self._giver: Client | None = None
         self._breaker = Breaker(config.name)
@@ -157,10 +161,13 @@ class MooncakeStore(BlockStore):
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         if not self._writing.allows():
             return [False] * len(keys)
-        return self._in_batches(self._put, keys, rows)
+        return self._threads.spread_batches(self._put, keys, rows, self._batch)
 
     def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        return self._in_batches(self._get, keys, rows, monotonic() + self._deadline_s)
+        deadline = monotonic() + self._deadline_s
+        return self._threads.spread_batches(
+            self._get, keys, rows, self._batch, deadline
+        )
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         names = [self._name(key) for key in keys]
@@ -171,29 +178,13 @@ class MooncakeStore(BlockStore):
         self._remove([self._name(key) for key in keys])
 
     def close(self) -> None:
+        self._threads.close()
         self._client.close()
         if self._giver is not None:
             self._giver.close()
 
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()
-
-    def _in_batches(
-        self,
-        work: Callable[[Sequence[bytes], Sequence[memoryview]], list[bool]],
-        keys: Sequence[bytes],
-        rows: Sequence[memoryview],
-        deadline: float = math.inf,
-    ) -> list[bool]:
-        """Answers of `work`, which is no to all that has not begun at the deadline.
-
-        Mooncake has threads of its own: more of ours made it no faster.
-        """
-        answers: list[bool] = []
-        while len(answers) < len(keys) and monotonic() < deadline:
-            here = slice(len(answers), len(answers) + self._batch)
-            answers += work(keys[here], rows[here])
-        return answers + [False] * (len(keys) - len(answers))
 
     def _put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         there = self.exists(keys)

@@ -206,19 +206,11 @@ class RedisStore(BlockStore):
     ) -> list[bool]:
         """Answers of `work`, which is no to all that has not begun at the deadline."""
         n = max(1, min(self._window, -(-len(keys) // self._config.num_connections)))
-        starts = range(0, len(keys), n)
 
-        def in_time(keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-            if monotonic() > deadline:
-                return [False] * len(keys)
+        def window(keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
             return self._ask(lambda wire: work(wire, keys, rows), len(keys))
 
-        answers = self._threads.spread(
-            in_time,
-            [keys[i : i + n] for i in starts],
-            [rows[i : i + n] for i in starts],
-        )
-        return [answer for window in answers for answer in window]
+        return self._threads.spread_batches(window, keys, rows, n, deadline)
 
     def _ask(self, operation: _Operation, num_keys: int) -> list[bool]:
         """Answers of an operation; no to all if the server is in trouble."""

@@ -2,9 +2,11 @@
 """Spreads the work of a call over threads."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from time import monotonic
 from typing import TypeVar
 
 MAX_THREADS = 64
@@ -57,6 +59,28 @@ class Threads:
         for helper in begun:
             helper.result()
         return [answers[i] for i in range(len(first))]
+
+    def spread_batches(
+        self,
+        work: Callable[[Sequence[bytes], Sequence[memoryview]], list[bool]],
+        keys: Sequence[bytes],
+        rows: Sequence[memoryview],
+        size: int,
+        deadline: float = math.inf,
+    ) -> list[bool]:
+        """Answers of `work`, which takes `size` keys at a time. They are no for all
+        that has not begun at the deadline, in seconds of `time.monotonic`."""
+
+        def in_time(keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+            return [False] * len(keys) if monotonic() > deadline else work(keys, rows)
+
+        starts = range(0, len(keys), size)
+        answers = self.spread(
+            in_time,
+            [keys[i : i + size] for i in starts],
+            [rows[i : i + size] for i in starts],
+        )
+        return [answer for batch in answers for answer in batch]
 
     def close(self) -> None:
         self._helpers.shutdown()
