@@ -125,7 +125,12 @@ def junit_counts(path: Path) -> Counts:
     return total
 
 
-def pytest(run: Run, name: str, *paths: str) -> Counts:
+SIDE_BY_SIDE = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadfile"]
+"""For tests of one process each. A file is played whole by one process: tests of the
+simulator add up what the tests before them did."""
+
+
+def pytest(run: Run, name: str, *paths: str, more_flags: Sequence[str] = ()) -> Counts:
     """Run some files or folders of tests. If they yield no test, that is a failure.
 
     A folder that is not there is none: not every checkout has every kind.
@@ -136,6 +141,7 @@ def pytest(run: Run, name: str, *paths: str) -> Counts:
     xml = run.results / f"{name}-{run.tag}.xml"
     xml.unlink(missing_ok=True)
     flags = ["-q", "--tb=short", "--durations=5", f"--junitxml={xml}"]
+    flags += more_flags
     code = run.command([run.python, "-m", "pytest", *flags, *paths])
     counts = junit_counts(xml) if xml.is_file() else Counts()
     if code == 5:
@@ -189,7 +195,7 @@ def field(run: Run) -> Counts:
 
 
 def unit(run: Run) -> Counts:
-    return pytest(run, "unit", "tests/unit")
+    return pytest(run, "unit", "tests/unit", more_flags=SIDE_BY_SIDE)
 
 
 FAST = [
@@ -219,7 +225,7 @@ def fast(run: Run) -> Counts:
 
 
 def sim(run: Run) -> Counts:
-    return pytest(run, "sim", "tests/sim")
+    return pytest(run, "sim", "tests/sim", more_flags=SIDE_BY_SIDE)
 
 
 def e2e(run: Run) -> Counts:

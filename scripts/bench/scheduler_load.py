@@ -2,7 +2,7 @@
 """A scheduler with full caches, and the steps that `scheduler_step.py` measures."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from scheduler_setup import (
     make_scheduler,
     timed_step,
 )
+from scheduler_step import WINDOW
 
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -75,6 +76,9 @@ class Load:
         )
         self._worker = ConnectorWorker()
         self._num_requests = 0
+        self._num_steps = 0
+        self.wait_for_turn: Callable[[], object] = lambda: None
+        """Is called before each window."""
         # As the engine does when it has started: what is there by now is not the
         # garbage collector's to walk, what the caches will hold is.
         gc.collect()
@@ -141,6 +145,9 @@ class Load:
         self._scheduler.add_request(make_request(name, prompt, max_tokens))
 
     def _step(self) -> Step:
+        if self._num_steps % WINDOW == 0:
+            self.wait_for_turn()
+        self._num_steps += 1
         copied = [0, 0]
 
         def work(output: SchedulerOutput) -> KVConnectorOutput | None:

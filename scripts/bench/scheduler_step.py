@@ -5,7 +5,9 @@
 
 Times `schedule()` and `update_from_output()` of the real scheduler with 256 running
 requests, every free device block cached and every one of 100,000 host slots filled.
-Every configuration runs in processes of its own, in turns.
+Every configuration runs in a process of its own. They take turns of 16 steps, and each
+window is compared with that of the tier off beside it: a machine that others share
+becomes faster and slower by a quarter from one minute to the next.
 
 decode       All 256 decode. 16 new blocks a step evict 16 cached ones.
 admit        255 decode, and each step admits a request with a known prefix of 64
@@ -26,7 +28,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 CONFIGS: dict[str, dict] = {
@@ -54,17 +56,20 @@ WINDOW = 16
 """Steps of a sample: a block boundary for every request."""
 WARM_UP = 6 * WINDOW
 """Steps until the tier has used up what it stored ahead while the caches filled."""
+TURN = "turn"
+"""A process says that it waits for a line."""
 
 Row = dict[str, str | float]
 
 
-def measure(config: str, steps: int) -> list[Row]:
-    """One row for each workload; times are seconds of a step."""
+def measure(config: str, steps: int) -> list[dict]:
+    """One row for each workload; times are seconds of a step, in windows."""
     from scheduler_load import PREFIX_BLOCKS, Load, Setup, Step
 
     load = Load(Setup(**CONFIGS[config]))
     filled = load.num_filled()
     load.decode(WARM_UP)
+    load.wait_for_turn = wait_for_turn
     runs = {
         "decode": load.decode(steps),
         "admit dirty": load.admit_dirty(),
@@ -73,7 +78,7 @@ def measure(config: str, steps: int) -> list[Row]:
     if not load.setup.has_host:
         runs["recompute"] = load.recompute(steps)
 
-    def row(workload: str, run: list[Step]) -> Row:
+    def row(workload: str, run: list[Step]) -> dict:
         loads = {step.num_loaded for step in run}
         on_host = load.setup.has_host and workload.startswith("admit")
         # A slot that is being written is not evicted, so another one is: some prefix
@@ -82,16 +87,13 @@ def measure(config: str, steps: int) -> list[Row]:
         if is_exact and loads != {PREFIX_BLOCKS if on_host else 0}:
             raise RuntimeError(f"{config}, {workload}: steps load {loads} blocks")
         seconds = [step.seconds for step in run]
-        windows = [
-            statistics.fmean(seconds[i : i + WINDOW])
-            for i in range(0, len(run) - WINDOW + 1, WINDOW)
-        ]
         return {
             "config": config,
             "workload": workload,
-            # Every window does the same; what else runs here makes it slower only.
-            "seconds": min(windows),
-            "median_seconds": statistics.median(windows),
+            "windows": [
+                statistics.fmean(seconds[i : i + WINDOW])
+                for i in range(0, len(run) - WINDOW + 1, WINDOW)
+            ],
             "loaded_blocks": statistics.fmean(step.num_loaded for step in run),
             "stored_blocks": statistics.fmean(step.num_stored for step in run),
             "filled_slots": filled,
@@ -101,25 +103,67 @@ def measure(config: str, steps: int) -> list[Row]:
     return [row(*item) for item in runs.items()]
 
 
-def in_process(config: str, steps: int) -> list[Row]:
+def wait_for_turn() -> None:
+    print(TURN, flush=True)
+    sys.stdin.readline()
+
+
+def start(config: str, steps: int) -> subprocess.Popen[str]:
+    """A process that waits for its first turn."""
     command = [sys.executable, __file__, "--measure", config, "--steps", str(steps)]
-    done = subprocess.run(
+    process = subprocess.Popen(
         command,
         env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
-        check=True,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    if until_turn(process) is not None:
+        raise RuntimeError(f"{config} ended before its first turn")
+    return process
+
+
+def until_turn(process: subprocess.Popen[str]) -> list[dict] | None:
+    """Wait while it works. Returns its rows if it has ended."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(TURN):
+            return None
+        if line.startswith("[{"):
+            return json.loads(line)
+    raise RuntimeError(f"{process.args!r} ended with {process.wait()}")
+
+
+def in_turns(configs: Sequence[str], steps: int) -> list[dict]:
+    """Rows of all of them."""
+    live = {config: start(config, steps) for config in configs}
+    rows: list[dict] = []
+    while live:
+        for config, process in list(live.items()):
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            if (found := until_turn(process)) is not None:
+                rows += found
+                process.communicate()
+                del live[config]
+    return rows
 
 
 def rounds(num_rounds: int, steps: int) -> Iterator[Row]:
     names = list(CONFIGS)
     for i in range(num_rounds):
-        # Who goes first has the warmer or the colder machine.
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            for row in in_process(name, steps):
-                yield {"round": i + 1, **row}
+        # Who comes behind another one may find its caches warmer or colder.
+        rows = in_turns(names[i % len(names) :] + names[: i % len(names)], steps)
+        off = {r["workload"]: r["windows"] for r in rows if r["config"] == "off"}
+        for row in rows:
+            windows = row.pop("windows")
+            ratios = [a / b for a, b in zip(windows, off[row["workload"]])]
+            times = {
+                "seconds": statistics.median(windows),
+                "ratio": statistics.median(ratios),
+            }
+            yield {"round": i + 1, **row, **times}
 
 
 def medians(rows: list[Row], key: str) -> dict[tuple[str, str], float]:
@@ -134,6 +178,7 @@ def medians(rows: list[Row], key: str) -> dict[tuple[str, str], float]:
 def table(rows: list[Row]) -> str:
     """Markdown: microseconds of a step, ratio to the tier off, blocks copied."""
     seconds = medians(rows, "seconds")
+    ratios = medians(rows, "ratio")
     loaded, stored = medians(rows, "loaded_blocks"), medians(rows, "stored_blocks")
     lines = [
         f"| | {' | '.join(WORKLOADS)} |",
@@ -146,7 +191,7 @@ def table(rows: list[Row]) -> str:
                 cells.append("")
                 continue
             us = seconds[config, workload] * 1e6
-            ratio = seconds[config, workload] / seconds["off", workload]
+            ratio = ratios[config, workload]
             copies = f"{loaded[config, workload]:.0f}/{stored[config, workload]:.0f}"
             cells.append(f"{us:.0f} us, {ratio:.3f}, {copies}")
         lines.append(f"| {' | '.join(cells)} |")
@@ -155,17 +200,16 @@ def table(rows: list[Row]) -> str:
 
 def misses(rows: list[Row]) -> list[str]:
     """The limits that the medians miss, in words."""
-    seconds = medians(rows, "seconds")
+    ratios = medians(rows, "ratio")
     found = []
     for workload, limit in LIMITS.items():
         for config, connector in CHEAPER.items():
-            took = seconds[config, workload]
-            ratio = took / seconds["off", workload]
+            ratio = ratios[config, workload]
             if ratio > limit:
                 found.append(
                     f"{config}, {workload}: {ratio:.3f} times off, not {limit}"
                 )
-            if took >= seconds[connector, workload]:
+            if ratio >= ratios[connector, workload]:
                 found.append(f"{config}, {workload}: not cheaper than {connector}")
     return found
 
@@ -173,7 +217,7 @@ def misses(rows: list[Row]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/bench-scheduler"))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--measure", choices=CONFIGS, help=argparse.SUPPRESS)
     args = parser.parse_args()

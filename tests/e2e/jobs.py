@@ -5,6 +5,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 GiB = 1 << 30
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 64 << 10
@@ -273,3 +275,14 @@ if os.environ.get("KV_TIER_PARALLEL") == "all":
 JOBS |= PARALLEL
 
 TIERED = [name for name in JOBS if name.startswith("write_")]
+WITH_RANKS = pytest.mark.skipif(
+    os.environ.get("KV_TIER_PARALLEL") != "all", reason="needs KV_TIER_PARALLEL=all"
+)
+"""Of what takes minutes, and differs from others by its ranks only."""
+
+
+def marks_of(name: str, *others: str) -> list[pytest.MarkDecorator]:
+    """Of a test that reads the results of an engine, and of others beside it."""
+    marks = [pytest.mark.engines(*others, name)]
+    # Stores at once and several ranks are each in another engine as well.
+    return [*marks, WITH_RANKS] if name == "write_through_tp2" else marks

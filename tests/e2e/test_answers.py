@@ -10,7 +10,7 @@ from tests.sim.upstream import HAS_ASYNC
 
 from .compare import assert_same_answers
 from .conftest import Results
-from .jobs import BLOCK_TOKENS, COMMON, JOBS, SMALL, TIERED
+from .jobs import BLOCK_TOKENS, COMMON, JOBS, SMALL, TIERED, marks_of
 
 ROWS = {
     "salts": "cache salt",
@@ -42,7 +42,7 @@ def engine_and_workload() -> list[Any]:
             name,
             workload,
             marks=[
-                pytest.mark.engines("large", name),
+                *marks_of(name, "large"),
                 *(
                     pytest.mark.compat("engine modes", row)
                     for row in rows(name, workload)
@@ -56,9 +56,7 @@ def engine_and_workload() -> list[Any]:
 
 
 def tiered(*others: str) -> list[Any]:
-    return [
-        pytest.param(name, marks=pytest.mark.engines(name, *others)) for name in TIERED
-    ]
+    return [pytest.param(name, marks=marks_of(name, *others)) for name in TIERED]
 
 
 def cached(result: dict[str, Any]) -> list[int]:

@@ -18,7 +18,7 @@ from .below import (
     prompts,
     serving,
 )
-from .jobs import BLOCK_TOKENS
+from .jobs import BLOCK_TOKENS, WITH_RANKS
 from .model import make_llama, make_tokenizer
 from .server import Server
 from .workloads import text
@@ -56,7 +56,11 @@ def answers(server: Server) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--tensor-parallel-size", "2"]], ids=["one rank", "two ranks"]
+    "flags",
+    [
+        pytest.param([], id="one rank"),
+        pytest.param(["--tensor-parallel-size", "2"], id="two ranks", marks=WITH_RANKS),
+    ],
 )
 def test_what_was_never_written_outlives_a_restart(
     model: Path, tmp_path: Path, flags: list[str]

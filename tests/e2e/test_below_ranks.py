@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from .below import HIT, NEEDS_KEYS, ask, directory, objects, prompts, serving, writes
-from .jobs import BLOCK_TOKENS
+from .jobs import BLOCK_TOKENS, WITH_RANKS
 from .model import make_llama, make_tokenizer
 from .release import CHOOSES_REPLICAS, REPLICAS_ENVIRONMENT
 from .server import Server
@@ -39,7 +39,11 @@ STAGES = [
 
 
 @pytest.mark.parametrize(
-    "flags", [["--tensor-parallel-size", "2"], STAGES], ids=["tensor", "pipeline"]
+    "flags",
+    [
+        pytest.param(["--tensor-parallel-size", "2"], id="tensor"),
+        pytest.param(STAGES, id="pipeline", marks=WITH_RANKS),
+    ],
 )
 def test_a_block_counts_if_all_ranks_have_their_part(
     model: Path, tmp_path: Path, flags: list[str]

@@ -5,11 +5,11 @@ import pytest
 
 from .compare import assert_same_answers
 from .conftest import Results
-from .jobs import BURSTS, CONTROLS, JOBS, REFUSED, SMALL, TIERED
+from .jobs import BURSTS, CONTROLS, JOBS, REFUSED, SMALL, TIERED, marks_of
 
 tiered = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.engines("large", name)) for name in TIERED],
+    [pytest.param(name, marks=marks_of(name, "large")) for name in TIERED],
 )
 
 
@@ -77,7 +77,7 @@ def test_verify_refuses_a_changed_slot(results: Results, fault: str) -> None:
 bursting = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.engines("large", name))
+        pytest.param(name, marks=marks_of(name, "large"))
         for name in TIERED
         if BURSTS[0] in JOBS[name].workloads
     ],

@@ -4,7 +4,6 @@
 What takes longest only with `KV_TIER_PARALLEL=all`.
 """
 
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from .jobs import (
     PARALLEL,
     PARALLEL_WORKLOADS,
     SMALL,
+    WITH_RANKS,
     GiB,
     Job,
 )
@@ -269,9 +269,7 @@ def test_data_parallel_engines_that_do_not_fit_together(llama: Path) -> None:
 # ------------------------------------------------------------------ pooling models
 
 
-@pytest.mark.skipif(
-    os.environ.get("KV_TIER_PARALLEL") != "all", reason="needs KV_TIER_PARALLEL=all"
-)
+@WITH_RANKS
 @pytest.mark.compat("engine modes", "PP=2", "embedding models too")
 def test_embeddings_with_a_pipeline(tmp_path: Path) -> None:
     """The first stage of a pooling model has no output to send a report with."""

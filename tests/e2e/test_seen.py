@@ -257,6 +257,8 @@ def test_every_name_in_docs_and_dashboard_is_on_the_page(seen: Seen) -> None:
     }
     # One with a label that nothing has had a value of yet has no samples.
     found |= set(re.findall(r"# TYPE (\S+) (?:counter|gauge)", seen.page))
+    for name in re.findall(r"# TYPE (\S+) histogram", seen.page):
+        found |= {name + part for part in ("_bucket", "_count", "_sum")}
     if not HAS_SOURCES:
         found.add("vllm:prompt_tokens_cached_by_source_total")
     missing = {
