@@ -26,7 +26,7 @@ DATA_DOORS = {"config", "hints", "plan", "stats"}
 """Doors that any room may import: they hold values and know of no room's work."""
 
 FLOORS = (
-    {"scheduling", "rank"},
+    {"scheduling", "rank", "api"},
     {"copying"},
     {"memory", "eviction", "stores"},
 )

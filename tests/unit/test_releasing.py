@@ -223,3 +223,29 @@ def test_upstreams_method_is_its_own_until_the_first_hint() -> None:
     assert "cache_full_blocks" not in vars(tier.pool)
     serve(tier, Turn("2", "cd", conversation="c"), "cd")
     assert "cache_full_blocks" in vars(tier.pool)
+
+
+def test_a_conversation_is_over_after_its_requests() -> None:
+    tier = Tier(8)
+    serve(tier, Turn("1", "ab", conversation="c"), "ab")
+    serve(tier, Turn("2", "cdef", conversation="d"), "cdef")
+    hear = tier.pool.releasing.hear
+    for name, salt in (("d", "salt"), ("e", None)):
+        assert hear(name, salt) == {"released_blocks": 0, "running_requests": 0}
+    assert hear("d", None) == {"released_blocks": 4, "running_requests": 0}
+    assert victims(tier, 5, "abcdef") == "cdef"
+    assert_nothing_leaks(tier)
+
+
+def test_what_still_runs_is_released_when_it_ends() -> None:
+    tier = Tier(8)
+    serve(tier, Turn("1", "ab"), "ab")
+    turn = Turn("2", "cdef", conversation="c")
+    serve(tier, turn, "cdef")
+    turn.has_ended = False
+    assert tier.pool.releasing.hear("c", None) == {
+        "released_blocks": 4,
+        "running_requests": 1,
+    }
+    turn.has_ended = True
+    assert victims(tier, 5, "abcdef") == "cdef"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block pool of an engine: upstream's, or one with a host tier."""
 
+from inspect import signature
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -14,13 +15,18 @@ _is_tiered = False
 """Whether the pool that was made last, for the manager that asks next, is tiered."""
 
 
-def make_block_pool(kv_cache_config: Any, **kwargs: Any) -> BlockPool:
-    """The pool of a `KVCacheConfig`: tiered when the engine has a host tier."""
+def make_block_pool(kv_cache_config: Any, *args: Any, **kwargs: Any) -> BlockPool:
+    """The pool of a `KVCacheConfig`: tiered when the engine has a host tier.
+
+    What follows is for upstream's `BlockPool`, in its order or by name.
+    """
     global _is_tiered
     layout: KVTierLayout | None = kv_cache_config.kv_tier
     _is_tiered = layout is not None
     if layout is None:
-        return BlockPool(**kwargs)
+        return BlockPool(*args, **kwargs)
+    # Releases do not agree on the order.
+    kwargs = signature(BlockPool).bind(*args, **kwargs).arguments
     if kwargs.get("enable_kv_cache_events"):
         return PublishingBlockPool(layout, **kwargs)
     return TieredBlockPool(layout, **kwargs)

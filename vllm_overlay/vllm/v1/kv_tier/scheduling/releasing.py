@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows requests with hints, and lets conversations that are over make room first.
 
-A client says so with its last request (`Hints.release`). Nothing is dropped: blocks go
-to the front of the device's free queue, slots before all that the eviction policy
-orders, and both serve whoever asks for them until then. What a client wants to be kept
-is a matter of `Retaining`.
+A client says so with its last request (`Hints.release`), or afterwards (`hear`). Nothing
+is dropped: blocks go to the front of the device's free queue, slots before all that the
+eviction policy orders, and both serve whoever asks for them until then. What a client
+wants to be kept is a matter of `Retaining`.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -131,6 +132,31 @@ class Releasing:
             hints = self._hints[request]
             if hints is not None and hints.release:
                 self._release(self._owners.release(self._owner(request)))
+
+    def hear(self, conversation: str, cache_salt: str | None) -> dict[str, int]:
+        """`conversation` is over. What its running requests use follows when they end.
+
+        Returns:
+            `released_blocks`, wherever they lay, and `running_requests`.
+
+        """
+        owner = conversation, cache_salt
+        running = [
+            request
+            for request in self._hints
+            if self._owner(request) == owner and not request.is_finished()
+        ]
+        for request in running:
+            hints = self._hints[request]
+            assert hints is not None
+            self._hints[request] = replace(hints, release=True)
+            self._last[request.request_id] = request
+        before = self._stats.released_blocks
+        self._release(self._owners.release(owner))
+        return {
+            "released_blocks": self._stats.released_blocks - before,
+            "running_requests": len(running),
+        }
 
     # -------------------------------------------------------- what requests do
 

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hints that come after the requests they are about: a session was closed.
+
+They go to every engine, since only the engine that served a conversation knows it.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.kv_tier.hints import KEY, Hints
+
+UTILITY = "hint_kv_tier"
+"""The method of upstream's `EngineCore` that takes them."""
+FIELDS = ("conversation", "cache_salt", "release")
+
+
+def check(given: object) -> dict[str, Any]:
+    """What engines are told of a conversation.
+
+    Raises:
+        ValueError: It is not an object with `FIELDS`. The message names field, value
+            and mend.
+
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"The body must be an object with {_names()}, got {given!r}.")
+    for name in given:
+        if name not in FIELDS:
+            raise ValueError(
+                f"unknown field {name!r} (value {given[name]!r}). Use {_names()}."
+            )
+    salt = given.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise ValueError(
+            f"cache_salt must be that of the conversation's requests, got {salt!r}."
+        )
+    try:
+        of_request = {n: given[n] for n in given if n != "cache_salt"}
+        hints = Hints.from_params({KEY: of_request})
+    except ValueError as e:
+        text = str(e).replace(f"kv_transfer_params.{KEY}.", "")
+        raise ValueError(f"Hints after requests: {text}") from None
+    assert hints is not None
+    if hints.conversation is None:
+        raise ValueError(
+            "conversation is missing: give the name that its requests had, got "
+            f"{dict(given)!r}."
+        )
+    if not hints.release:
+        raise ValueError(
+            "release must be true: there is nothing else to say of a conversation "
+            f"afterwards, got {given.get('release')!r}."
+        )
+    return {"conversation": hints.conversation, "cache_salt": salt}
+
+
+def _names() -> str:
+    return ", ".join(FIELDS)
+
+
+async def tell_all(client: Any, said: dict[str, Any]) -> dict[str, int]:
+    """Tell every engine that an `AsyncLLM` has, and add up what they answer."""
+    core = client.engine_core
+    # `call_utility_async` returns what the first engine says.
+    return _sum(
+        await asyncio.gather(
+            *(
+                core._call_utility_async(UTILITY, said, engine=engine)
+                for engine in core.core_engines
+            )
+        )
+    )
+
+
+def tell_one(client: Any, said: dict[str, Any]) -> dict[str, int]:
+    """Tell the engine of an `LLMEngine`."""
+    core = client.engine_core
+    # An engine in this process has no messages.
+    inner = getattr(core, "engine_core", None)
+    if inner is not None:
+        return _sum([getattr(inner, UTILITY)(said)])
+    return _sum([core.call_utility(UTILITY, said)])
+
+
+def _sum(answers: list[dict[str, int]]) -> dict[str, int]:
+    total = {"engines": len(answers)}
+    for answer in answers:
+        for name, number in answer.items():
+            total[name] = total.get(name, 0) + number
+    return total

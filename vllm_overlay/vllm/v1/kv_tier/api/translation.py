@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of other APIs as hints of the schema.
+
+Every `ValueError` names the field, its value, and what to send instead.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.kv_tier.api.heard import Heard
+from vllm.v1.kv_tier.hints import KEY, VERSION, Hints
+
+KEPT = 75
+"""Priority of what other APIs ask to keep: they know no degrees."""
+MINUTE, HOUR = 60, 3600
+ACTION = KEY
+"""`action_type` of the actions in upstream's `KvHintsEnvelope` that are the tier's."""
+
+_RETENTION = {None: 0, "in_memory": 0, "in-memory": 0, "24h": 24 * HOUR}
+_OPTION_TTL = {None: 0, "30m": 30 * MINUTE}
+_MODES = (None, "implicit", "explicit")
+_CACHE_CONTROL_TTL = {None: 5 * MINUTE, "5m": 5 * MINUTE, "1h": HOUR}
+_COUNTED = (
+    *("model", "messages", "system", "tools", "tool_choice"),
+    *("thinking", "output_config", "chat_template_kwargs"),
+)
+"""Fields of a message that decide its prompt."""
+
+
+def retain(ttl: float, end: int | None = None) -> dict[str, Any]:
+    """The hint that keeps a prompt, or its first `end` tokens, for `ttl` seconds."""
+    return {"priority": KEPT, "ttl": ttl, "end": end}
+
+
+# ----------------------------------------------------------------------- OpenAI
+
+
+def from_openai(body: Mapping[str, Any]) -> Heard:
+    """`prompt_cache_retention` and `prompt_cache_options` of a completion, chat or
+    response.
+
+    Raises:
+        ValueError: OpenAI's API has no such value.
+
+    """
+    ttl = _one_of(_RETENTION, body, "prompt_cache_retention", "")
+    options, where = body.get("prompt_cache_options"), "prompt_cache_options"
+    if options is None:
+        return Heard({"retain": retain(ttl)} if ttl else {})
+    if not isinstance(options, Mapping):
+        raise ValueError(
+            f"{where} must be an object with mode, ttl and prewarm, got {options!r}."
+        )
+    ttl = max(ttl, _one_of(_OPTION_TTL, options, "ttl", f"{where}."))
+    if (mode := options.get("mode")) not in _MODES:
+        raise ValueError(f"{where}.mode must be implicit or explicit, got {mode!r}.")
+    prewarm = options.get("prewarm")
+    if prewarm is not None and not isinstance(prewarm, bool):
+        raise ValueError(f"{where}.prewarm must be true or false, got {prewarm!r}.")
+    if prewarm:
+        ttl = ttl or _OPTION_TTL["30m"]
+    return Heard({"retain": retain(ttl)} if ttl else {}, prewarm=bool(prewarm))
+
+
+def _one_of(
+    known: Mapping[Any, int], given: Mapping[str, Any], name: str, where: str
+) -> int:
+    value = given.get(name)
+    # What JSON has beside strings may not be hashable.
+    if value is None or isinstance(value, str) and value in known:
+        return known[value]
+    names = " or ".join(repr(each) for each in known if each and "-" not in each)
+    raise ValueError(
+        f"{where}{name} must be {names}, got {value!r}. Any other time can stand in "
+        "kv_transfer_params.kv_tier.retain."
+    )
+
+
+# -------------------------------------------------------------------- Anthropic
+
+
+@dataclass(frozen=True)
+class Breakpoint:
+    """The last block of a message that is to be cached for so long."""
+
+    ttl: int
+    """Seconds."""
+    prefix: dict[str, Any] | None
+    """The message up to that block, for `count_tokens`. None: all of it."""
+
+
+def breakpoints(body: Mapping[str, Any]) -> list[Breakpoint]:
+    """The last `cache_control` of each `ttl` in a message of Anthropic's API, those
+    that last longest behind the others.
+
+    Raises:
+        ValueError: Anthropic's API has no such value.
+
+    """
+    last: dict[int, dict[str, Any] | None] = {}
+    for where, block, prefix in _blocks(body):
+        if (control := block.get("cache_control")) is None:
+            continue
+        field = f"{where}cache_control"
+        if not isinstance(control, Mapping) or control.get("type") != "ephemeral":
+            raise ValueError(
+                f'{field} must be {{"type": "ephemeral"}}, with or without a ttl, got '
+                f"{control!r}."
+            )
+        last[_one_of(_CACHE_CONTROL_TTL, control, "ttl", f"{field}.")] = prefix
+    return [Breakpoint(ttl, last[ttl]) for ttl in sorted(last)]
+
+
+def _blocks(
+    body: Mapping[str, Any],
+) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any] | None]]:
+    """Path, block, and the message up to it, in the order of the prompt."""
+    counted = {name: body[name] for name in _COUNTED if name in body}
+    # A prompt needs a turn.
+    asked = {"messages": [{"role": "user", "content": "."}]}
+    for i, tool in enumerate(_objects(body.get("tools"))):
+        prefix = {**counted, **asked, "tools": body["tools"][: i + 1]}
+        prefix.pop("system", None)
+        yield f"tools[{i}].", tool, prefix
+    for i, block in enumerate(_objects(body.get("system"))):
+        yield (
+            f"system[{i}].",
+            block,
+            {**counted, **asked, "system": body["system"][: i + 1]},
+        )
+    messages = _objects(body.get("messages"))
+    for i, message in enumerate(messages):
+        content = _objects(message.get("content"))
+        for j, block in enumerate(content):
+            if i == len(messages) - 1 and j == len(content) - 1:
+                prefix = None
+            else:
+                turn = {**message, "content": content[: j + 1]}
+                prefix = {**counted, "messages": [*messages[:i], turn]}
+            yield f"messages[{i}].content[{j}].", block, prefix
+    # At the top it means the last block.
+    yield "", body, None
+
+
+def _objects(given: object) -> Sequence[Any]:
+    """`given` if it is a list of objects; else nothing, and upstream says so."""
+    if isinstance(given, list) and all(isinstance(one, Mapping) for one in given):
+        return given
+    return ()
+
+
+# --------------------------------------------------------------------- envelope
+
+
+def from_envelope(envelope: Any) -> dict[str, Any]:
+    """Fields of the schema in upstream's `KvHintsEnvelope`.
+
+    The tier's are the actions of type `ACTION`: their payload has the fields of
+    `kv_transfer_params.kv_tier`. All others are for somebody else.
+
+    Raises:
+        ValueError: A payload is not as the schema says, or of another version.
+
+    """
+    hints: dict[str, Any] = {}
+    for action in envelope.actions if envelope is not None else ():
+        if action.action_type != ACTION:
+            continue
+        name = action.action_id
+        if action.action_version != str(VERSION):
+            raise ValueError(
+                f"kv_hints: action {name!r}: action_version must be '{VERSION}', got "
+                f"{action.action_version!r}."
+            )
+        try:
+            Hints.from_params({KEY: action.payload})
+        except ValueError as e:
+            raise ValueError(f"kv_hints: action {name!r}: {e}") from None
+        hints.update(action.payload)
+    return hints
