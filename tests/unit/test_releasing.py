@@ -233,6 +233,7 @@ def test_a_conversation_is_over_after_its_requests() -> None:
     for name, salt in (("d", "salt"), ("e", None)):
         assert hear(name, salt) == {"released_blocks": 0, "running_requests": 0}
     assert hear("d", None) == {"released_blocks": 4, "running_requests": 0}
+    assert tier.pool.take_stats().hints["release"] == 3
     assert victims(tier, 5, "abcdef") == "cdef"
     assert_nothing_leaks(tier)
 

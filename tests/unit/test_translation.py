@@ -34,6 +34,7 @@ HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
         ({"prompt_cache_options": None}, Heard()),
         ({"prompt_cache_options": {"mode": "explicit"}}, Heard()),
         ({"prompt_cache_options": {"ttl": "30m"}}, Heard({"retain": retain(1800)})),
+        ({"prompt_cache_options": {"ttl": "12h"}}, Heard({"retain": retain(DAY / 2)})),
         (
             {"prompt_cache_options": {"prewarm": True}},
             Heard({"retain": retain(1800)}, prewarm=True),
@@ -64,7 +65,7 @@ def test_fields_of_openai(body: dict[str, Any], expected: Heard) -> None:
         ({"prompt_cache_options": "30m"}, "prompt_cache_options must be an object"),
         (
             {"prompt_cache_options": {"ttl": 1800}},
-            "prompt_cache_options.ttl must be '30m', got 1800.",
+            "prompt_cache_options.ttl must be '30m' or '12h', got 1800.",
         ),
         ({"prompt_cache_options": {"mode": "x"}}, "prompt_cache_options.mode"),
         ({"prompt_cache_options": {"prewarm": 1}}, "prompt_cache_options.prewarm"),

@@ -18,7 +18,7 @@ ACTION = KEY
 """`action_type` of the actions in upstream's `KvHintsEnvelope` that are the tier's."""
 
 _RETENTION = {None: 0, "in_memory": 0, "in-memory": 0, "24h": 24 * HOUR}
-_OPTION_TTL = {None: 0, "30m": 30 * MINUTE}
+_OPTION_TTL = {None: 0, "30m": 30 * MINUTE, "12h": 12 * HOUR}
 _MODES = (None, "implicit", "explicit")
 _CACHE_CONTROL_TTL = {None: 5 * MINUTE, "5m": 5 * MINUTE, "1h": HOUR}
 _COUNTED = (

@@ -140,6 +140,7 @@ class Releasing:
             `released_blocks`, wherever they lay, and `running_requests`.
 
         """
+        self._stats.hints["release"] = self._stats.hints.get("release", 0) + 1
         owner = conversation, cache_salt
         running = [
             request
