@@ -79,7 +79,9 @@ class Doors:
             common |= {"input": prompt, "max_output_tokens": 16, "temperature": 0}
         else:
             create = self.anthropic.messages.create
-            common |= {"messages": turn, **limit}
+            # Not each version of the client has a word for the temperature.
+            common |= {"messages": turn, "max_tokens": 8}
+            body = {"temperature": 0, **body}
         return create(**common, extra_body=body)
 
     def hits(self, api: str, prompt: Any, tier: str | None = None, **body: Any) -> int:

@@ -179,7 +179,7 @@ METRICS = (
         "Requests whose hints were not understood, and ignored.",
     ),
     Metric(
-        "hints", "counter", "Requests by the kind of hint they carry.", "kind", KINDS
+        "hints", "counter", "Hints by kind, of requests and after them.", "kind", KINDS
     ),
     Metric("retained_blocks", "counter", "KV blocks that requests asked to keep."),
     Metric("yielded_slots", "counter", "Host slots evicted though retained."),

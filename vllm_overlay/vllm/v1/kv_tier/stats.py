@@ -98,7 +98,7 @@ class KVTierStats:
     refused_hints: int = 0
     """Requests whose hints were not understood, and ignored."""
     hints: dict[str, int] = field(default_factory=dict)
-    """Requests by the kind of hint that they carry."""
+    """Hints by kind, of requests and after them."""
     retained_blocks: int = 0
     """Blocks, each time that a request asks to keep them."""
     yielded_slots: int = 0

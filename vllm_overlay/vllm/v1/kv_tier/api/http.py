@@ -154,5 +154,5 @@ def _refusal(path: str, message: str) -> JSONResponse:
     if path == MESSAGES:
         error = {"type": "invalid_request_error", "message": message}
         return JSONResponse({"type": "error", "error": error}, 400)
-    error = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
-    return JSONResponse({"error": error}, 400)
+    kind = {"type": "BadRequestError", "param": None, "code": 400}
+    return JSONResponse({"error": {"message": message, **kind}}, 400)

@@ -133,12 +133,10 @@ def _blocks(
     for i, message in enumerate(messages):
         content = _objects(message.get("content"))
         for j, block in enumerate(content):
-            if i == len(messages) - 1 and j == len(content) - 1:
-                prefix = None
-            else:
-                turn = {**message, "content": content[: j + 1]}
-                prefix = {**counted, "messages": [*messages[:i], turn]}
-            yield f"messages[{i}].content[{j}].", block, prefix
+            turn = {**message, "content": content[: j + 1]}
+            until = {**counted, "messages": [*messages[:i], turn]}
+            is_last = i == len(messages) - 1 and j == len(content) - 1
+            yield f"messages[{i}].content[{j}].", block, None if is_last else until
     # At the top it means the last block.
     yield "", body, None
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows requests with hints, and lets conversations that are over make room first.
 
-A client says so with its last request (`Hints.release`), or afterwards (`hear`). Nothing
-is dropped: blocks go to the front of the device's free queue, slots before all that the
-eviction policy orders, and both serve whoever asks for them until then. What a client
-wants to be kept is a matter of `Retaining`.
+A client says so with its last request (`Hints.release`), or afterwards (`hear`).
+Nothing is dropped: blocks go to the front of the device's free queue, slots before all
+that the eviction policy orders, and both serve whoever asks for them until then. What a
+client wants to be kept is a matter of `Retaining`.
 """
 
 from collections import OrderedDict
