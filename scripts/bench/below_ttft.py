@@ -8,6 +8,9 @@ prompts of 1,024 tokens; measures take turns, and medians are compared.
 
 engines    What one server has computed, another one is asked for, both ways.
 replicas   The same with two data parallel engines of one server.
+slow       Files that take as long as computing, longer, and so long that it hurts,
+           beside a server without a tier. The first request of each delay is told
+           apart: it meets a store of which the engine thinks better.
 stopped    A Valkey server that stands still (SIGSTOP) and goes on, in turns: requests
            meanwhile, and the scheduler's steps.
 
@@ -38,7 +41,7 @@ from tests.unit.store_servers import Valkey
 SHAPE = Shape(512, 1536, 12, 8, 2, 64, 1024, 4096)
 BLOCK = 32
 DEVICE_BLOCKS, HOST_BLOCKS = 160, 256
-FOUND_BAR, STEP_BAR = 0.5, 1.05
+FOUND_BAR, SLOW_BAR, STEP_BAR = 0.5, 1.05, 1.05
 GiB = 1 << 30
 
 
@@ -159,6 +162,43 @@ def replicas(bench: Bench) -> None:
         share(bench, [(s, 0), (s, 1)], "replicas")
 
 
+def slow(bench: Bench) -> None:
+    delay_file = bench.folder / "delay"
+    delay_file.write_text("0")
+    entry = bench.files("slow") | {
+        "type": "slow_store.SlowConfig",
+        "delay_file": str(delay_file),
+        "deadline_ms": 5000,
+    }
+    parts = (0.0, 0.5, 1.5, 4.0, 30.0, 0.0)
+    stored = [(p, i) for p in range(len(parts)) for i in range(bench.rounds)]
+    with bench.serving(entry) as server:
+        for n, seed in enumerate(stored):
+            ask(server, bench.prompt("slow", *seed))
+            until_written(server, (n + 1) * bench.blocks)
+    with bench.serving(entry) as server, bench.serving(None) as plain:
+        for i in range(3):
+            seconds = ask(server, bench.prompt("warm-up", i))[0]
+            ask(plain, bench.prompt("warm-up", i))
+        print(f"slow: {seconds * 1e3:.0f} ms to compute")
+        for p, part in enumerate(parts):
+            if p == len(parts) - 1:
+                # It is tried again by then (`retry_store_s`).
+                time.sleep(31)
+            delay_file.write_text(str(part * seconds * 1e3 / bench.blocks))
+            times: list[tuple[float, float, int]] = []
+            for i in range(bench.rounds):
+                computed = ask(plain, bench.prompt("slow", p, i))[0]
+                times.append((computed, *ask(server, bench.prompt("slow", p, i))))
+            (a, b, n), *rest = times
+            print(
+                f" an object takes {part:g} of computing it: first {b / a:.2f} "
+                f"({n} tokens found), later {sum(n for _, _, n in rest) / len(rest):g}"
+            )
+            later = [b / a for a, b, _ in rest]
+            bench.tell("of computing, later", statistics.median(later), SLOW_BAR)
+
+
 def stopped(bench: Bench) -> None:
     valkey = Valkey()
     valkey.start()
@@ -203,7 +243,7 @@ def stopped(bench: Bench) -> None:
 def decode(server: Server, steps: Path) -> float:
     """Median seconds of `schedule()` while a request decodes."""
     before = len(steps.read_text().splitlines())
-    server.complete([3, 4, 5], max_tokens=150, ignore_eos=True)
+    server.complete([3, 4, 5], max_tokens=400, ignore_eos=True)
     lines = steps.read_text().splitlines()[before:]
     return statistics.median(float(line.split()[0]) for line in lines)
 
@@ -216,7 +256,7 @@ def queued(server: Server, tokens: list[int]) -> float:
     return server.metrics(name)[name] - before
 
 
-PARTS = {f.__name__: f for f in (engines, replicas, stopped)}
+PARTS = {f.__name__: f for f in (engines, replicas, slow, stopped)}
 
 
 def main() -> int:

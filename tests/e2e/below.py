@@ -55,8 +55,8 @@ def serving(
         env: Further variables.
 
     """
-    # Slow machines are no part of these tests.
-    more = {"store_from_use": 1, "deadline_ms": 20_000}
+    # Slow machines are no part of these tests, and small models computed fast.
+    more = {"store_from_use": 1, "deadline_ms": 20_000, "fetch": "always"}
     tiers = {"secondary_tiers": [more | entry for entry in entries]}
     options = ["--kv-offloading-config", json.dumps(tiers)]
     server = Server(

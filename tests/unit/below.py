@@ -57,6 +57,7 @@ class Below:
         store_from_use: int = 1,
         deadline_s: float = 5.0,
         flush_s: float = 3.0,
+        fetches_always: bool = False,
         **layout: Any,
     ) -> None:
         # The thread that asks holds it, and nothing else of the test.
@@ -70,6 +71,7 @@ class Below:
                 asker=Asker(store.exists),
                 store_from_use=store_from_use,
                 deadline_s=deadline_s,
+                fetches_always=fetches_always,
                 flush_s=flush_s,
             )
             for i, (label, store) in enumerate(

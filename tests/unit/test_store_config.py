@@ -20,7 +20,12 @@ GOOD: dict[str, Any] = {"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}
 
 def test_a_good_entry() -> None:
     assert check_entry(GOOD) == FsConfig("/mnt/kv", 200)
-    more = {"store_from_use": 1, "num_threads": 2, "deadline_ms": 5.5}
+    more = {
+        "store_from_use": 1,
+        "num_threads": 2,
+        "deadline_ms": 5.5,
+        "fetch": "always",
+    }
     assert check_entry(GOOD | more, 1) == FsConfig("/mnt/kv", 200, **more, index=1)
     assert FsConfig("/mnt/kv", 0.5).max_bytes == 1 << 29
 
@@ -45,6 +50,10 @@ def test_a_good_entry() -> None:
         *(
             (GOOD | {"store_from_use": value}, "must be a whole number from 1 on")
             for value in (0, 1.5, True, "2")
+        ),
+        *(
+            (GOOD | {"fetch": value}, "[0].fetch must be one of if_faster, always, got")
+            for value in ("never", "", None, True)
         ),
         *(
             (GOOD | {"num_threads": value}, "must be a whole number from 1 to 64")

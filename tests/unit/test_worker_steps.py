@@ -221,3 +221,15 @@ def test_a_copy_that_failed_counts_no_blocks(
     # What failed before says nothing of what follows.
     rank.run(4, store_blocks=[1], store_slots=[1])
     assert full_report(rank).times["store", 4].num_blocks == 1
+
+
+def test_where_nothing_is_queued_a_step_has_taken_what_passed() -> None:
+    order = InOrder()
+    assert order.take_prefill_time(2048) == PrefillTime(0, 0.0)
+    time.sleep(0.01)
+    assert order.end_step()
+    taken = order.take_prefill_time(0)
+    assert taken.num_tokens == 2048 and taken.seconds >= 0.01
+    # A step of no interest is not told.
+    assert order.end_step()
+    assert order.take_prefill_time(0) == PrefillTime(0, 0.0)

@@ -42,7 +42,7 @@ _SECONDARY: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
     ("loaded_blocks", "counter", "KV blocks that came from below."),
     ("loaded_bytes", "counter", "Their bytes, all ranks together."),
     ("missed_blocks", "counter", "KV blocks that were named and did not come whole."),
-    ("late_requests", "counter", "Requests that went on without it by deadline_ms."),
+    ("late_requests", "counter", "Requests that went on: it was too slow for them."),
     ("stored_blocks", "counter", "KV blocks that went below the host."),
     ("stored_bytes", "counter", "Their bytes, all ranks together."),
     ("refused_blocks", "counter", "KV blocks that it did not take: full, or failed."),

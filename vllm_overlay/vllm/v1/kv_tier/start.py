@@ -32,7 +32,7 @@ from vllm.v1.kv_tier.scheduling.below import (
 )
 from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
-from vllm.v1.kv_tier.stores.settings import StoreConfig
+from vllm.v1.kv_tier.stores.settings import ALWAYS, StoreConfig
 from vllm.v1.kv_tier.worker import HostTier
 
 if TYPE_CHECKING:
@@ -213,6 +213,7 @@ def _open_secondary(
                 asker=Asker(_exists_on_all(entry, ranks)),
                 store_from_use=entry.store_from_use,
                 deadline_s=entry.deadline_ms / 1e3,
+                fetches_always=entry.fetch == ALWAYS,
                 flush_s=entry.flush_s,
             )
         )

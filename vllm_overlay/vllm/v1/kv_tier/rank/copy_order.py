@@ -109,6 +109,9 @@ class InOrder(CopyOrder):
 
     def __init__(self) -> None:
         self._times: Times = {}
+        self._prefill = PrefillTime(0, 0.0)
+        # Tokens of the step that is being computed, and when it began.
+        self._begun: tuple[int, float] | None = None
 
     def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
         for kind, copy, num_blocks in (
@@ -126,11 +129,23 @@ class InOrder(CopyOrder):
                 if kind == "load":
                     self._times["stall", plan.seq] = time_taken
 
+    def end_step(self) -> bool:
+        # Nothing is queued here: the step has been computed.
+        if self._begun is not None:
+            (num_tokens, begun), self._begun = self._begun, None
+            self._prefill = PrefillTime(num_tokens, time.perf_counter() - begun)
+        return True
+
     def have_ended(self, stores: int, loads: int) -> bool:
         return True
 
     def finish(self) -> None:
         pass
+
+    def take_prefill_time(self, num_tokens: int) -> PrefillTime:
+        taken, self._prefill = self._prefill, PrefillTime(0, 0.0)
+        self._begun = (num_tokens, time.perf_counter()) if num_tokens else None
+        return taken
 
     def take_copy_times(self) -> Times:
         times, self._times = self._times, {}

@@ -47,6 +47,8 @@ class SecondaryTier:
     """Write a slot from its n-th use on."""
     deadline_s: float
     """How long a request waits for it, from its first look at the prefix on."""
+    fetches_always: bool = False
+    """Whether it is waited for also where computing takes less time."""
     flush_s: float = 0.0
     """How long the engine writes to it before it ends."""
 

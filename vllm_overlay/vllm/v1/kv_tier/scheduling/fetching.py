@@ -176,7 +176,12 @@ class Fetching:
             for job, source in wait.jobs.items()
             if (is_patient or source.is_worth_it) and self._jobs.is_under_way(job)
         }
-        late = [source for source in awaited if now >= wait.since + source.deadline_s]
+        late = [
+            source
+            for source in awaited
+            if now >= wait.since + source.deadline_s
+            or (source.is_overdue and not is_patient)
+        ]
         if len(late) < len(awaited):
             return True
         for source in late:
@@ -298,7 +303,9 @@ class Fetching:
         worth = []
         for block in blocks:
             source = block.source
-            if not source.is_worth_it or not source.is_in_time(queued[source]):
+            if source.is_overdue or not source.is_worth_it:
+                break
+            if not source.is_in_time(queued[source]):
                 break
             queued[source] += 1
             worth.append(block)
@@ -322,7 +329,6 @@ class Fetching:
             num = size
             if some and not source.is_known:
                 num = min(size, self._tuning.first_fetch)
-                source.begins(num)
             while some:
                 self._fetch_from(source, some[:num])
                 some, num = some[num:], size
@@ -335,6 +341,7 @@ class Fetching:
                 self._came(block, index, is_there)
             source.came(done, seconds)
 
+        source.begins(len(places))
         keys, indices = [b.key for b, _ in places], [index for _, index in places]
         job = self._jobs.add(False, source.index, keys, indices, ended)
         self._fetched_by.update(dict.fromkeys(keys, job))

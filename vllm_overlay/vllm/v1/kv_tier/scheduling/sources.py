@@ -3,6 +3,7 @@
 it answers in time."""
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,7 +54,8 @@ class Source:
         self._tuning = tuning
         self._fetch_s = 0.0
         self._measured_at = -math.inf
-        self._known_by = math.inf
+        self._under_way: deque[int] = deque()
+        self._head_since = 0.0
         self._num_late = 0
         self._last_came = -math.inf
         self._closed_until = 0.0
@@ -80,22 +82,33 @@ class Source:
         )
 
     def begins(self, num_blocks: int) -> None:
-        """So many blocks are fetched, which will tell its speed."""
-        if (prefill_s := self._costs.prefill_s) and self._known_by == math.inf:
-            seconds = max(self._tuning.patience_s, num_blocks * prefill_s)
-            self._known_by = self._costs.clock() + seconds
+        """A job begins that fetches so many blocks, when those before have ended."""
+        if not self._under_way:
+            self._head_since = self._costs.clock()
+        self._under_way.append(num_blocks)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a job has taken longer than to compute its blocks."""
+        prefill_s = self._prefill_s
+        if not self._under_way or not prefill_s:
+            return False
+        limit_s = max(self._tuning.patience_s, self._under_way[0] * prefill_s)
+        return self._costs.clock() > self._head_since + limit_s
 
     @property
     def is_worth_it(self) -> bool:
         """Whether a block comes sooner than it is computed, as far as is known."""
-        if not self.is_known:
-            return self._costs.clock() <= self._known_by
-        return not self._is_dear
+        return not (self._is_dear and self.is_known)
 
     @property
     def _is_dear(self) -> bool:
-        prefill_s = self._costs.prefill_s
-        return 0 < prefill_s < self._fetch_s + self._costs.load_s
+        return 0 < self._prefill_s < self._fetch_s + self._costs.load_s
+
+    @property
+    def _prefill_s(self) -> float:
+        """Seconds to compute a block; 0: unknown, or of no interest."""
+        return 0.0 if self._tier.fetches_always else self._costs.prefill_s
 
     def came(self, done: Sequence[bool], seconds: float) -> None:
         """Blocks were fetched, or not, in so many seconds together."""
@@ -112,7 +125,8 @@ class Source:
         if not self.is_known:
             weight = 1.0
         self._fetch_s += weight * (block_s - self._fetch_s)
-        self._measured_at, self._known_by = self._costs.clock(), math.inf
+        self._under_way.popleft()
+        self._measured_at = self._head_since = self._costs.clock()
 
     def is_in_time(self, num_before: int) -> bool:
         """Whether a block comes within the deadline, as far as is known, behind so many
@@ -132,8 +146,8 @@ class Source:
         self._closed_until = now + self._tuning.retry_store_s
         logger.error(
             "KV tier: the tier below (%s) is too slow: %d requests in a row went on "
-            "without it after %g ms. It is not asked for %d seconds. Look after its "
-            "disk or server, or raise deadline_ms in secondary_tiers.",
+            "without it, after %g ms at most. It is not asked for %d seconds. Look "
+            "after its disk or server, or raise deadline_ms in secondary_tiers.",
             self._tier.name,
             self._tuning.max_late_fetches,
             self.deadline_s * 1e3,

@@ -12,6 +12,7 @@ from typing_extensions import Self
 from vllm.v1.kv_tier.stores.base import BlockStore
 
 SECONDARY_TIERS = "--kv-offloading-config: secondary_tiers"
+FETCH = IF_FASTER, ALWAYS = ("if_faster", "always")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,11 @@ class StoreConfig(ABC):
     deadline_ms: float = 5000.0
     """How long a fetch may take, in milliseconds. What has not begun by then is
     computed."""
+
+    fetch: str = IF_FASTER
+    """Which blocks are fetched. `if_faster`: where that takes less time than computing
+    them, as measured. `always`: all that the tier has, which spares the device work
+    and may take a request longer."""
 
     flush_s: float = 3.0
     """How long the engine, told to end, writes what the host has and the tier has not,
@@ -85,6 +91,11 @@ class StoreConfig(ABC):
         self.check_above_0("deadline_ms")
         self.check_above_0("flush_s", or_0=True)
         self.check_whole("store_from_use")
+        if self.fetch not in FETCH:
+            raise ValueError(
+                f"{self.setting('fetch')} must be one of {', '.join(FETCH)}, got "
+                f"{self.fetch!r}."
+            )
 
     @abstractmethod
     def check(self) -> None:

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files as slow as one wants, for benchmarks and tests of a slow store."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore
+
+
+@dataclass(frozen=True)
+class SlowConfig(FsConfig):
+    """`{"type": "slow_store.SlowConfig", …}` of `secondary_tiers`."""
+
+    delay_file: str = ""
+    """Has the milliseconds that each object takes longer to get. Read at each `get`."""
+
+    def open(self, namespace: str, rank: int, slot_bytes: int) -> FsStore:
+        return SlowStore(self, namespace, rank, slot_bytes)
+
+
+class SlowStore(FsStore):
+    def __init__(self, config: SlowConfig, *args: object) -> None:
+        super().__init__(config, *args)  # type: ignore[arg-type]
+        self._delay_file = Path(config.delay_file)
+
+    def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+        time.sleep(len(keys) * float(self._delay_file.read_text()) / 1e3)
+        return super().get(keys, rows)
