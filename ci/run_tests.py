@@ -225,7 +225,9 @@ def fast(run: Run) -> Counts:
 
 
 def sim(run: Run) -> Counts:
-    return pytest(run, "sim", "tests/sim", more_flags=SIDE_BY_SIDE)
+    # What is planted in a rank's own code is found on any release, after minutes.
+    skipped = [] if run.first else ["--ignore=tests/sim/test_missed_fences.py"]
+    return pytest(run, "sim", "tests/sim", more_flags=[*SIDE_BY_SIDE, *skipped])
 
 
 def e2e(run: Run) -> Counts:

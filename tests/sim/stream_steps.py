@@ -21,16 +21,16 @@ from vllm.v1.kv_tier.rank.streams import CudaStreams
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 
 from .fake_cuda import FakeCuda
-from .test_streams import _collect_fast as _collect_fast
-from .test_streams import _device
+from .stream_play import collect_fast as collect_fast
+from .stream_play import device
 
 FOR_EVER_S = 60.0
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    with _device("late", 0, monkeypatch) as device:
-        yield device
+    with device("late", 0, monkeypatch) as fake:
+        yield fake
 
 
 class Rank:

@@ -13,8 +13,8 @@ import torch
 from vllm.v1.kv_tier.rank.copy_thread import CopyThread, Done, Job
 
 from .fake_cuda import FakeCuda, Pace
-from .test_streams import _collect_fast as _collect_fast
-from .test_streams import _copy_threads, _end_threads
+from .stream_play import collect_fast as collect_fast
+from .stream_play import copy_threads, end_threads
 
 
 def test_thousands_of_copies_behind_one_that_hangs(
@@ -40,7 +40,7 @@ def test_thousands_of_copies_behind_one_that_hangs(
         released.set()
         assert last.wait_for_launch(60.0)
         del thread
-        _end_threads(cuda)
+        end_threads(cuda)
 
 
 @pytest.mark.parametrize("pace", ["late", "eager"])
@@ -76,7 +76,7 @@ def test_what_a_gate_waits_for_is_not_in_the_time_of_a_copy(
         # Each part, and a millisecond for the event behind it.
         assert job.seconds == pytest.approx(2e-3 * num_parts)
         del thread
-        _end_threads(cuda)
+        end_threads(cuda)
 
 
 def test_the_end_is_not_waited_for_beyond_a_limit(
@@ -116,7 +116,7 @@ def test_a_closed_thread_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             job.wait_on_host()
         assert not ran
         del thread
-        _end_threads(cuda)
+        end_threads(cuda)
 
 
 @pytest.mark.parametrize("limit", [1, 3])
@@ -147,7 +147,7 @@ def test_few_parts_are_queued_at_a_time(
         # One more is being launched.
         assert max(queued) == limit + 1
         del thread, gates
-        _end_threads(cuda)
+        end_threads(cuda)
 
 
 def test_a_thread_ends_with_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,11 +166,11 @@ def test_a_thread_ends_with_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
         job = thread.submit(Job(copy, [Done()], 1))
         job.after[0].record(torch.cuda.current_stream())
         # It holds up nobody who ends the process.
-        assert all(each.daemon for each in _copy_threads())
+        assert all(each.daemon for each in copy_threads())
         del thread
         gc.collect()
         assert ran == ["copy"]
-        assert not _copy_threads()
+        assert not copy_threads()
         # Nor does a job keep those before it.
         assert not job.after
 
@@ -201,7 +201,7 @@ def test_a_paced_thread_waits_on_the_host_too(
         assert had_run == [0 if limit is None else 1]
         assert ran == ["before", "behind"]
         del one, two
-        _end_threads(cuda)
+        end_threads(cuda)
 
 
 def test_what_is_launched_here_comes_behind_what_the_thread_was_given(
@@ -222,4 +222,4 @@ def test_what_is_launched_here_comes_behind_what_the_thread_was_given(
         assert thread.launch(job) is job
         assert launched == [1, 2]
         del thread
-        _end_threads(cuda)
+        end_threads(cuda)

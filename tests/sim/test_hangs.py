@@ -14,9 +14,9 @@ from .content import Violation
 from .fake_cuda import PACES, FakeCuda, Pace
 from .scripts import random_script
 from .stream_copies import SMALL_PARTS
+from .stream_play import collect_fast as collect_fast
+from .stream_play import end_threads
 from .stream_worker import Hang, Luck, StreamEngine
-from .test_streams import _collect_fast as _collect_fast
-from .test_streams import _end_threads
 
 BUSY = {"load_time": 1.0, "max_stall": 0.0, "is_async": True, "spare_blocks": 30}
 MIN_SCRIPTS, MAX_SCRIPTS = 4, 40
@@ -66,7 +66,7 @@ def _play(
         hang.release()
         is_off = engine._worker.is_off
         engine._worker = None  # type: ignore[assignment]
-        _end_threads(cuda)
+        end_threads(cuda)
     if error is not None:
         raise error
     return engine if is_off else None

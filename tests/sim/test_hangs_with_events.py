@@ -19,11 +19,11 @@ from vllm.distributed.kv_events import BlockRemoved
 from .fake_cuda import FakeCuda
 from .scheduler import Setup
 from .scripts import random_script
+from .stream_play import collect_fast as collect_fast
+from .stream_play import end_threads
 from .stream_worker import Hang, Luck, StreamEngine
 from .test_events import FOLLOWED, FollowedEngine
 from .test_hangs import BUSY, IMPATIENT
-from .test_streams import _collect_fast as _collect_fast
-from .test_streams import _end_threads
 
 MIN_SCRIPTS, MAX_SCRIPTS = 3, 40
 
@@ -74,7 +74,7 @@ def _play(
             hang.release()
             is_off = engine._worker.is_off
             engine._worker = None  # type: ignore[assignment]
-            _end_threads(cuda)
+            end_threads(cuda)
             engine.close()
     if error is not None:
         raise error

@@ -18,7 +18,7 @@ from vllm.v1.kv_tier.rank.copy_order import Copies
 from vllm.v1.kv_tier.rank.streams import CudaStreams
 
 from .fake_cuda import FakeCuda
-from .test_streams import _end_threads
+from .stream_play import end_threads
 
 NUM_STAGES = 2
 LATE = 1 + NUM_STAGES
@@ -69,7 +69,7 @@ def _run(stored: str, loaded: str, patch: pytest.MonkeyPatch) -> str:
             order.end_step()
         cuda.wait_for_all()
         del order
-        _end_threads(cuda)
+        end_threads(cuda)
     return f"{memory['block']} {memory['slot']}"
 
 

@@ -14,7 +14,7 @@ from vllm.v1.kv_tier.rank.tuning import RankTuning
 
 from .fake_cuda import FakeCuda
 from .stream_steps import AHEAD, FOR_EVER_S, LOAD, STORE, Rank, comes
-from .stream_steps import _collect_fast as _collect_fast
+from .stream_steps import collect_fast as collect_fast
 from .stream_steps import cuda as cuda
 
 

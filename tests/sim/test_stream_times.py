@@ -12,7 +12,7 @@ from vllm.v1.kv_tier.rank.timing import LoadWait, PrefillTimer
 
 from .fake_cuda import FakeCuda
 from .stream_steps import LOAD, Rank
-from .stream_steps import _collect_fast as _collect_fast
+from .stream_steps import collect_fast as collect_fast
 from .stream_steps import cuda as cuda
 
 
