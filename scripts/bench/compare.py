@@ -41,6 +41,7 @@ STOP_S = 8.0
 """For the last cell's files and the engine's end."""
 SHOWN = {
     *("makespan_s", "later_ttft_ms.mean", "host_ttft_ms.p50", "itl_ms.host.p99"),
+    "decode_ms.mean",
     *(
         f"ttft_ms.{kind}.{n}"
         for kind in ("host", "below", "unseen")
@@ -48,7 +49,7 @@ SHOWN = {
     ),
 }
 """Metrics that are printed while it runs."""
-LOGPROBS = "multiturn,agent,agent_tools,no_reuse,fits,trace"
+LOGPROBS = "multiturn,agent,agent_tools,rotate,overfull,no_reuse,fits,trace"
 
 Cell = tuple[str, int, dict[str, Any], str]
 

@@ -178,3 +178,9 @@ def test_workloads_stand_as_the_scale_says(name: str) -> None:
     assert 2 < times("agent") < 3.5
     assert 2 < times("multiturn") < 4
     assert times("fits") < 0.8
+    assert times("rotate") > 3
+    rotate, overfull = (scale.workloads[name] for name in ("rotate", "overfull"))
+    assert isinstance(rotate, Sessions) and isinstance(overfull, Sessions)
+    at_once = times("rotate") / rotate.sessions
+    assert rotate.at_once * at_once < 0.95
+    assert 1.2 < overfull.at_once * at_once < 1.6

@@ -49,7 +49,15 @@ AGAINST_BEST = (
     *((name, "later_ttft_ms.mean", False, 0.65) for name in AGENTS),
     ("multiturn", "output_tokens_per_s", True, 1.0),
     ("multiturn", "later_ttft_ms.mean", False, 0.85),
+    ("overfull", "makespan_s", False, 0.88),
+    ("overfull", "later_ttft_ms.mean", False, 0.7),
+    ("overfull", "decode_ms.mean", False, 1.03),
     ("interfere", "itl_ms.host.p99", False, 1.15),
+)
+AGAINST_LARGE = (
+    # workload, metric, limit of ours / an engine whose device holds everything
+    ("rotate", "makespan_s", 1.1),
+    ("rotate", "later_ttft_ms.mean", 1.4),
 )
 
 
@@ -69,6 +77,8 @@ def bars(results: Results, h2d_gb_s: float | None, reference: str) -> Iterator[B
             yield _against_wire(results, config, length, h2d_gb_s)
         for workload, metric, higher, limit in AGAINST_BEST:
             yield _against_best(results, config, workload, metric, higher, limit)
+        for workload, metric, limit in AGAINST_LARGE:
+            yield _against_large(results, config, workload, metric, limit)
         for workload in ("no_reuse", "fits"):
             none = results.median(workload, "makespan_s", "none")
             ours = results.median(workload, "makespan_s", config)
@@ -106,6 +116,16 @@ def _against_best(
     value = ours / best[1] if ours is not None and best else None
     note = f"{_n(ours)}, best {best[0]} {_n(best[1])}" if best else "no connector ran"
     return Bar(f"{workload}: {metric}", config, value, limit, higher, note)
+
+
+def _against_large(
+    results: Results, config: str, workload: str, metric: str, limit: float
+) -> Bar:
+    ours = results.median(workload, metric, config)
+    large = results.median(workload, metric, "large")
+    value = ours / large if ours is not None and large else None
+    note = f"{_n(ours)}, large {_n(large)}"
+    return Bar(f"{workload}: {metric} / large", config, value, limit, False, note)
 
 
 def _against_wire(

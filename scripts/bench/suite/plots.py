@@ -18,6 +18,8 @@ BARS = {
     "multiturn": SESSIONS,
     "agent": SESSIONS,
     "agent_tools": SESSIONS,
+    "rotate": ("makespan_s", "later_ttft_ms.mean", "decode_ms.mean"),
+    "overfull": ("makespan_s", "later_ttft_ms.mean", "decode_ms.mean"),
     "trace": ("output_tokens_per_s", "ttft_ms.mean", "ttft_ms.p99"),
     "no_reuse": ("makespan_s",),
     "fits": ("makespan_s",),

@@ -36,6 +36,10 @@ class Scale:
 # 2.5 times the device cache, of which 99% is asked for again.
 AGENT = Sessions(6, 5, (24576, 29696), 256, 32, True, name="agent")
 TINY_AGENT = Sessions(6, 4, (1024, 1536), 64, 8, True, name="agent")
+# Contexts that take turns and outgrow the device cache three to four times. Of those
+# that run at once, four have room in it, eight are 1.3 to 1.5 times as large as it.
+ROTATE = Sessions(24, 4, (10000, 12000), 250, 48, True, at_once=4, name="rotate")
+TINY_ROTATE = Sessions(12, 3, (1024, 1280), 64, 8, True, at_once=2, name="rotate")
 SCALES = {
     "h200": Scale(
         shape="llama-3.1-8b",
@@ -55,6 +59,8 @@ SCALES = {
             "multiturn": Sessions(28, 3, (4096, 8192), 512, 64),
             "agent": AGENT,
             "agent_tools": replace(AGENT, think_s=0.5, name="agent_tools"),
+            "rotate": ROTATE,
+            "overfull": replace(ROTATE, at_once=8, name="overfull"),
             "no_reuse": NoReuse(72, 4096, 64),
             # 0.8 times the device cache.
             "fits": Sessions(12, 12, (1024, 1024), 256, 96, name="fits"),
@@ -78,6 +84,8 @@ SCALES = {
             "multiturn": Sessions(12, 3, (512, 1024), 64, 16),
             "agent": TINY_AGENT,
             "agent_tools": replace(TINY_AGENT, think_s=0.1, name="agent_tools"),
+            "rotate": TINY_ROTATE,
+            "overfull": replace(TINY_ROTATE, at_once=4, name="overfull"),
             "no_reuse": NoReuse(16, 512, 16),
             "fits": Sessions(4, 4, (256, 256), 64, 24, name="fits"),
             "trace": Trace(one_of=200, shrink=16, seconds=4, max_output=16, limit=40),

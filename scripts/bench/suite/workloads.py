@@ -65,6 +65,12 @@ def ttft(name: str, answers: Sequence[Answer]) -> Metrics:
     }
 
 
+def decode(answers: Sequence[Answer]) -> Metrics:
+    """Mean time from token to token, in ms; nothing if all answers have one token."""
+    times = [b - a for x in answers for a, b in zip(x.times, x.times[1:])]
+    return {"decode_ms.mean": 1e3 * float(np.mean(times))} if times else {}
+
+
 async def evict(client: Client, *seed: int | str) -> None:
     """Ask for more unrelated prompts than the device cache has room for."""
     size = min(8192, client.max_prompt_tokens // 2)
@@ -85,6 +91,8 @@ class Sessions:
         think_s: from an answer to the next turn, as an agent's tool takes: half of it
             to half more, the same in every run of a seed.
         runs_a_seed: so many runs in a row have the same prompts.
+        at_once: requests that run at a time, of all conversations in turns; 0: all.
+            The others are not sent yet: a time to first token is of the engine alone.
 
     """
 
@@ -96,6 +104,7 @@ class Sessions:
     contexts_first: bool = False
     think_s: float = 0.0
     runs_a_seed: int = 1
+    at_once: int = 0
     name: str = "multiturn"
 
     async def run(self, client: Client, repeat: int) -> Outcome:
@@ -110,13 +119,18 @@ class Sessions:
                 prompts.append(prompts[-1] + new)
             return prompts
 
+        # Who has waited longest is next.
+        turns = asyncio.Semaphore(self.at_once or self.sessions)
+
         async def talk(i: int, prompts: list[list[int]]) -> list[Answer]:
             answers = []
             for turn, prompt in enumerate(prompts, start=self.turns - len(prompts)):
                 if turn and self.think_s:
                     luck = random.Random(f"{self.name} {seed} {i} {turn}")
                     await asyncio.sleep(self.think_s * luck.uniform(0.5, 1.5))
-                answers.append(await client.ask(f"{i}.{turn}", prompt, self.output))
+                async with turns:
+                    answer = await client.ask(f"{i}.{turn}", prompt, self.output)
+                answers.append(answer)
             return answers
 
         all_prompts = [prompts_of(i) for i in range(self.sessions)]
@@ -126,7 +140,7 @@ class Sessions:
         started = time.perf_counter()
         talks = await asyncio.gather(*(talk(i, p) for i, p in enumerate(all_prompts)))
         answers = [answer for talk in talks for answer in talk]
-        metrics = summary(answers, started)
+        metrics = summary(answers, started) | decode(answers)
         later = [a for talk in talks for a in talk[0 if self.contexts_first else 1 :]]
         if later:
             metrics |= ttft("later_ttft", later)
