@@ -124,7 +124,7 @@ docs: env ## build/site: the documentation, strict; writes the references of set
 	@build/env/$(TAG)/bin/mkdocs build --quiet
 
 size: env ## hit rates to expect of host sizes and policies, from a trace [TAG= ARGS=]
-	@build/env/$(TAG)/bin/python scripts/size.py $(ARGS)
+	@PYTHONHASHSEED=0 build/env/$(TAG)/bin/python scripts/size.py $(ARGS)
 
 report: env ## build/report.html: a demo or benchmark run on one page [TAG= ARGS=]
 	@build/env/$(TAG)/bin/python -m page $(or $(ARGS),build/demo)

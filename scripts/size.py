@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from tqdm import tqdm
 
@@ -28,10 +28,10 @@ from sizing.kv_bytes import ITEM_BYTES, kv_bytes_per_token
 from sizing.picture import draw
 from sizing.pod import PERIOD_S, memory_gib, startup_failures
 from sizing.replay import Engine, GiB, Outcome, Tier, replay
+from sizing.shift import Work, agents, shifted
 from sizing.trace import (
     ID_TOKENS,
     NOBODY,
-    Call,
     Senders,
     read_trace,
     unbounded_hit_rate,
@@ -40,6 +40,7 @@ from vllm.v1.kv_tier.config import StorePolicy
 from vllm.v1.kv_tier.policy import POLICIES, make_policy
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
+FromUse = int | Literal["auto"]
 SIZES = (0, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -47,7 +48,7 @@ def tiers(
     sizes_gib: Sequence[float],
     policies: Sequence[str],
     stores: Sequence[StorePolicy],
-    from_use: int = 1,
+    from_uses: Sequence[FromUse] = (1,),
     senders: Senders = NOBODY,
     stores_below: Sequence[Below | None] = (None,),
 ) -> list[Tier]:
@@ -62,13 +63,14 @@ def tiers(
             Tier(num_bytes, policy, store, from_use, senders, below)
             for policy in policies
             for store in stores
+            for from_use in from_uses
             for below in stores_below
         ]
     return cases
 
 
 def replay_all(
-    engine: Engine, cases: Sequence[Tier], calls: Sequence[Call], jobs: int
+    engine: Engine, cases: Sequence[Tier], served: Work, jobs: int
 ) -> list[Outcome]:
     """Every case through the trace, `jobs` at a time, in the order of `cases`."""
     found: dict[Tier, Outcome] = {}
@@ -78,7 +80,10 @@ def replay_all(
     try:
         context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-            futures = [pool.submit(replay, engine, case, calls) for case in cases]
+            futures = [
+                pool.submit(replay, engine, case, served.calls, served.num_before)
+                for case in cases
+            ]
             for future in tqdm(as_completed(futures), total=len(cases), unit="case"):
                 outcome = future.result()
                 found[outcome.tier] = outcome
@@ -179,9 +184,39 @@ def stores_below(args: argparse.Namespace) -> list[Below | None]:
     ]
 
 
+def _from_use(text: str) -> FromUse:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be auto or a number from 1, got {text}")
+    return number
+
+
+def _work(args: argparse.Namespace) -> Work:
+    """The trace, behind what runs before it.
+
+    Raises:
+        OSError, ValueError: Of a trace, or a number is wrong.
+
+    """
+    calls, part = read_trace(args.trace), args.before_part
+    if args.before is not None:
+        return shifted(read_trace(args.before), calls)
+    if args.before_agents is not None:
+        if args.before_agents < 1:
+            raise ValueError(f"--before-agents {args.before_agents} is below 1")
+        return shifted(agents(args.before_agents), calls)
+    if part is None:
+        return shifted([], calls)
+    cut = round(part * len(calls))
+    if not 0 < cut < len(calls):
+        raise ValueError(f"--before-part {part:g} leaves nothing on one of its sides")
+    return shifted(calls[:cut], calls[cut:])
+
+
 def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     above_0 = (
-        "device_gib prefill_tokens_per_s tp max_num_seqs jobs store_from_use "
+        "device_gib prefill_tokens_per_s tp max_num_seqs jobs "
         "below_read_gb_s below_write_gb_s below_deadline_ms below_store_from_use"
     )
     for name in above_0.split():
@@ -222,7 +257,7 @@ def arguments() -> argparse.Namespace:
     add("--eviction-policy", nargs="+", default=list(POLICIES), metavar="POLICY")
     stores = list(get_args(StorePolicy))
     add("--store-policy", nargs="+", choices=stores, default=stores)
-    add("--store-from-use", type=int, default=1, metavar="N")
+    add("--store-from-use", type=_from_use, nargs="+", default=[1], metavar="N")
     add(
         "--release-told", type=float, default=0.0, metavar="PART", help="of the clients"
     )
@@ -234,6 +269,12 @@ def arguments() -> argparse.Namespace:
         help="of what they say",
     )
     _add_below(add)
+    before = parser.add_mutually_exclusive_group()
+    before.add_argument("--before", type=Path, help="a trace that runs before")
+    before.add_argument("--before-agents", type=int, metavar="N", help="agents")
+    before.add_argument(
+        "--before-part", type=float, metavar="PART", help="of the trace; other ids then"
+    )
     add("--block-size", type=int, default=ID_TOKENS, help=f"divides {ID_TOKENS}")
     add("--prefill-tokens-per-s", type=float, default=33_000, metavar="TOKENS")
     add("--itl-ms", type=float, default=6.0, help="milliseconds an output token")
@@ -251,7 +292,7 @@ def arguments() -> argparse.Namespace:
     try:
         for policy in args.eviction_policy:
             make_policy(policy, 1)
-        args.calls = read_trace(args.trace)
+        args.work = _work(args)
         args.note = ""
         if args.model is not None:
             args.kv_bytes_per_token, args.note = kv_bytes_per_token(
@@ -273,7 +314,7 @@ def main() -> None:
         args.itl_ms / 1e3,
         args.max_num_seqs,
     )
-    unbounded = unbounded_hit_rate(args.calls, args.block_size)
+    unbounded = unbounded_hit_rate(args.work.counted, args.block_size)
     cases = tiers(
         args.host_gib,
         args.eviction_policy,
@@ -283,14 +324,14 @@ def main() -> None:
         stores_below(args),
     )
     print(
-        f"{len(args.calls):,} requests, {args.kv_bytes_per_token:,} bytes of KV a "
-        f"token, blocks of {args.block_size} tokens; {args.device_gib:g} GiB on the "
+        f"{len(args.work.counted):,} requests, {args.kv_bytes_per_token:,} bytes of KV "
+        f"a token, blocks of {args.block_size} tokens; {args.device_gib:g} GiB on the "
         "device.\n"
         f"An unbounded cache has {unbounded:.1%} of the prompt blocks."
     )
     if args.note:
         print(f"Note: {args.note}.")
-    outcomes = replay_all(engine, cases, args.calls, args.jobs)
+    outcomes = replay_all(engine, cases, args.work, args.jobs)
     wall_s = time.monotonic() - started
     used = [
         resource.getrusage(who)
@@ -307,7 +348,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     result = {
         "trace": args.trace.name,
-        "requests": len(args.calls),
+        "requests": len(args.work.counted),
+        "requests_before": args.work.num_before,
         "kv_bytes_per_token": args.kv_bytes_per_token,
         "note": args.note,
         "engine": asdict(engine),
@@ -318,7 +360,7 @@ def main() -> None:
     }
     (args.out / "size.json").write_text(json.dumps(result, indent=1) + "\n")
     title = (
-        f"{args.trace.stem}: {len(args.calls):,} requests, "
+        f"{args.trace.stem}: {len(args.work.counted):,} requests, "
         f"{args.kv_bytes_per_token / 1024:g} KiB of KV a token, "
         f"{args.device_gib:g} GiB on the device"
     )

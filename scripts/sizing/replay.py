@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
@@ -66,7 +66,7 @@ class Tier:
     host_bytes: int
     eviction_policy: str = "lru"
     store_policy: StorePolicy = "write_back"
-    store_from_use: int = 1
+    store_from_use: int | Literal["auto"] = 1
     senders: Senders = NOBODY
     below: Below | None = None
 
@@ -75,8 +75,10 @@ class Tier:
         """All but the size of the host."""
         if not self.host_bytes:
             return "none"
+        use = self.store_from_use
+        uses = "" if use == 1 else f", from use {use}"
         below = f", {self.below.num_bytes / GiB:.4g} GiB below" if self.below else ""
-        return f"{self.eviction_policy}, {self.store_policy}{below}"
+        return f"{self.eviction_policy}, {self.store_policy}{uses}{below}"
 
 
 @dataclass(frozen=True)
@@ -115,12 +117,9 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         fields = asdict(self)
-        rates = {
-            "device_hit_rate": self.device_rate,
-            "host_hit_rate": self.host_rate,
-            "below_hit_rate": self.below_rate,
-        }
-        return fields.pop("tier") | fields | rates
+        for name in ("device", "host", "below"):
+            fields[f"{name}_hit_rate"] = getattr(self, f"{name}_rate")
+        return fields.pop("tier") | fields
 
 
 class _Request:
@@ -158,13 +157,12 @@ class Replay:
     def __init__(self, engine: Engine, tier: Tier) -> None:
         self.engine = engine
         self.tier = tier
-        self.now = 0.0
+        self.now, self._num_before = 0.0, 0
         self._num_slots = tier.host_bytes // engine.block_bytes
         self._store: SimulatedStore | None = None
         if self._num_slots and tier.below is not None and tier.below.num_bytes:
-            self._store = SimulatedStore(
-                tier.below, engine.block_bytes, lambda: self.now
-            )
+            size = engine.block_bytes
+            self._store = SimulatedStore(tier.below, size, lambda: self.now)
         self.pool: Any = make_block_pool(
             SimpleNamespace(kv_tier=self._layout() if self._num_slots else None),
             num_gpu_blocks=engine.device_bytes // engine.block_bytes + 1,
@@ -203,8 +201,9 @@ class Replay:
             )
         return KVTierLayout(config, self._num_slots, engine.block_bytes, **more)
 
-    def run(self, calls: Sequence[Call]) -> Outcome:
-        """Serve `calls`, which come in order of arrival."""
+    def run(self, calls: Sequence[Call], num_before: int = 0) -> Outcome:
+        """Serve `calls`, in order of arrival; the first `num_before` do not count."""
+        self._num_before = num_before
         if self._store is not None:
             costs, engine = self.pool.costs, self.engine
             costs.clock = lambda: self.now
@@ -328,11 +327,13 @@ class Replay:
             if slot.store_seq == 0 and (key := bytes(slot.keys[0])) in self._fetched
         }
         self._fetched -= below
+        request.num_hits = num_hits
+        if request.number < self._num_before:
+            return
         self._prompt_blocks += request.num_prompt_blocks
         self._device_hits += num_hits - len(slots)
         self._host_hits += len(slots) - len(below)
         self._below_hits += len(below)
-        request.num_hits = num_hits
 
     # --------------------------------------------------------------------- time
 
@@ -390,11 +391,11 @@ class Replay:
             self._store.begin(plan.secondary)
 
 
-def replay(engine: Engine, tier: Tier, calls: Sequence[Call]) -> Outcome:
-    """Serve a trace with one tier."""
+def replay(engine: Engine, tier: Tier, calls: Sequence[Call], skip: int = 0) -> Outcome:
+    """Serve a trace with one tier, see `Replay.run`."""
     # Little is garbage before the end, and looking for it takes as long as the rest.
     gc.disable()
     try:
-        return Replay(engine, tier).run(calls)
+        return Replay(engine, tier).run(calls, skip)
     finally:
         gc.enable()

@@ -6,6 +6,7 @@ import tempfile
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 from vllm.config import (
     CacheConfig,
@@ -42,7 +43,7 @@ class Setup:
     """Device blocks beyond those that the longest request takes."""
     num_slots: int
     store_policy: str = "write_back"
-    store_from_use: int = 1
+    store_from_use: int | Literal["auto"] = 1
     eviction_policy: str = "lru"
     load_time: float = 0.0
     """How long a block takes to load, in steps."""

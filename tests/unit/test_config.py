@@ -245,10 +245,11 @@ def test_data_parallel_engines_that_do_not_fit_together(
         ({"store_from_use": 0}, ["store_from_use must be a whole number", "got 0"]),
         ({"store_from_use": 1.5}, ["store_from_use", "got 1.5"]),
         ({"store_from_use": True}, ["store_from_use", "got True"]),
+        ({"store_from_use": "all"}, ["store_from_use", '"auto"', "got 'all'"]),
         ({"store_from_use": None}, ["store_from_use", "got None"]),
         (
             {"eviction_policy": "newest"},
-            ["unknown eviction_policy 'newest'", "one of s3fifo, lru, arc"],
+            ["unknown eviction_policy 'newest'", "one of s3fifo, lru, arc, proven"],
         ),
         ({"eviction_policy": 3}, ["unknown eviction_policy 3"]),
         ({"eviction_policy": ["lru"]}, ["unknown eviction_policy ['lru']"]),

@@ -51,13 +51,15 @@ class KVTierConfig:
     `write_through` stores every block in the step after it was filled: more copies,
     but evictions never wait."""
 
-    store_from_use: int = 1
+    store_from_use: int | Literal["auto"] = 1
     """Store a block only from its n-th use on: being computed is one, and so is every
     hit. `2` keeps the host for what comes back, and spares the copies of what never
-    does; but what comes back is computed once more before the host has it."""
+    does; but what comes back is computed once more before the host has it. `auto`
+    tries 1 and 2 on a sample of the keys, and does what would have had more hits of
+    late."""
 
     eviction_policy: str = "s3fifo"
-    """Which host slot makes room: `s3fifo`, `lru`, `arc`, or the import path
+    """Which host slot makes room: `s3fifo`, `lru`, `arc`, `proven`, or the import path
     (`package.module.Class`) of a `vllm.v1.kv_tier.policy.EvictionPolicy`."""
 
     max_load_stall_ms: float | None = 2.0
@@ -148,10 +150,11 @@ class KVTierConfig:
                 f"Use one of {', '.join(get_args(StorePolicy))}."
             )
         uses = self.store_from_use
-        if not isinstance(uses, int) or isinstance(uses, bool) or uses < 1:
+        is_number = isinstance(uses, int) and not isinstance(uses, bool)
+        if uses != "auto" and not (is_number and uses >= 1):
             raise ValueError(
                 f"{flag}: store_from_use must be a whole number from 1 (store every "
-                f"block) on, got {uses!r}."
+                f'block) on, or "auto", got {uses!r}.'
             )
         make_policy(self.eviction_policy, num_slots=1)
         check_tiers(self.secondary_tiers)

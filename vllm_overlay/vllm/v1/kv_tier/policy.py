@@ -9,6 +9,7 @@ from vllm.v1.kv_tier.eviction.arc import ARC
 from vllm.v1.kv_tier.eviction.base import About, EvictionPolicy
 from vllm.v1.kv_tier.eviction.by_name import POLICIES, make_policy
 from vllm.v1.kv_tier.eviction.lru import LRU
+from vllm.v1.kv_tier.eviction.proven import Proven
 from vllm.v1.kv_tier.eviction.s3fifo import S3FIFO
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "S3FIFO",
     "About",
     "EvictionPolicy",
+    "Proven",
     "make_policy",
 ]

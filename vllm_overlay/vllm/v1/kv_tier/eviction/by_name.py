@@ -7,12 +7,14 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_tier.eviction.arc import ARC
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.eviction.lru import LRU
+from vllm.v1.kv_tier.eviction.proven import Proven
 from vllm.v1.kv_tier.eviction.s3fifo import S3FIFO
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
     "s3fifo": S3FIFO,
     "lru": LRU,
     "arc": ARC,
+    "proven": Proven,
 }
 
 

@@ -22,6 +22,9 @@ class Admission:
         self._num_keys = num_keys
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
 
+    admits_all = False
+    """Whether `admits` is true of every key."""
+
     def use(self, key: Hashable) -> None:
         self._uses[key] = self._uses.pop(key, 0) + 1
         if len(self._uses) > self._num_keys:

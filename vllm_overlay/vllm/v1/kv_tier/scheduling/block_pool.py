@@ -30,8 +30,8 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_tier.config import KVTierLayout
 from vllm.v1.kv_tier.eviction.by_name import make_policy
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
-from vllm.v1.kv_tier.scheduling.admission import Admission
 from vllm.v1.kv_tier.scheduling.backing import make_backing
+from vllm.v1.kv_tier.scheduling.choosing import make_admission
 from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.draft import PlanDraft
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
@@ -80,9 +80,7 @@ class TieredBlockPool(BlockPool):
         self.free = FreeBlocks(self)
         # What both tiers hold, and as much of what they have dropped.
         num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
-        self.admission: Admission | None = None
-        if config.store_from_use > 1:
-            self.admission = Admission(config.store_from_use, num_keys)
+        self.admission = make_admission(layout, self.num_gpu_blocks, num_keys)
         self.storer = BlockStorer(self, self.host, self._draft, self.admission, stats)
         self._writes_through = config.store_policy == "write_through"
         self.writer: Writer = (

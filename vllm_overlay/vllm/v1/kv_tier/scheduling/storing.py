@@ -60,7 +60,9 @@ class BlockStorer:
     @property
     def admits_all(self) -> bool:
         """Whether `is_admitted` is true of every block."""
-        return self.admission is None and not self.released and not self.forbidden
+        if self.released or self.forbidden:
+            return False
+        return self.admission is None or self.admission.admits_all
 
     def is_admitted(self, block: KVCacheBlock) -> bool:
         """Whether a hashed block is worth a slot: it has been used often enough, and

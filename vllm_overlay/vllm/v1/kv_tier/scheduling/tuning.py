@@ -69,6 +69,23 @@ class SchedulingTuning:
     """As above, for launches that took longer than known: what holds up a launch now
     and then hides no load."""
 
+    shadow_slots: int = 1024
+    """Slots at least of the shadows in which `store_from_use: "auto"` tries both ways,
+    if the host has as many: with fewer, chance decides."""
+
+    uses_per_choice: int = 256
+    """Sampled uses after which it chooses anew."""
+
+    choosy_gain: float = 1.1
+    """How many times as many hits it takes to leave out what was used once: a change
+    has its cost, since nothing that was left out is there."""
+
+    choosy_hits: float = 16.0
+    """So many hits are taken for granted of storing all: the first few are chance."""
+
+    hits_kept: float = 0.98
+    """Part of a shadow's hits that still counts at the next choice."""
+
     settled_outputs: int = 3
     """When so many outputs more have come, nothing that a step stored turns out to be
     void: a rank tells of a failed load with its step, or a step or two later. It is not

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`store_from_use: "auto"`: what would have had more hits of late."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from vllm.v1.kv_tier.policy import LRU
+from vllm.v1.kv_tier.scheduling.admission import Admission
+from vllm.v1.kv_tier.scheduling.choosing import ChosenAdmission
+from vllm.v1.kv_tier.scheduling.shadow import Shadow, ShadowHost
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+
+from .tier import Tier
+
+
+def chosen(num_slots: int = 64, **tuning: float) -> ChosenAdmission:
+    numbers = SchedulingTuning(**tuning)  # type: ignore[arg-type]
+    return ChosenAdmission(16, num_slots, 0, "lru", 1000, numbers)
+
+
+def use(admission: Admission, keys: Iterable[int]) -> None:
+    for key in keys:
+        admission.use(key)
+
+
+def once_and_again(first: int, rounds: int) -> list[int]:
+    """A loop of 60 keys, between four times as many that never come back."""
+    uses: list[int] = []
+    for i in range(rounds):
+        uses += [*range(first, first + 60)]
+        uses += range(first + 1000 + 240 * i, first + 1240 + 240 * i)
+    return uses
+
+
+def test_a_new_tier_stores_all() -> None:
+    admission = chosen()
+    assert admission.admits_all and admission.admits("never used")
+
+
+def test_what_comes_once_is_left_out_where_that_pays() -> None:
+    admission = chosen()
+    use(admission, once_and_again(0, rounds=20))
+    assert not admission.admits_all
+    # At once, since uses were counted all the time.
+    assert admission.admits(5) and not admission.admits("never used")
+
+
+def test_all_is_stored_again_when_work_shifts() -> None:
+    admission = chosen()
+    use(admission, once_and_again(0, rounds=20))
+    # Each comes back once, soon enough: the second use is the last.
+    pairs = [10**6 + 30 * i + k for i in range(60) for _ in range(2) for k in range(30)]
+    use(admission, pairs)
+    assert admission.admits_all
+
+
+def test_a_large_tier_is_tried_on_a_sample() -> None:
+    """A shadow has so many slots at least, and less than twice as many."""
+    small, large = chosen(255, shadow_slots=256), chosen(256 * 100 + 50, shadow_slots=256)
+    assert (small._one_in, small._all.num_slots) == (1, 255)
+    assert (large._one_in, large._all.num_slots) == (100, 256)
+    use(large, range(100_000))
+    assert len(large._all.keys) == 256
+
+
+def test_the_sample_tells_of_the_whole() -> None:
+    """Whole and sample choose the same, and have the same part of hits."""
+    uses = [8 * (i % 500) + i % 8 for i in range(40_000)]
+    whole, sample = chosen(2000, shadow_slots=2000), chosen(2000, shadow_slots=250)
+    for admission in (whole, sample):
+        use(admission, uses)
+    assert sample._one_in == 8
+    assert whole.admits_all == sample.admits_all
+
+
+def test_a_host_has_what_the_device_evicts() -> None:
+    host = ShadowHost(2, LRU(2))
+    shadow = Shadow(2, [host])
+    for key in "abcd":
+        shadow.use(key)
+    assert host.hits == 0 and host.keys == {"a", "b"}
+    # On the device, which is no hit of the host.
+    shadow.use("c")
+    assert host.hits == 0
+    # d leaves the device for a, and takes the place of b.
+    shadow.use("a")
+    assert host.hits == 1 and host.keys == {"a", "d"}
+    shadow.use("b")
+    assert host.hits == 1
+
+
+def test_only_what_is_admitted_takes_the_place_of_others() -> None:
+    host = ShadowHost(2, LRU(2), "d".__eq__)
+    for key in "abc":
+        host.take(key)
+    assert host.keys == {"a", "b"}
+    host.take("d")
+    assert host.keys == {"b", "d"}
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+def test_a_tier_that_chooses_stores_from_the_first_use(policy: str) -> None:
+    tier = Tier(2, store_policy=policy, store_from_use="auto")
+    tier.computed("ab")
+    tier.idle(2)
+    tier.computed("cd")
+    assert [tier.where(name) for name in "ab"] == ["host", "host"]
+    assert tier.pool.storer.admits_all
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+def test_a_tier_follows_its_choice(policy: str) -> None:
+    tier = Tier(2, store_policy=policy, store_from_use="auto")
+    assert tier.pool.admission is not None
+    tier.pool.admission.admits_all = False
+    tier.computed("ab")
+    tier.idle(2)
+    tier.computed("cd")
+    assert [tier.where(name) for name in "ab"] == ["nowhere", "nowhere"]
