@@ -57,7 +57,10 @@ def test_all_is_stored_again_when_work_shifts() -> None:
 
 def test_a_large_tier_is_tried_on_a_sample() -> None:
     """A shadow has so many slots at least, and less than twice as many."""
-    small, large = chosen(255, shadow_slots=256), chosen(256 * 100 + 50, shadow_slots=256)
+    small, large = (
+        chosen(255, shadow_slots=256),
+        chosen(256 * 100 + 50, shadow_slots=256),
+    )
     assert (small._one_in, small._all.num_slots) == (1, 255)
     assert (large._one_in, large._all.num_slots) == (100, 256)
     use(large, range(100_000))

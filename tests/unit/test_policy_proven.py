@@ -46,7 +46,8 @@ class Model:
         self.proven.append([key, self.now])
 
     def hit(self, key: int) -> None:
-        if key in dict(self.proven) and self.now - dict(self.proven)[key] >= NUM_SLOTS:
+        uses = {known: used for known, used in self.proven}  # noqa: C416
+        if key in uses and self.now - uses[key] >= NUM_SLOTS:
             self.earn(1)
         self.remove(key)
         self.proven.append([key, self.now])
