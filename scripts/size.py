@@ -216,7 +216,7 @@ def _work(args: argparse.Namespace) -> Work:
 
 def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     above_0 = (
-        "device_gib prefill_tokens_per_s tp max_num_seqs jobs "
+        "device_gib prefill_tokens_per_s tp max_num_seqs jobs link_gb_s "
         "below_read_gb_s below_write_gb_s below_deadline_ms below_store_from_use"
     )
     for name in above_0.split():
@@ -257,7 +257,7 @@ def arguments() -> argparse.Namespace:
     add("--eviction-policy", nargs="+", default=list(POLICIES), metavar="POLICY")
     stores = list(get_args(StorePolicy))
     add("--store-policy", nargs="+", choices=stores, default=stores)
-    add("--store-from-use", type=_from_use, nargs="+", default=[1], metavar="N")
+    add("--store-from-use", type=_from_use, nargs="+", default=["auto"], metavar="N")
     add(
         "--release-told", type=float, default=0.0, metavar="PART", help="of the clients"
     )
@@ -277,6 +277,7 @@ def arguments() -> argparse.Namespace:
     )
     add("--block-size", type=int, default=ID_TOKENS, help=f"divides {ID_TOKENS}")
     add("--prefill-tokens-per-s", type=float, default=33_000, metavar="TOKENS")
+    add("--link-gb-s", type=float, default=50.0, help="GB/s from host to device")
     add("--itl-ms", type=float, default=6.0, help="milliseconds an output token")
     add("--max-num-seqs", type=int, default=256, help="requests that run at once")
     add("--jobs", type=int, default=multiprocessing.cpu_count())
@@ -313,6 +314,7 @@ def main() -> None:
         args.prefill_tokens_per_s,
         args.itl_ms / 1e3,
         args.max_num_seqs,
+        args.link_gb_s * 1e9,
     )
     unbounded = unbounded_hit_rate(args.work.counted, args.block_size)
     cases = tiers(

@@ -57,6 +57,8 @@ class Engine:
     prefill_tokens_per_s: float
     seconds_per_output_token: float
     max_running: int
+    link_bytes_per_s: float = 50e9
+    """Bounds what is stored ahead of eviction. Copies themselves take no time here."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,10 @@ class Outcome:
         return self.device_rate + self.host_rate + self.below_rate
 
     def as_json(self) -> dict[str, Any]:
+        names = "device", "host", "below"
+        rates = {f"{name}_hit_rate": getattr(self, f"{name}_rate") for name in names}
         fields = asdict(self)
-        for name in ("device", "host", "below"):
-            fields[f"{name}_hit_rate"] = getattr(self, f"{name}_rate")
-        return fields.pop("tier") | fields
+        return fields.pop("tier") | fields | rates
 
 
 class _Request:
@@ -175,8 +177,7 @@ class Replay:
             )
         ]
         self._waiting: deque[_Request] = deque()
-        # When a running request ends.
-        self._running: list[tuple[float, int, _Request]] = []
+        self._running: list[tuple[float, int, _Request]] = []  # by when they end
         # What came from below and has not been hit since.
         self._fetched: set[bytes] = set()
         self._fetching: dict[int, list[bytes]] = {}
@@ -187,12 +188,13 @@ class Replay:
         tier, engine = self.tier, self.engine
         config = KVTierConfig(
             tier.host_bytes,
-            store_policy=tier.store_policy,
-            store_from_use=tier.store_from_use,
-            eviction_policy=tier.eviction_policy,
+            tier.store_policy,
+            tier.store_from_use,
+            tier.eviction_policy,
             max_load_stall_ms=None,
         )
-        more: dict[str, Any] = {}
+        load_s = engine.block_bytes / engine.link_bytes_per_s
+        more: dict[str, Any] = {"load_s": load_s}
         if self._store is not None and tier.below is not None:
             # No step is in flight while the next one is planned.
             more["tuning"] = SchedulingTuning(settled_steps=0)
@@ -256,8 +258,6 @@ class Replay:
             return None
         (stats,) = self.pool.take_stats().secondary.values()
         return self._store.traffic(stats, seconds)
-
-    # ----------------------------------------------------------------- requests
 
     def _next(self) -> _Request | None:
         """The request that is admitted now: the first that does not wait for the store
@@ -334,8 +334,6 @@ class Replay:
         self._device_hits += num_hits - len(slots)
         self._host_hits += len(slots) - len(below)
         self._below_hits += len(below)
-
-    # --------------------------------------------------------------------- time
 
     @property
     def _next_end(self) -> float:

@@ -355,7 +355,7 @@ def test_the_command_simulates_a_store(tmp_path: Path) -> None:
     command += ["--store-policy", "write_back", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "| lru, write_back, 9 GiB below |" in done.stdout
+    assert "| lru, write_back, from use auto, 9 GiB below |" in done.stdout
     result = json.loads((tmp_path / "out" / "size.json").read_text())
     stored, none = result["outcomes"]
     assert none["traffic"] is none["below"] is None
@@ -376,7 +376,7 @@ def test_the_command_writes_table_numbers_and_picture(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     # No host, and each other size with each policy and each way to store.
     num_cases = 1 + 2 * len(POLICIES) * 2
-    assert "| s3fifo, write_through |" in done.stdout
+    assert "| s3fifo, write_through, from use auto |" in done.stdout
     assert f"{num_cases}/{num_cases}" in done.stderr
     assert "leaked" not in done.stderr
     result = json.loads((tmp_path / "out" / "size.json").read_text())

@@ -101,10 +101,13 @@ def test_scripts_had_all_in_them(layout: Layout) -> None:
         pytest.skip("the scripts did not run")
     if EXAMPLES < ENOUGH:
         pytest.skip(f"KV_TIER_SIM_EXAMPLES={EXAMPLES} need not have all in them")
-    missing = [event for event in EVENTS if not _events[layout][event]]
-    # A window gives up what is behind it, so that hosts are seldom full there.
-    assert [event for event in missing if event != "retained"] == []
-    assert any(events["retained"] for events in _events.values())
+    missing = {event for event in EVENTS if not _events[layout][event]}
+    # A window gives up what is behind it, so that hosts are seldom full there, and
+    # hits too short to be loaded ahead.
+    rare = {"retained", "loaded ahead"}
+    assert missing <= rare
+    for event in rare:
+        assert sum(events[event] for events in _events.values()) >= len(_events)
 
 
 @pytest.mark.skipif(

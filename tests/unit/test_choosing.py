@@ -7,7 +7,7 @@ import pytest
 
 from vllm.v1.kv_tier.policy import LRU
 from vllm.v1.kv_tier.scheduling.admission import Admission
-from vllm.v1.kv_tier.scheduling.choosing import ChosenAdmission
+from vllm.v1.kv_tier.scheduling.choosing import ChosenAdmission, SecondUses
 from vllm.v1.kv_tier.scheduling.shadow import Shadow, ShadowHost
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 
@@ -31,6 +31,52 @@ def once_and_again(first: int, rounds: int) -> list[int]:
         uses += [*range(first, first + 60)]
         uses += range(first + 1000 + 240 * i, first + 1240 + 240 * i)
     return uses
+
+
+def test_second_uses_are_admitted() -> None:
+    admission = SecondUses(num_keys=100)
+    found = []
+    for key in "aabb":
+        admission.use(key)
+        found.append((admission.uses(key), admission.admits(key)))
+    assert found == [(1, False), (2, True)] * 2
+    # What is hit was computed once, remembered or not.
+    admission.hit("cd")
+    assert admission.admits("c") and admission.uses("d") == 2
+    assert not admission.admits("e") and admission.uses("e") == 0
+
+
+def test_as_many_keys_are_remembered_at_least() -> None:
+    admission = SecondUses(num_keys=10)
+    use(admission, range(100))
+    assert [admission.uses(key) for key in (89, 90, 99)] == [0, 1, 1]
+    assert len(admission._young) + len(admission._old) <= 20
+    # Each use makes a key young.
+    for key in range(200, 300):
+        use(admission, [90, key])
+    assert admission.uses(90) == 2
+
+
+def test_hits_of_many_blocks_are_bounded_too() -> None:
+    admission = SecondUses(num_keys=10)
+    for i in range(10):
+        admission.hit(range(10 * i, 10 * i + 10))
+        assert len(admission._young) + len(admission._old) <= 20
+    assert admission.admits(99) and not admission.admits(0)
+
+
+def test_what_is_over_is_in_nobodys_way() -> None:
+    """Told that keys will not return, storing all has the hits of what does."""
+    told, untold = chosen(), chosen()
+    for admission in (told, untold):
+        for i in range(20):
+            use(admission, range(60))
+            once = range(1000 + 240 * i, 1240 + 240 * i)
+            for first in range(0, 240, 10):
+                use(admission, once[first : first + 10])
+                if admission is told:
+                    admission.release(once[first : first + 10])
+    assert told.admits_all and not untold.admits_all
 
 
 def test_a_new_tier_stores_all() -> None:

@@ -23,7 +23,6 @@ from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 from ..names import FlexibleArgumentParser, KVOffloadingBackend
 
 compat = pytest.mark.compat
-
 HAS_CACHE_SIZE = any(f.name == "kv_cache_memory_bytes" for f in fields(EngineArgs))
 
 OTHERS: list[Any] = [b for b in get_args(KVOffloadingBackend) if b != "core"] or [None]
@@ -92,8 +91,8 @@ def test_defaults(model: str) -> None:
     assert tier(model) == KVTierConfig(
         size_bytes=GiB // 2,
         store_policy="write_back",
-        store_from_use=1,
-        eviction_policy="s3fifo",
+        store_from_use="auto",
+        eviction_policy="proven",
         max_load_stall_ms=2.0,
         copy_engine="auto",
         layerwise_loads=True,

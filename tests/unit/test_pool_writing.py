@@ -103,6 +103,17 @@ def test_the_cleaner_keeps_three_quarters_of_the_device_clean() -> None:
     assert all(map(is_empty, tier.idle(2)))
 
 
+@pytest.mark.parametrize("clean_s, num_clean", [(7.0, 7), (100.0, 12)])
+def test_the_cleaner_keeps_no_more_clean_than_hits_take_at_once(
+    clean_s: float, num_clean: int
+) -> None:
+    """A block takes a second to load."""
+    tier = Tier(15, load_s=1.0, tuning={"clean_s": clean_s})
+    blocks = tier.computed("ABCDEFGHIJKLMNO")
+    tier.forget_rate()
+    assert cleaned(tier.idle()[0]) == ids(blocks[:num_clean])
+
+
 def test_the_cleaner_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     tier, blocks = dirty(31)
     first = tier.idle()[0]

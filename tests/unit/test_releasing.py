@@ -201,6 +201,25 @@ def test_blocks_are_counted_wherever_they_lay() -> None:
     assert tier.pool.take_stats().released_blocks == 4
 
 
+def test_what_is_released_counts_as_clean() -> None:
+    """While steps take released blocks, the cleaner stores nothing of the others."""
+    tier = Tier(40, tuning={"clean_part": 1 / 4, "alloc_rate_decay": 0.0})
+    others = "ABCDEFGHIJKLMNOPQRSTUVWX"
+    serve(tier, Turn("1", others), others)
+    serve(tier, Turn("2", "abcdefgh", conversation="c"), "abcdefgh")
+    serve(tier, Turn("3", "ijklmnop", conversation="c", release=True), "ijklmnop")
+    tier.idle()
+    taken, num_stored = [], []
+    for _ in range(8):
+        tier.begin()
+        taken += tier.pool.get_new_blocks(2)
+        num_stored.append(len(stores(tier.end())))
+    assert [tier.where(name) for name in "apA"] == ["nowhere", "nowhere", "device"]
+    assert num_stored == [0] * 8
+    assert len(tier.host) < len(others)
+    tier.free(taken)
+
+
 def _names(blocks: Sequence[KVCacheBlock]) -> list[int]:
     return [block.block_id for block in blocks]
 
@@ -210,7 +229,7 @@ def test_the_next_victims_come_in_order() -> None:
     queue = tier.pool.free_block_queue
     blocks = queue.get_all_free_blocks()
     chosen = [blocks[4], blocks[2], blocks[5]]
-    tier.pool.free.put_first(chosen)
+    tier.pool.free.put_first(chosen, need_no_store=False)
     rest = [blocks[0], blocks[1], blocks[3]]
     assert _names(queue.get_all_free_blocks()) == _names([*chosen, *rest])
     assert_nothing_leaks(tier)

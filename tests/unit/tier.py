@@ -56,8 +56,8 @@ class Tier:
         secondary: SecondaryLayout | None = None,
         **config: Any,
     ) -> None:
-        # Its order is the easiest to foretell.
-        config = {"eviction_policy": "lru"} | config
+        # What they do is the easiest to foretell.
+        config = {"eviction_policy": "lru", "store_from_use": 1} | config
         layout = KVTierLayout(
             KVTierConfig(size_bytes=num_slots * SLOT_BYTES, **config),
             num_slots,

@@ -46,20 +46,18 @@ class KVTierConfig:
     """Host memory of all ranks of one engine together, in bytes."""
 
     store_policy: StorePolicy = "write_back"
-    """`write_back` stores a block before the device evicts it (the three quarters of
-    the device that would go first), so that what fits the rest is never copied.
+    """`write_back` stores a block before the device evicts it (those that would go
+    first, three quarters at most), so that what fits the rest is never copied.
     `write_through` stores every block in the step after it was filled: more copies,
     but evictions never wait."""
 
-    store_from_use: int | Literal["auto"] = 1
-    """Store a block only from its n-th use on: being computed is one, and so is every
-    hit. `2` keeps the host for what comes back, and spares the copies of what never
-    does; but what comes back is computed once more before the host has it. `auto`
-    tries 1 and 2 on a sample of the keys, and does what would have had more hits of
-    late."""
+    store_from_use: int | Literal["auto"] = "auto"
+    """Store a block only from its n-th use on: being computed is one, and so is a hit.
+    `2` spares slots and copies of what never comes back; what does is computed once
+    more first. `auto` tries both on a sample, and does what had more hits of late."""
 
-    eviction_policy: str = "s3fifo"
-    """Which host slot makes room: `s3fifo`, `lru`, `arc`, `proven`, or the import path
+    eviction_policy: str = "proven"
+    """Which host slot makes room: `proven`, `lru`, `s3fifo`, `arc`, or the import path
     (`package.module.Class`) of a `vllm.v1.kv_tier.policy.EvictionPolicy`."""
 
     max_load_stall_ms: float | None = 2.0

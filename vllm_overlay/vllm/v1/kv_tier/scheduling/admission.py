@@ -2,7 +2,7 @@
 """Which blocks have been used often enough for a host slot."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 
 class Admission:
@@ -25,7 +25,13 @@ class Admission:
     admits_all = False
     """Whether `admits` is true of every key."""
 
+    def hit(self, keys: Iterable[Hashable]) -> None:
+        """A request hits the blocks of `keys`."""
+        for key in keys:
+            self.use(key)
+
     def use(self, key: Hashable) -> None:
+        """The block of `key` is computed."""
         self._uses[key] = self._uses.pop(key, 0) + 1
         if len(self._uses) > self._num_keys:
             self._uses.popitem(last=False)
@@ -36,3 +42,6 @@ class Admission:
 
     def admits(self, key: Hashable) -> bool:
         return self.uses(key) >= self._from_use
+
+    def release(self, keys: Iterable[Hashable]) -> None:
+        """Clients say that nobody will ask for `keys` again."""

@@ -83,13 +83,13 @@ class TieredBlockPool(BlockPool):
         self.admission = make_admission(layout, self.num_gpu_blocks, num_keys)
         self.storer = BlockStorer(self, self.host, self._draft, self.admission, stats)
         self._writes_through = config.store_policy == "write_through"
+        self.prefetches = prefetches = Prefetches(self.costs, tuning)
+        common = self, self.free, self.host
         self.writer: Writer = (
             WriteThrough(self._draft, self.storer)
             if self._writes_through
-            else Cleaner(self, self.free, self.host, self._draft, self.storer, tuning)
+            else Cleaner(*common, self._draft, self.storer, self.costs, tuning)
         )
-        self.prefetches = prefetches = Prefetches(self.costs, tuning)
-        common = self, self.free, self.host
         self.retaining = Retaining(
             *common, prefetches, self.costs, num_keys, config.quotas or {}, stats
         )

@@ -1,19 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """`store_from_use: "auto"`: whether to store all, or what is used a second time."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_tier.eviction.by_name import make_policy
 from vllm.v1.kv_tier.scheduling.admission import Admission
 from vllm.v1.kv_tier.scheduling.shadow import Shadow, ShadowHost
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.scheduling.writing import clean_window
 
 if TYPE_CHECKING:
     from vllm.v1.kv_tier.config import KVTierLayout
 
 
-class ChosenAdmission(Admission):
+class SecondUses(Admission):
+    """Admits keys that were used twice, of all that were used of late.
+
+    It knows less than `Admission`, and is cheaper: each block of each prompt comes by
+    here. Keys are kept in two generations, and a use brings a key to the younger one;
+    when that is full, the older one is forgotten.
+
+    Args:
+        num_keys: Keys that are remembered at least, and twice as many at most.
+
+    """
+
+    def __init__(self, num_keys: int) -> None:
+        super().__init__(2, num_keys)
+        self._max_young = num_keys
+        # Whether keys were used a second time.
+        self._young: dict[Hashable, bool] = {}
+        self._old: dict[Hashable, bool] = {}
+
+    def hit(self, keys: Iterable[Hashable]) -> None:
+        # What is there was computed before.
+        self._young.update(dict.fromkeys(keys, True))
+        if len(self._young) >= self._max_young:
+            self._grow_old()
+
+    def use(self, key: Hashable) -> None:
+        young = self._young
+        young[key] = key in young or key in self._old
+        if len(young) >= self._max_young:
+            self._grow_old()
+
+    def uses(self, key: Hashable) -> int:
+        is_second = self._young.get(key, self._old.get(key))
+        return 0 if is_second is None else 1 + is_second
+
+    def admits(self, key: Hashable) -> bool:
+        return self._young.get(key, False) or self._old.get(key, False)
+
+    def _grow_old(self) -> None:
+        self._old, self._young = self._young, {}
+
+
+class ChosenAdmission(SecondUses):
     """Admits every block, or those used twice, whichever would have had more hits.
 
     Two shadows of the host try both, on a sample of the keys. The sample cannot be of
@@ -40,7 +83,7 @@ class ChosenAdmission(Admission):
         num_keys: int,
         tuning: SchedulingTuning,
     ) -> None:
-        super().__init__(2, num_keys)
+        super().__init__(num_keys)
         one_in = max(1, num_slots // tuning.shadow_slots)
         # Never less than a quarter: shadows need room to differ.
         slots = max(1, max(num_slots - num_ahead, num_slots // 4) // one_in)
@@ -57,18 +100,32 @@ class ChosenAdmission(Admission):
         # A new tier has room, and waiting for second uses would leave it empty.
         self.admits_all = True
 
+    def hit(self, keys: Iterable[Hashable]) -> None:
+        keys = list(keys)
+        super().hit(keys)
+        self._sample(keys)
+
     def use(self, key: Hashable) -> None:
         super().use(key)
-        # Only the scheduler chooses, so it need not be the same in two processes.
+        # Asked here as well, since most keys are in no sample.
         if hash(key) % self._one_in == 0:
-            self._sample(key)
+            self._sample((key,))
 
     def admits(self, key: Hashable) -> bool:
         return self.admits_all or super().admits(key)
 
-    def _sample(self, key: Hashable) -> None:
-        self._shadow.use(key)
-        self._num_sampled += 1
+    def release(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
+            if hash(key) % self._one_in == 0:
+                self._shadow.release(key)
+
+    def _sample(self, keys: Iterable[Hashable]) -> None:
+        # Only the scheduler chooses, so hashes need not be the same in two processes.
+        one_in = self._one_in
+        for key in keys:
+            if hash(key) % one_in == 0:
+                self._shadow.use(key)
+                self._num_sampled += 1
         if self._num_sampled >= self._tuning.uses_per_choice:
             self._num_sampled = 0
             self._choose()
@@ -98,7 +155,7 @@ def make_admission(
         return Admission(from_use, num_keys) if from_use > 1 else None
     num_ahead = num_blocks
     if config.store_policy == "write_back":
-        num_ahead = min(int(layout.tuning.clean_part * num_blocks), num_slots // 4)
+        num_ahead = clean_window(num_blocks, num_slots, layout.load_s, layout.tuning)
     return ChosenAdmission(
         num_blocks,
         num_slots,

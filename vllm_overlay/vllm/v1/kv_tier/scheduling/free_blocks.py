@@ -20,6 +20,9 @@ class FreeBlocks:
         self.cursor: KVCacheBlock | None = None
         """Where the cleaner stopped. It goes on behind this block, unless that has
         left its place."""
+        self.num_first = 0
+        """Blocks that were put in front of the cursor and need no store, since the
+        cleaner has counted them."""
 
     def __len__(self) -> int:
         return self._pool.free_block_queue.num_free_blocks
@@ -62,9 +65,11 @@ class FreeBlocks:
         self.leave_place(blocks)
         self._pool.free_block_queue.append_n(blocks)
 
-    def put_first(self, blocks: list[KVCacheBlock]) -> None:
+    def put_first(self, blocks: list[KVCacheBlock], need_no_store: bool) -> None:
         """`blocks`, free, become the next victims, in this order."""
         self.leave_place(blocks)
+        if need_no_store:
+            self.num_first += len(blocks)
         queue = self._pool.free_block_queue
         head = queue.fake_free_list_head
         for block in reversed(blocks):

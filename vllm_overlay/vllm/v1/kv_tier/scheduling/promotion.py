@@ -271,7 +271,7 @@ class Promotion:
         if self._admission is None:
             return
         for group in groups:
-            for block in group:
-                if block.block_hash is not None:
-                    self._admission.use(block.block_hash)
-                    self._writer.used(block)
+            hashed = [block for block in group if block.block_hash is not None]
+            self._admission.hit([block.block_hash for block in hashed])
+            for block in hashed:
+                self._writer.used(block)

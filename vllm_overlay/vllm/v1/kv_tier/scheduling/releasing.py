@@ -306,6 +306,8 @@ class Releasing:
 
     def _release(self, keys: Sequence[Hashable]) -> None:
         """Nobody will ask for `keys` again."""
+        if (admission := self._storer.admission) is not None:
+            admission.release(keys)
         blocks = []
         cached = self._pool.cached_block_hash_to_block
         # A prefix is of use without its end, but not the other way round.
@@ -317,7 +319,7 @@ class Releasing:
             if slot is not None:
                 self._table.release(slot)
             self._stats.released_blocks += block is not None or slot is not None
-        self._free.put_first(blocks)
+        self._free.put_first(blocks, need_no_store=True)
         self._storer.released.update(block.block_id for block in blocks)
 
     def _is_in_use(self, block: KVCacheBlock) -> bool:

@@ -189,7 +189,8 @@ class Retaining:
                 if block is not None
                 and block.ref_cnt == 0
                 and not self._prefetches.is_unclaimed(block)
-            ]
+            ],
+            need_no_store=False,
         )
 
     def make_way(self, num_blocks: int) -> None:

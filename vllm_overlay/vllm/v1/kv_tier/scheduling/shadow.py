@@ -52,6 +52,12 @@ class ShadowHost:
         self._policy.insert(key)
         keys.add(key)
 
+    def release(self, key: Hashable) -> None:
+        """Clients say that nobody will ask for `key` again."""
+        if key in self.keys:
+            self.keys.remove(key)
+            self._policy.remove(key)
+
 
 class Shadow:
     """A device, as keys only, above several hosts that are compared.
@@ -85,3 +91,10 @@ class Shadow:
             victim = device.popitem(last=False)[0]
             for host in self._hosts:
                 host.take(victim)
+
+    def release(self, key: Hashable) -> None:
+        """Clients say that nobody will ask for `key` again. The tier keeps it until it
+        needs the room, which is later, but soon."""
+        self._device.pop(key, None)
+        for host in self._hosts:
+            host.release(key)

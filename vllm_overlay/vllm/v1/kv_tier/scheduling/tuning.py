@@ -52,8 +52,14 @@ class SchedulingTuning:
     """As above, in a step that waits for loads, whose planning took long enough."""
 
     clean_part: float = 3 / 4
-    """Part of the device blocks that the cleaner keeps clean. What fits the rest is
-    never stored."""
+    """Part of the device blocks that the cleaner keeps clean, at most. What fits the
+    rest is never stored."""
+
+    clean_s: float = 0.25
+    """Nor does it keep more clean than the link loads in so many seconds: hits that
+    come at once take blocks that fast, and what is clean lies on the host a second
+    time, where it is in the way of what the device no longer has. (2 MiB blocks at 50
+    GB/s: 12 GiB, six prefixes of 16,384 tokens of an 8B model.)"""
 
     look_anew_steps: int = 1000
     """After so many steps with enough clean blocks the cleaner looks at all of them

@@ -8,15 +8,15 @@ shortly before their eviction.
 **The cleaner** of `write_back` is a loop with one input, the blocks that steps take,
 and one output, how many of the next victims are clean. At the end of each step it goes
 on from the last clean block in the order of eviction, and stores until its window is
-clean or the step has stored enough. Three things bound it. The window: three quarters
-of the device, so that what fits the rest is never stored, but no more than half of the
-slots, whose other half is for what the device no longer has. The stores of a step:
-twice what steps take, so that it gains on them, and a minimum, so that it starts early.
-And the blocks that it looks at, since a device full of clean blocks must not cost a
-scan in each step: a cursor stands behind the last clean block. How many are clean is
-a guess in between. Hits take blocks out of the window, and the host drops slots, so
-from time to time it looks at all of them anew. A victim that is dirty all the same is
-stored in its own step.
+clean or the step has stored enough. Three things bound it. The window, since what is
+clean lies on the host, too: no more than what hits may take at once (`clean_window`),
+and no more than half of the slots, whose other half is for what the device no longer
+has. The stores of a step: twice what steps take, so that it gains on them, and a
+minimum, so that it starts early. And the blocks that it looks at, since a device full
+of clean blocks must not cost a scan in each step: a cursor stands behind the last clean
+block. How many are clean is a guess in between. Hits take blocks out of the window, and
+the host drops slots, so from time to time it looks at all of them anew. A victim that
+is dirty all the same is stored in its own step.
 """
 
 from collections.abc import Iterable
@@ -24,6 +24,7 @@ from typing import Protocol
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.draft import PlanDraft
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
@@ -105,6 +106,22 @@ class WriteThrough:
         return len(self._fresh)
 
 
+def clean_window(
+    num_blocks: int, num_slots: int, load_s: float, tuning: SchedulingTuning
+) -> int:
+    """How many of the next victims shall be clean when steps take few.
+
+    Args:
+        num_blocks: Of the device.
+        num_slots: Of the host.
+        load_s: Seconds to load a block; 0: unknown.
+        tuning: How much of each.
+
+    """
+    window = min(int(tuning.clean_part * num_blocks), num_slots // 4)
+    return min(window, int(tuning.clean_s / load_s)) if load_s > 0 else window
+
+
 class Cleaner:
     """Stores the blocks that the next steps will evict.
 
@@ -114,6 +131,7 @@ class Cleaner:
         table: The slots.
         draft: The plan in the making.
         storer: Gives blocks slots.
+        costs: What a copy of a block takes.
         tuning: How much it does in a step.
 
     """
@@ -125,6 +143,7 @@ class Cleaner:
         table: SlotTable,
         draft: PlanDraft,
         storer: BlockStorer,
+        costs: Costs,
         tuning: SchedulingTuning,
     ) -> None:
         self._pool = pool
@@ -132,6 +151,7 @@ class Cleaner:
         self._table = table
         self._draft = draft
         self._storer = storer
+        self._costs = costs
         self._tuning = tuning
         self._num_allocated = 0
         self._num_allocated_for_loads = 0
@@ -170,7 +190,8 @@ class Cleaner:
         window = self._window()
         max_stores, max_looks = self._limits(is_idle)
         num_gone = self._num_allocated + self._num_allocated_for_loads
-        self._num_clean = max(0, self._num_clean - num_gone)
+        num_first, self._free.num_first = self._free.num_first, 0
+        self._num_clean = max(0, self._num_clean + num_first - num_gone)
         self._num_allocated = self._num_allocated_for_loads = 0
         last = self._free.cursor
         is_gone = last is None or last.next_free_block is None
@@ -185,11 +206,11 @@ class Cleaner:
 
     def _window(self) -> int:
         """How many of the next victims shall be clean."""
-        clean_part = int(self._tuning.clean_part * self._pool.num_gpu_blocks)
-        window = min(clean_part, self._table.num_slots // 4)
+        num_blocks, num_slots = self._pool.num_gpu_blocks, self._table.num_slots
+        window = clean_window(num_blocks, num_slots, self._costs.load_s, self._tuning)
         window = max(int(2 * self.alloc_rate), window)
         # The other half is for what the device no longer has.
-        return min(window, self._table.num_slots // 2)
+        return min(window, num_slots // 2)
 
     def _limits(self, is_idle: bool) -> tuple[int, int]:
         """How many blocks this step may store, and look at."""
