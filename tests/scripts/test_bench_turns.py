@@ -33,7 +33,7 @@ from .test_bench_suite import cell
 
 @pytest.fixture
 def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The command as a module; it imports `suite`, which lies beside it, by that name."""
+    """The command as a module; it finds `suite` beside itself, by that name."""
     bench = Path(room.__file__).parents[1]
     monkeypatch.syspath_prepend(str(bench))
     before = {*sys.modules}
