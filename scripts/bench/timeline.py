@@ -120,6 +120,8 @@ def parse() -> argparse.Namespace:
     add_engine_options(parser)
     args = parser.parse_args()
     check_names("--workloads", args.workloads, list(SCALES[args.scale].workloads))
+    # A CPU is timed where it is told what to do.
+    args.device_times &= args.device == "cuda"
     # As where times count: logprobs would be a part of the step.
     args.logprobs, args.batch_invariant = [], False
     return args

@@ -229,12 +229,18 @@ def test_chrome_gets_spans_curves_and_waits() -> None:
     by_phase: dict[str, list[dict[str, Any]]] = {}
     for event in trace:
         by_phase.setdefault(event["ph"], []).append(event)
-    names = {event["pid"]: event["args"]["name"] for event in by_phase["M"]}
-    assert names == {CORE: "engine core", RANK: "rank 0"}
-    (schedule,) = (e for e in by_phase["X"] if e["name"] == "schedule")
-    assert (schedule["ts"], schedule["dur"], schedule["tid"]) == (0, 2000, "scheduler")
-    (load,) = (e for e in by_phase["X"] if e["name"] == "load_ahead")
-    assert (load["ts"], load["tid"]) == (1000, "kv-tier-ahead")
+    of_kind: dict[str, dict[Any, str]] = {"process_name": {}, "thread_name": {}}
+    for event in by_phase["M"]:
+        place = event["pid"], event.get("tid")
+        of_kind[event["name"]][place] = event["args"]["name"]
+    processes, rows = of_kind.values()
+    assert processes == {(CORE, None): "engine core", (RANK, None): "rank 0"}
+    spans = {e["name"]: e for e in by_phase["X"]}
+    row_of = {name: rows[e["pid"], e["tid"]] for name, e in spans.items()}
+    assert (spans["schedule"]["ts"], spans["schedule"]["dur"]) == (0, 2000)
+    assert row_of["schedule"] == "scheduler" and row_of["forward"] == "rank 0"
+    assert row_of["load_ahead"] == "rank 0 copies, kv-tier-ahead"
+    assert spans["load_ahead"]["ts"] == 1000
     assert {e["name"] for e in by_phase["C"]} == {"running", "waiting", "free", "kept"}
     (begin,), (end,) = by_phase["b"], by_phase["e"]
     assert (begin["id"], end["ts"] - begin["ts"]) == (end["id"], 50000)

@@ -160,7 +160,7 @@ class Runner:
         }
         path = args.out / f"job-{name}.json"
         path.write_text(json.dumps(job))
-        log = args.out / f"{name}-{repeats.start}.log"
+        log = args.out / f"{name}-{repeats.start}-{cells[0][0]}.log"
         before = len(read(args.out))
         reason = self._run_process(path, log, self._environment(name, config))
         new = {r.get("cell") for r in read(args.out)[before:]}
