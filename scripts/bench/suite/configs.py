@@ -124,22 +124,20 @@ def configs(
         "offloading-sync": Config(native(sync_load_budget_bytes=8 * GIB)),
         "simple-eager": Config(native(lazy_offload=False), simple),
         "simple-lazy": Config(native(lazy_offload=True), simple),
-        "lmcache": Config(
-            {
-                "kv_transfer_config": {
-                    "kv_connector": "LMCacheConnectorV1",
-                    "kv_role": "kv_both",
-                }
-            },
-            {
-                "LMCACHE_LOCAL_CPU": "True",
-                # Of each rank.
-                "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{host_gib / num_ranks:g}",
-                "LMCACHE_CHUNK_SIZE": "256",
-                # Its keys are Python hashes, which differ from process to process.
-                "PYTHONHASHSEED": "0",
-            },
-            needs="lmcache",
-            resets=False,
-        ),
+        "lmcache": _lmcache(host_gib / num_ranks),
     }
+
+
+def _lmcache(gib: float) -> Config:
+    """LMCache with so much host memory for each rank."""
+    connector = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    settings = {
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{gib:g}",
+        "LMCACHE_CHUNK_SIZE": "256",
+        # Its keys are Python hashes, which differ from process to process.
+        "PYTHONHASHSEED": "0",
+    }
+    return Config(
+        {"kv_transfer_config": connector}, settings, needs="lmcache", resets=False
+    )
