@@ -261,11 +261,12 @@ def test_fresh_does_not_believe_a_reset_that_leaves_something() -> None:
 def test_fresh_gives_workloads_engines_where_nothing_can_be_reset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[tuple[str, list[str]]] = []
+    started: list[tuple[str, bool, list[str]]] = []
 
     def run_process(self: Runner, path: Path, *_: Any) -> str:
         job = json.loads(path.read_text())
-        started.append((job["config"], [cell[0] for cell in job["cells"]]))
+        cells = [f"{workload} {repeat}" for workload, repeat, *_ in job["cells"]]
+        started.append((job["config"], job["fresh"], cells))
         return "not run"
 
     monkeypatch.setattr(Runner, "_run_process", run_process)
@@ -274,11 +275,14 @@ def test_fresh_gives_workloads_engines_where_nothing_can_be_reset(
     args.workloads = ["rotate", "trace", "overfull"]
     runner = Runner(scaled(args), args, 1e12)
     runner.run("a", Config(), range(1))
-    runner.run("b", Config(resets=False), range(1))
+    # Nobody asks an engine for a reset that empties nothing.
+    runner.run("b", Config(resets=False), range(2))
     assert started == [
-        ("a", ["rotate", "overfull"]),
-        ("b", ["rotate"]),
-        ("b", ["overfull"]),
+        ("a", True, ["rotate 0", "overfull 0"]),
+        ("b", False, ["rotate 0"]),
+        ("b", False, ["rotate 1"]),
+        ("b", False, ["overfull 0"]),
+        ("b", False, ["overfull 1"]),
     ]
     reasons = {(r["config"], r["workload"]): r["reason"] for r in read(tmp_path)}
     assert reasons["b", "trace"] == "no --trace was given"

@@ -99,10 +99,14 @@ class Runner:
 
     def run(self, name: str, config: Config, repeats: range) -> None:
         """Run the cells of a configuration; every one gets a line of results."""
-        apart = self._args.fresh and not config.resets
         workloads = self._args.workloads
-        for some in [[w] for w in workloads] if apart else [workloads]:
-            self._run(name, config, some, repeats)
+        if self._args.fresh and not config.resets:
+            # What cannot be emptied is new.
+            for workload in workloads:
+                for i in repeats:
+                    self._run(name, config, [workload], range(i, i + 1))
+        else:
+            self._run(name, config, workloads, repeats)
         self.told.tell()
 
     def engine_arguments(self, config: Config) -> dict[str, Any]:
@@ -155,7 +159,7 @@ class Runner:
             "jitter_s": config.jitter_s,
             "cells": cells,
             "logprobs": args.logprobs,
-            "fresh": args.fresh,
+            "fresh": args.fresh and config.resets,
             "ends": self._ends - STOP_S,
         }
         path = args.out / f"job-{name}.json"

@@ -229,7 +229,6 @@ async def run_cells(
             "logprobs": client.logprobs,
             "began": round(begun, 1),
             "took_s": round(took[name], 2),
-            "fresh": job.fresh,
             "window": window(outcome.answers),
             "metrics": {k: round(v, 5) for k, v in outcome.metrics.items()},
             "requests": len(outcome.answers),
