@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,20 @@ class Config:
     @property
     def missing(self) -> str:
         """Why the module that it needs is not there, and what helps; empty if it is."""
-        if not self.needs:
-            return ""
-        if importlib.util.find_spec(self.needs) is None:
-            return f"{self.needs} is not installed: {INSTALL}"
-        # In a process of its own: it may touch CUDA, and who forks must not have.
-        command = [sys.executable, "-c", f"import {self.needs}"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if not done.returncode:
-            return ""
-        why = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return f"{self.needs} cannot be imported ({why}): {INSTALL}"
+        return _missing(self.needs) if self.needs else ""
+
+
+@cache
+def _missing(module: str) -> str:
+    if importlib.util.find_spec(module) is None:
+        return f"{module} is not installed: {INSTALL}"
+    # In a process of its own: it may touch CUDA, and who forks must not have.
+    command = [sys.executable, "-c", f"import {module}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if not done.returncode:
+        return ""
+    why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return f"{module} cannot be imported ({why}): {INSTALL}"
 
 
 INSTALL = (

@@ -98,7 +98,7 @@ class Waiter:
     request: str
     begin: float
     admitted: float | None = None
-    waits: int = 1
+    waits: int = 0
     blocks: int = 0
     left: int = 0
     plans: set[int] = field(default_factory=set)
@@ -247,7 +247,7 @@ def waiters_of(
         waiter = waiting.get(key)
         if e.name == "wait":
             if waiter is None:
-                waiter = waiting[key] = Waiter(*key, e.begin, waits=0)
+                waiter = waiting[key] = Waiter(*key, e.begin)
                 found.append(waiter)
             waiter.waits += 1
             waiter.blocks = max(waiter.blocks, e.args["blocks"])
