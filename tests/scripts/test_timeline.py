@@ -266,6 +266,10 @@ def test_each_process_writes_a_file_of_its_own(tmp_path: Path) -> None:
     # The child wrote at its end, and not what the parent had.
     assert found["child"].process == process.pid and found["child"].end == 2.25
     assert len(found) == 2
+    # At the end of the process nothing is left, and maybe no folder to write to.
+    (tmp_path / "new").rename(tmp_path / "old")
+    recorder.write()
+    assert not (tmp_path / "new").exists()
 
 
 def test_events_are_written_while_it_runs_and_a_torn_line_is_left(

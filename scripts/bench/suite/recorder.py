@@ -73,6 +73,8 @@ class Recorder:
             pause_s: Given to others after each few events.
 
         """
+        if not self._events:
+            return
         path = self._folder / f"{os.getpid()}.jsonl"
         with self._lock, path.open("a") as file:
             left = len(self._events)
