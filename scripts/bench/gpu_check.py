@@ -13,6 +13,10 @@ token; against `none` rounding alone flips near-ties in bf16.
 the same with the fences of the plans removed, and the comparison must notice. No load
 may fail but in these races: with `verify`, one that does is a checksum taken too early.
 Times to first token of an evicted prefix on the idle engine are printed too.
+
+With `--tp` or `--pp` an engine has several GPUs, and its caches are as large all
+together. With `--dp` so many replicas run side by side, each on GPUs of its own and
+with conversations of its own, as the replicas of a dense model do.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from suite.model import INDEX, SHAPES, write_model
+from suite.options import add_parallel_options, parallel
 
 TIER = {"kv_offloading_backend": "core"}
 
@@ -79,6 +84,7 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
     llm_kwargs: dict[str, Any] = dict(config.get("llm", {}))
     if llm_kwargs:
         llm_kwargs["kv_offloading_size"] = args.host_gib
+    llm_kwargs |= parallel(args) | {"data_parallel_size": 1}
     block = args.block_size
     started = time.perf_counter()
     llm: Any = LLM(
@@ -88,7 +94,8 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
         max_model_len=args.max_len,
         kv_cache_memory_bytes=int(
             args.device_gib * config.get("device_scale", 1) * 2**30
-        ),
+        )
+        // (args.tp * args.pp),
         max_num_seqs=32,
         gpu_memory_utilization=0.15 if args.at_once else 0.9,
         **llm_kwargs,
@@ -127,7 +134,8 @@ def _ask(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[Any]:
 
 def _converse(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Conversations, some of them at a time inside the engine."""
-    prompts = [_tokens(llm, i, args.prompt_len) for i in range(args.sessions)]
+    first = 100 * args.replica
+    prompts = [_tokens(llm, first + i, args.prompt_len) for i in range(args.sessions)]
     outputs = []
     cached = []
     started = time.perf_counter()
@@ -140,7 +148,7 @@ def _converse(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
             cached.append(answers[i].num_cached_tokens or 0)
             # The next prompt must not depend on this run's answer, or one flip
             # would change everything after it.
-            prompts[i] = prompts[i] + _tokens(llm, 1000 * turn + i, 64)
+            prompts[i] = prompts[i] + _tokens(llm, 1000 * turn + first + i, 64)
     return {
         "makespan_s": time.perf_counter() - started,
         "outputs": outputs,
@@ -233,12 +241,37 @@ def _delay_copies() -> None:
         setattr(Copier, name, delayed(getattr(Copier, name)))
 
 
-def start(name: str, args: argparse.Namespace) -> "subprocess.Popen[bytes]":
-    """This script again, for one configuration."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
-    env = os.environ | CONFIGS[name].get("env", {})
-    with (args.out / f"{name}.log").open("w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=env)
+class Run:
+    """One configuration on one replica, in a process of its own."""
+
+    def __init__(self, name: str, args: argparse.Namespace, replica: int) -> None:
+        self.name = name
+        self.label = f"{name}-{replica}" if args.dp > 1 else name
+        self._path = args.out / self.label
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+        command += ["--replica", str(replica), "--result", f"{self._path}.json"]
+        env = os.environ | CONFIGS[name].get("env", {}) | devices(args, replica)
+        with open(f"{self._path}.log", "w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+
+    def result(self) -> dict[str, Any] | None:
+        """What `run_config` returned; None if it failed, which is printed."""
+        if not (code := self.process.wait()):
+            return json.loads(Path(f"{self._path}.json").read_text())
+        text = Path(f"{self._path}.log").read_text().strip().splitlines()
+        print(f"{self.label}: exit {code}\n  " + "\n  ".join(text[-25:]), flush=True)
+        return None
+
+
+def devices(args: argparse.Namespace, replica: int) -> dict[str, str]:
+    """The environment that gives a replica its GPUs; none if it has all of them."""
+    if args.dp == 1:
+        return {}
+    size = args.tp * args.pp
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    known = visible.split(",") if visible else list(map(str, range(args.dp * size)))
+    own = known[replica * size : (replica + 1) * size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
 def arguments() -> argparse.Namespace:
@@ -268,27 +301,33 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="all configurations at once: as right, but times mean nothing",
     )
+    add_parallel_options(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--replica", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if too_long := [n for n in args.lengths if n + 100 > args.max_len]:
         parser.error(
             f"--lengths {too_long}: prompts of so many tokens do not fit --max-len "
             f"{args.max_len}. Raise it, or give others (none: no times)."
         )
+    if args.configs.split(",")[0] != "large":
+        parser.error("--configs must begin with large, whose outputs are right.")
     args.out.mkdir(parents=True, exist_ok=True)
     args.model = args.out / f"model-{args.size}"
     return args
 
 
-def verdict(name: str, result: dict[str, Any], right: list[list[int]]) -> bool:
+def verdict(run: Run, result: dict[str, Any], right: list[list[int]]) -> bool:
     """Print what a configuration gave; whether that is as it must be.
 
     Args:
-        name: Of the configuration.
+        run: Of which configuration, on which replica.
         result: What `run_config` returned.
         right: Outputs of the reference.
 
     """
+    name = run.name
     outputs = result["outputs"]
     pairs = list(zip(right, outputs, strict=True))
     wrong = sum(a != b for a, b in pairs)
@@ -296,7 +335,7 @@ def verdict(name: str, result: dict[str, Any], right: list[list[int]]) -> bool:
         f"{n}: {statistics.median(t):.1f}" for n, t in result["ttft_ms"].items()
     )
     print(
-        f"{name:20} start {result['start_s']:5.1f} s  conversations "
+        f"{run.label:20} start {result['start_s']:5.1f} s  conversations "
         f"{result['makespan_s']:6.2f} s  cached {result['cached_tokens']:7d}  "
         f"different {wrong:3d} of {len(pairs)}  distinct tokens "
         f"{len({t for out in outputs for t in out})}  TTFT ms {ttft}",
@@ -305,44 +344,44 @@ def verdict(name: str, result: dict[str, Any], right: list[list[int]]) -> bool:
     good = True
     if name not in RACES and result["failed_loads"]:
         good = False
-        print(f"{name}: {result['failed_loads']} loads failed")
+        print(f"{run.label}: {result['failed_loads']} loads failed")
     if name not in MAY_DIFFER:
         good &= wrong == 0
     elif name in RACES and not wrong:
         good = False
-        print(f"{name}: the planted race was not noticed")
+        print(f"{run.label}: the planted race was not noticed")
     return good
 
 
 def main() -> int:
     args = arguments()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Forked ranks have what is planted here.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     if args.one:
-        result = run_config(args.one, args)
-        (args.out / f"{args.one}.json").write_text(json.dumps(result))
+        args.result.write_text(json.dumps(run_config(args.one, args)))
         return 0
 
     if not (args.model / INDEX).exists():
         write_model(args.model, SHAPES[args.size], args.device)
-    failed = False
-    results = {}
-    names = args.configs.split(",")
-    runs = {}
-    for name in names:
-        runs[name] = start(name, args)
+    good = True
+    right: list[dict[str, Any] | None] = []
+    runs = []
+    for name in args.configs.split(","):
+        some = [Run(name, args, replica) for replica in range(args.dp)]
+        runs.append(some)
         if not args.at_once:
-            runs[name].wait()
-    for name in names:
-        code = runs[name].wait()
-        if code:
-            failed = True
-            text = (args.out / f"{name}.log").read_text().strip().splitlines()
-            print(f"{name}: exit {code}\n  " + "\n  ".join(text[-25:]), flush=True)
-            continue
-        results[name] = json.loads((args.out / f"{name}.json").read_text())
-        right = results["large"]["outputs"]
-        failed |= not verdict(name, results[name], right)
-    return int(failed)
+            for run in some:
+                run.process.wait()
+    for some in runs:
+        results = [run.result() for run in some]
+        right = right or results
+        for run, result, reference in zip(some, results, right, strict=True):
+            if result is None or reference is None:
+                good = False
+                continue
+            good &= verdict(run, result, reference["outputs"])
+    return int(not good)
 
 
 if __name__ == "__main__":

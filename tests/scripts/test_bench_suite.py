@@ -162,6 +162,7 @@ def test_trace_keeps_equal_prefixes_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SCALES)
 def test_workloads_stand_as_the_scale_says(name: str) -> None:
     """What must fit the device cache does, and what must not does not."""
+    from bench.suite.configs import configs
     from bench.suite.model import SHAPES
     from bench.suite.workloads import Sessions
 
@@ -179,6 +180,10 @@ def test_workloads_stand_as_the_scale_says(name: str) -> None:
     assert 2 < times("multiturn") < 4
     assert times("fits") < 0.8
     assert times("rotate") > 3
+    large = configs(scale.host_gib, scale.device_bytes)["large"].device_scale
+    all_sessions = [n for n, w in scale.workloads.items() if isinstance(w, Sessions)]
+    assert len(all_sessions) == 6
+    assert all(times(name) < large for name in all_sessions)
     rotate, overfull = (scale.workloads[name] for name in ("rotate", "overfull"))
     assert isinstance(rotate, Sessions) and isinstance(overfull, Sessions)
     at_once = times("rotate") / rotate.sessions

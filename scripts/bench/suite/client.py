@@ -47,6 +47,8 @@ class Client:
         max_prompt_tokens: that the engine takes.
         vocab: token ids are below it.
         jitter_s: every request is sent up to this much later than asked.
+        replicas: that the engine has. A conversation stays with one of them, as it
+            does behind a router that knows of prefixes.
 
     """
 
@@ -57,6 +59,7 @@ class Client:
         max_prompt_tokens: int,
         vocab: int,
         jitter_s: float = 0.0,
+        replicas: int = 1,
     ) -> None:
         self.device_tokens = device_tokens
         self.max_prompt_tokens = max_prompt_tokens
@@ -65,6 +68,7 @@ class Client:
         """Whether requests ask for the two best logprobs of each token."""
         self._engine = engine
         self._jitter_s = jitter_s
+        self._replicas = replicas
         self._random = random.Random(0)
         self._sent = 0
 
@@ -74,6 +78,7 @@ class Client:
         prompt: Sequence[int],
         max_tokens: int,
         answer: Answer | None = None,
+        conversation: int = 0,
     ) -> Answer:
         """Exactly `max_tokens` tokens; fills `answer`, if given, while they come."""
         from vllm import SamplingParams
@@ -94,7 +99,12 @@ class Client:
             await asyncio.sleep(self._random.uniform(0, self._jitter_s))
         answer.sent = time.perf_counter()
         stream = self._engine.generate(
-            {"prompt_token_ids": list(prompt)}, params, f"{self._sent}-{key}"
+            {"prompt_token_ids": list(prompt)},
+            params,
+            f"{self._sent}-{key}",
+            data_parallel_rank=(
+                conversation % self._replicas if self._replicas > 1 else None
+            ),
         )
         async for output in stream:
             now = time.perf_counter()

@@ -2,8 +2,11 @@
 """What is compared: arguments and environment of the engine."""
 
 import importlib.util
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ class Config:
         device_scale: device cache in units of the scale's.
         jitter_s: every request is sent up to this much later than it could be.
         needs: a module without which the configuration cannot run.
+        resets: whether upstream's reset of the caches empties all that it has.
 
     """
 
@@ -28,6 +32,7 @@ class Config:
     device_scale: int = 1
     jitter_s: float = 0.0
     needs: str = ""
+    resets: bool = True
 
     @property
     def family(self) -> str:
@@ -38,20 +43,44 @@ class Config:
         return "connector" if offloads or "kv_transfer_config" in self.llm else "plain"
 
     @property
-    def missing(self) -> bool:
-        """Whether the module that it needs is not installed."""
-        return bool(self.needs) and importlib.util.find_spec(self.needs) is None
+    def missing(self) -> str:
+        """Why the module that it needs is not there, and what helps; empty if it is."""
+        return _missing(self.needs) if self.needs else ""
 
 
+@cache
+def _missing(module: str) -> str:
+    if importlib.util.find_spec(module) is None:
+        return f"{module} is not installed: {INSTALL}"
+    # In a process of its own: it may touch CUDA, and who forks must not have.
+    command = [sys.executable, "-c", f"import {module}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if not done.returncode:
+        return ""
+    why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return f"{module} cannot be imported ({why}): {INSTALL}"
+
+
+INSTALL = (
+    "`pip install lmcache` for this Python and CUDA; docs/benchmarks.md has the lines "
+    "for a machine without a network"
+)
+ALIASES = {
+    "core": ["core-write_back"],
+    "simple": ["simple-eager", "simple-lazy"],
+}
+"""Short names on the command line."""
 ON_DISK = ("core-fs", "offloading-fs")
 """These write files below the temporary folder: it must be on the disk to measure."""
 
 
-def configs(host_gib: float, device_bytes: int) -> dict[str, Config]:
+def configs(
+    host_gib: float, device_bytes: int, num_ranks: int = 1
+) -> dict[str, Config]:
     """The configurations by name.
 
-    Those that use host memory have `host_gib` of it, those with files below no more
-    than the device has, `device_bytes`.
+    Those that use host memory have `host_gib` of it, all `num_ranks` ranks of a replica
+    together; those with files below no more than the device has, `device_bytes`.
     """
     folder = Path(tempfile.gettempdir()) / "kv-below"
     hashes = {"PYTHONHASHSEED": "0"}
@@ -99,20 +128,20 @@ def configs(host_gib: float, device_bytes: int) -> dict[str, Config]:
         "offloading-sync": Config(native(sync_load_budget_bytes=8 * GIB)),
         "simple-eager": Config(native(lazy_offload=False), simple),
         "simple-lazy": Config(native(lazy_offload=True), simple),
-        "lmcache": Config(
-            {
-                "kv_transfer_config": {
-                    "kv_connector": "LMCacheConnectorV1",
-                    "kv_role": "kv_both",
-                }
-            },
-            {
-                "LMCACHE_LOCAL_CPU": "True",
-                "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{host_gib:g}",
-                "LMCACHE_CHUNK_SIZE": "256",
-                # Its keys are Python hashes, which differ from process to process.
-                "PYTHONHASHSEED": "0",
-            },
-            needs="lmcache",
-        ),
+        "lmcache": _lmcache(host_gib / num_ranks),
     }
+
+
+def _lmcache(gib: float) -> Config:
+    """LMCache with so much host memory for each rank."""
+    connector = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    settings = {
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{gib:g}",
+        "LMCACHE_CHUNK_SIZE": "256",
+        # Its keys are Python hashes, which differ from process to process.
+        "PYTHONHASHSEED": "0",
+    }
+    return Config(
+        {"kv_transfer_config": connector}, settings, needs="lmcache", resets=False
+    )

@@ -31,6 +31,13 @@ class Shape:
         """Bytes of keys and values that one token takes in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, norms aside."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
+        layer = attention + 3 * self.inner * self.hidden
+        return self.layers * layer + 2 * self.vocab * self.hidden
+
 
 SHAPES = {
     "tiny": Shape(128, 256, 4, 4, 2, 32, 1024),

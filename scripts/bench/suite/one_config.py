@@ -36,6 +36,7 @@ class Job:
         device_bytes: of the device cache that prompts are evicted from.
         cells: (workload, repeat, parameters, id) in the order to run them.
         logprobs: workloads whose requests ask for the two best logprobs.
+        fresh: empty all caches before each cell.
         ends: no cell begins that would last longer, in seconds of `time.time`.
 
     """
@@ -50,6 +51,7 @@ class Job:
     jitter_s: float
     cells: list[tuple[str, int, dict[str, Any], str]]
     logprobs: list[str]
+    fresh: bool
     ends: float
 
 
@@ -75,10 +77,14 @@ def machine() -> dict[str, str]:
     return found
 
 
-async def warm_up(client: Client) -> None:
+async def warm_up(client: Client) -> list[int]:
     """Whatever is compiled or set up at its first use, and a device cache that is full.
 
     A prompt, others that evict it, and the prompt again: stores and loads happen too.
+
+    Returns:
+        That prompt. All caches hold it, as long as nothing else has evicted it.
+
     """
     length = client.max_prompt_tokens // 2
     prompt = tokens(client.vocab, length, "warm-up")
@@ -89,6 +95,39 @@ async def warm_up(client: Client) -> None:
         await client.ask("warm-up", prompt + prompt[:64], 4)
         some = (prompt[: length // 16 + i] for i in range(8))
         await asyncio.gather(*(client.ask("warm-up", p, 16) for p in some))
+    return prompt
+
+
+async def refresh(engine: Any, client: Client, known: list[int], turn: int) -> None:
+    """Empty all caches, see that they are empty, and fill the device with fillers.
+
+    Args:
+        engine: That `client` asks.
+        client: Asks for the fillers.
+        known: a prompt that the caches hold.
+        turn: counts the calls, and names the fillers.
+
+    Raises:
+        RuntimeError: something of the prompt is left.
+
+    """
+    # Blocks of stores that are still under way are in use, and refused.
+    until = time.monotonic() + RESET_S
+    while not await engine.reset_prefix_cache(reset_connector=True):
+        if time.monotonic() > until:
+            raise RuntimeError(f"The caches could not be reset within {RESET_S} s.")
+        await asyncio.sleep(0.1)
+    answer = await client.ask("known", known, 1)
+    if answer.cached_tokens:
+        raise RuntimeError(
+            f"After a reset the caches still had {answer.cached_tokens} of "
+            f"{len(known)} tokens: --fresh cannot empty them."
+        )
+    await evict(client, "refresh", turn)
+
+
+RESET_S = 30.0
+"""How long copies may keep blocks that are to be forgotten."""
 
 
 def workload_of(job: Job, name: str, parameters: dict[str, Any]) -> Workload:
@@ -125,9 +164,10 @@ async def run(job: Job) -> None:
             args["max_model_len"] - 128,
             shape.vocab,
             job.jitter_s,
+            args.get("data_parallel_size", 1),
         )
         started = time.perf_counter()
-        await warm_up(client)
+        known = await warm_up(client)
         about = {
             "config": job.config,
             "family": job.family,
@@ -141,13 +181,13 @@ async def run(job: Job) -> None:
             "warm_up_s": round(time.perf_counter() - started, 2),
         }
         append(out, about | {"status": "started", **times, "llm": job.llm})
-        await run_cells(job, engine, client, about)
+        await run_cells(job, engine, client, about, known)
     finally:
         engine.shutdown()
 
 
 async def run_cells(
-    job: Job, engine: Any, client: Client, about: dict[str, Any]
+    job: Job, engine: Any, client: Client, about: dict[str, Any], known: list[int]
 ) -> None:
     """Run the job's cells one after the other, and write what each gave.
 
@@ -156,11 +196,12 @@ async def run_cells(
         engine: That `client` asks.
         client: Asks for the cells.
         about: What the record of every cell begins with.
+        known: A prompt that the caches hold.
 
     """
     out = Path(job.out)
     took: dict[str, float] = {}
-    for name, repeat, parameters, digest in job.cells:
+    for turn, (name, repeat, parameters, digest) in enumerate(job.cells):
         about |= {"workload": name, "repeat": repeat, "cell": digest}
         if time.time() + took.get(name, 0.0) > job.ends:
             append(out, about | {"status": "not reached", "reason": "time limit"})
@@ -171,6 +212,8 @@ async def run_cells(
         gc.collect()
         gc.freeze()
         try:
+            if job.fresh:
+                await refresh(engine, client, known, turn)
             outcome = await workload_of(job, name, parameters).run(client, repeat)
         except (RuntimeError, ValueError) as error:
             append(out, about | {"status": "failed", "reason": str(error)})
@@ -186,12 +229,19 @@ async def run_cells(
             "logprobs": client.logprobs,
             "began": round(begun, 1),
             "took_s": round(took[name], 2),
+            "window": window(outcome.answers),
             "metrics": {k: round(v, 5) for k, v in outcome.metrics.items()},
             "requests": len(outcome.answers),
             "distinct_tokens": distinct(outcome.answers),
             "outputs": file,
         }
         append(out, about | found)
+
+
+def window(answers: list[Answer]) -> tuple[float, float]:
+    """When what was measured began and ended, by the clock of a timeline."""
+    begun = min(answer.sent for answer in answers)
+    return round(begun, 6), round(max(answer.times[-1] for answer in answers), 6)
 
 
 def distinct(answers: list[Answer]) -> int:

@@ -20,6 +20,8 @@ BARS = {
     "agent_tools": SESSIONS,
     "rotate": ("makespan_s", "later_ttft_ms.mean", "decode_ms.mean"),
     "overfull": ("makespan_s", "later_ttft_ms.mean", "decode_ms.mean"),
+    "closed_8": ("makespan_s", "later_ttft_ms.mean", "decode_ms.mean"),
+    "closed_16": ("makespan_s", "later_ttft_ms.mean", "decode_ms.mean"),
     "trace": ("output_tokens_per_s", "ttft_ms.mean", "ttft_ms.p99"),
     "no_reuse": ("makespan_s",),
     "fits": ("makespan_s",),
@@ -28,13 +30,15 @@ BARS = {
 
 
 def draw(results: Results, folder: Path) -> Iterator[Path]:
-    """Write a PNG for every workload; yields their paths."""
+    """Write a PNG for each workload that has a picture; yields their paths."""
     for workload in results.workloads():
         path = folder / f"{workload}.png"
         if workload == "latency":
             _draw_latency(results, path)
-        else:
+        elif workload in BARS:
             _draw_bars(results, workload, BARS[workload], path)
+        else:
+            continue
         yield path
 
 

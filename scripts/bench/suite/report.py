@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .bars import Bar, bars
+from .distances import IDEAL, connectors_that_ran, distances
 from .equality import NEAR_TIE
 from .plots import draw
 from .table import Results, markdown, number
@@ -55,8 +56,7 @@ def _tables(results: Results) -> Iterator[str]:
         yield f"## {workload}"
         yield "`" + str(_parameters(results, workload)) + "`"
         rows = []
-        ran = {r["config"] for r in results.cells if r["workload"] == workload}
-        shown = [config for config in results.configs if config in ran]
+        shown = results.shown(workload)
         for metric in results.metrics(workload):
             row = [f"`{metric}`"]
             for config in shown:
@@ -69,6 +69,13 @@ def _tables(results: Results) -> Iterator[str]:
                 row.append(f"{number(median)} ({span}; {len(values)})")
             rows.append(row)
         yield markdown(["", *shown], rows)
+        if ratios := list(distances(results, workload)):
+            yield (
+                f"Over `{IDEAL}`, and over the best connector of each row; run by run, "
+                "median (min to max). ↓: less is better. Bold: all of several runs lie "
+                f"on one side of 1. {connectors_that_ran(results, workload)}"
+            )
+            yield markdown(["", *shown], ratios)
 
 
 def _parameters(results: Results, workload: str) -> dict[str, object]:

@@ -3,10 +3,11 @@
 
 from dataclasses import dataclass, field, replace
 
+from .closed_loop import ClosedLoop
 from .prefixes import Below, Latency
 from .workloads import Interfere, NoReuse, Sessions, Trace
 
-Workload = Latency | Below | Sessions | NoReuse | Trace | Interfere
+Workload = Latency | Below | Sessions | NoReuse | Trace | ClosedLoop | Interfere
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ TINY_AGENT = Sessions(6, 4, (1024, 1536), 64, 8, True, name="agent")
 # that run at once, four have room in it, eight are 1.3 to 1.5 times as large as it.
 ROTATE = Sessions(24, 4, (10000, 12000), 250, 48, True, at_once=4, name="rotate")
 TINY_ROTATE = Sessions(12, 3, (1024, 1280), 64, 8, True, at_once=2, name="rotate")
+# Of Mooncake's conversation trace: 4 to 5 times the device cache together, and what
+# eight clients talk about at a time 1.6 times.
+CLOSED = ClosedLoop(8, 24, name="closed_8")
+TINY_CLOSED = ClosedLoop(8, 20, shrink=16, turns=(2, 4), output=8, name="closed_8")
 SCALES = {
     "h200": Scale(
         shape="llama-3.1-8b",
@@ -61,6 +66,8 @@ SCALES = {
             "agent_tools": replace(AGENT, think_s=0.5, name="agent_tools"),
             "rotate": ROTATE,
             "overfull": replace(ROTATE, at_once=8, name="overfull"),
+            "closed_8": CLOSED,
+            "closed_16": replace(CLOSED, clients=16, name="closed_16"),
             "no_reuse": NoReuse(72, 4096, 64),
             # 0.8 times the device cache.
             "fits": Sessions(12, 12, (1024, 1024), 256, 96, name="fits"),
@@ -86,6 +93,8 @@ SCALES = {
             "agent_tools": replace(TINY_AGENT, think_s=0.1, name="agent_tools"),
             "rotate": TINY_ROTATE,
             "overfull": replace(TINY_ROTATE, at_once=4, name="overfull"),
+            "closed_8": TINY_CLOSED,
+            "closed_16": replace(TINY_CLOSED, clients=16, name="closed_16"),
             "no_reuse": NoReuse(16, 512, 16),
             "fits": Sessions(4, 4, (256, 256), 64, 24, name="fits"),
             "trace": Trace(one_of=200, shrink=16, seconds=4, max_output=16, limit=40),

@@ -68,6 +68,24 @@ class Results:
             and metric in r["metrics"]
         ]
 
+    def by_run(
+        self, workload: str, metric: str, config: str
+    ) -> dict[tuple[str, str], float]:
+        """The value of each run by folder and cell, which its twins of other
+        configurations share; the median, should a cell have been run again."""
+        found: dict[tuple[str, str], list[float]] = {}
+        for r in self.cells:
+            of_config = (r["workload"], r["config"]) == (workload, config)
+            if of_config and metric in r["metrics"]:
+                run = found.setdefault((r["folder"], r["cell"]), [])
+                run.append(r["metrics"][metric])
+        return {run: statistics.median(values) for run, values in found.items()}
+
+    def shown(self, workload: str) -> list[str]:
+        """The configurations that have run a workload."""
+        ran = {r["config"] for r in self.cells if r["workload"] == workload}
+        return [config for config in self.configs if config in ran]
+
     def median(self, workload: str, metric: str, config: str) -> float | None:
         values = self.values(workload, metric, config)
         return statistics.median(values) if values else None

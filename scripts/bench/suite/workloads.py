@@ -76,7 +76,11 @@ async def evict(client: Client, *seed: int | str) -> None:
     size = min(8192, client.max_prompt_tokens // 2)
     count = round(1.15 * client.device_tokens / size) + 1
     prompts = [tokens(client.vocab, size, "filler", i, *seed) for i in range(count)]
-    await asyncio.gather(*(client.ask("filler", prompt, 1) for prompt in prompts))
+    asked = (
+        client.ask("filler", prompt, 1, conversation=i)
+        for i, prompt in enumerate(prompts)
+    )
+    await asyncio.gather(*asked)
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,18 @@ class Sessions:
                     luck = random.Random(f"{self.name} {seed} {i} {turn}")
                     await asyncio.sleep(self.think_s * luck.uniform(0.5, 1.5))
                 async with turns:
-                    answer = await client.ask(f"{i}.{turn}", prompt, self.output)
+                    answer = await client.ask(
+                        f"{i}.{turn}", prompt, self.output, conversation=i
+                    )
                 answers.append(answer)
             return answers
 
         all_prompts = [prompts_of(i) for i in range(self.sessions)]
         if self.contexts_first:
-            contexts = (client.ask("context", p.pop(0), 1) for p in all_prompts)
+            contexts = (
+                client.ask("context", p.pop(0), 1, conversation=i)
+                for i, p in enumerate(all_prompts)
+            )
             await asyncio.gather(*contexts)
         started = time.perf_counter()
         talks = await asyncio.gather(*(talk(i, p) for i, p in enumerate(all_prompts)))
@@ -163,7 +172,10 @@ class NoReuse:
             for i in range(self.prompts)
         ]
         started = time.perf_counter()
-        asked = (client.ask(str(i), p, self.output) for i, p in enumerate(prompts))
+        asked = (
+            client.ask(str(i), p, self.output, conversation=i)
+            for i, p in enumerate(prompts)
+        )
         answers = list(await asyncio.gather(*asked))
         return Outcome(summary(answers, started) | ttft("ttft", answers), answers)
 
@@ -175,6 +187,7 @@ class Request:
     at_s: float
     prompt: list[int]
     output: int
+    tree: int
 
 
 @dataclass(frozen=True)
@@ -202,7 +215,9 @@ class Trace:
 
         async def ask(i: int, request: Request) -> Answer:
             await asyncio.sleep(started + request.at_s - time.perf_counter())
-            return await client.ask(str(i), request.prompt, request.output)
+            return await client.ask(
+                str(i), request.prompt, request.output, conversation=request.tree
+            )
 
         asked = (ask(i, request) for i, request in enumerate(requests))
         answers = list(await asyncio.gather(*asked))
@@ -233,6 +248,7 @@ class Trace:
                     line["timestamp"] * scale / 1e3,
                     prompt[:length],
                     min(max(output, 1), self.max_output),
+                    tree,
                 )
             )
         return kept[: self.limit]

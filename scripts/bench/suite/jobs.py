@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the cells of configurations, each in a process of its own, and tells of them.
+
+Nothing here may touch CUDA: the processes are forked.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from .configs import Config
+from .options import merged, parallel
+from .records import append, read
+from .room import lacks_room
+from .scales import Scale
+
+START_S = {"cuda": 45.0, "cpu": 15.0}
+"""A configuration is not begun with less time left."""
+STOP_S = 8.0
+"""For the last cell's files and the engine's end."""
+SHOWN = {
+    *("makespan_s", "later_ttft_ms.mean", "host_ttft_ms.p50", "itl_ms.host.p99"),
+    "decode_ms.mean",
+    *(
+        f"ttft_ms.{kind}.{n}"
+        for kind in ("host", "below", "unseen")
+        for n in (1024, 4096, 16384)
+    ),
+}
+"""Metrics that are printed while it runs."""
+
+EVENTS = "KV_TIER_TIMELINE"
+"""The environment variable that says where a process records its events."""
+DEVICE_TIMES = "KV_TIER_TIMELINE_DEVICE"
+"""Set: times of the GPU, too."""
+
+Cell = tuple[str, int, dict[str, Any], str]
+
+
+class Told:
+    """Prints what is new in the results, and keeps what could not be run."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._lines = len(read(out))
+        self.missing: list[dict[str, Any]] = []
+
+    def tell(self) -> None:
+        new = read(self._out)[self._lines :]
+        self._lines += len(new)
+        for r in new:
+            if r["status"] == "started":
+                text = f"started in {r['start_s']} s, warm-up {r['warm_up_s']} s"
+                print(f"{r['config']:20} {text}", flush=True)
+                continue
+            cell = f"{r['config']:20} {r['workload']} {r['repeat']}"
+            if r["status"] != "ok":
+                self.missing.append(r)
+                continue
+            shown = [f"{m} {v:.4g}" for m, v in r["metrics"].items() if m in SHOWN]
+            print(f"{cell}  {r['took_s']} s  " + "  ".join(shown), flush=True)
+
+
+class Runner:
+    """Runs configurations for one call of a command.
+
+    Args:
+        scale: Sizes of everything.
+        args: `out`, `workloads`, `logprobs`, `batch_invariant`, and the options of
+            `add_engine_options`.
+        ends: Nothing begins that would last longer, in seconds of `time.time`.
+        events: Folder for what each process records, one below it for each
+            configuration; None: nothing is recorded.
+
+    """
+
+    def __init__(
+        self,
+        scale: Scale,
+        args: argparse.Namespace,
+        ends: float,
+        events: Path | None = None,
+    ) -> None:
+        self._scale = scale
+        self._args = args
+        self._ends = ends
+        self._events = events
+        self.told = Told(args.out)
+
+    def run(self, name: str, config: Config, repeats: range) -> None:
+        """Run the cells of a configuration; every one gets a line of results."""
+        workloads = self._args.workloads
+        if self._args.fresh and not config.resets:
+            # What cannot be emptied is new.
+            for workload in workloads:
+                for i in repeats:
+                    self._run(name, config, [workload], range(i, i + 1))
+        else:
+            self._run(name, config, workloads, repeats)
+        self.told.tell()
+
+    def engine_arguments(self, config: Config) -> dict[str, Any]:
+        """Arguments of `AsyncEngineArgs` for a configuration."""
+        scale, args = self._scale, self._args
+        # So much on all ranks of a replica together, as the workloads want it.
+        device_bytes = scale.device_bytes * config.device_scale // (args.tp * args.pp)
+        llm: dict[str, Any] = {
+            "dtype": scale.dtype,
+            "kv_cache_memory_bytes": device_bytes,
+            "max_model_len": scale.max_model_len,
+            "max_num_seqs": scale.max_num_seqs,
+            "max_num_batched_tokens": scale.max_num_batched_tokens,
+            "enable_prefix_caching": True,
+            "enforce_eager": scale.eager,
+            **parallel(args),
+        }
+        if scale.block_size:
+            llm["block_size"] = scale.block_size
+        return merged(merged(llm, args.llm), config.llm)
+
+    def _run(
+        self, name: str, config: Config, workloads: list[str], repeats: range
+    ) -> None:
+        args = self._args
+        llm = self.engine_arguments(config)
+        settings = fingerprint(
+            [llm, config.env, config.jitter_s, args.batch_invariant, args.fresh]
+        )
+        about = {
+            "config": name,
+            "family": config.family,
+            "scale": args.scale,
+            "settings": settings,
+        }
+        cells, lacking = self._cells(name, settings, workloads, repeats)
+        self._give_up(about, lacking, "skipped", "no --trace was given")
+        if not cells:
+            return
+        if why := config.missing or lacks_room(config, self._scale, llm, args.device):
+            self._give_up(about, cells, "skipped", why)
+            return
+        if time.time() + START_S[args.device] > self._ends:
+            self._give_up(about, cells, "not reached", "time limit")
+            return
+        job = about | {
+            "out": str(args.out),
+            "llm": llm,
+            "device_bytes": self._scale.device_bytes * args.dp,
+            "jitter_s": config.jitter_s,
+            "cells": cells,
+            "logprobs": args.logprobs,
+            "fresh": args.fresh and config.resets,
+            "ends": self._ends - STOP_S,
+        }
+        path = args.out / f"job-{name}.json"
+        path.write_text(json.dumps(job))
+        log = args.out / f"{name}-{repeats.start}-{cells[0][0]}.log"
+        before = len(read(args.out))
+        reason = self._run_process(path, log, self._environment(name, config))
+        new = {r.get("cell") for r in read(args.out)[before:]}
+        left = [cell for cell in cells if cell[3] not in new]
+        late = reason == "time limit"
+        self._give_up(about, left, "not reached" if late else "failed", reason)
+
+    def _cells(
+        self, name: str, settings: str, workloads: list[str], repeats: range
+    ) -> tuple[list[Cell], list[Cell]]:
+        """(to be run, lacking a trace) of a configuration; what is done is left."""
+        args = self._args
+        done = {
+            (r["workload"], r["cell"])
+            for r in read(args.out)
+            if r["status"] == "ok" and (r["config"], r["settings"]) == (name, settings)
+        }
+        run, lacking = [], []
+        for workload in workloads:
+            parameters = asdict(self._scale.workloads[workload])
+            for repeat in repeats:
+                # Where the trace lies does not matter.
+                same = {k: v for k, v in parameters.items() if k != "path"}
+                digest = fingerprint([args.scale, same, repeat])
+                cell = (workload, repeat, parameters, digest)
+                if (workload, digest) in done:
+                    print(f"{name:20} {workload} {repeat}: done before", flush=True)
+                elif parameters.get("path") == "":
+                    lacking.append(cell)
+                else:
+                    run.append(cell)
+        return run, lacking
+
+    def _give_up(
+        self, about: dict[str, Any], cells: list[Cell], status: str, reason: str
+    ) -> None:
+        for workload, repeat, _, digest in cells:
+            what = {"workload": workload, "repeat": repeat, "cell": digest}
+            record = about | what | {"status": status, "reason": reason}
+            append(self._args.out, record)
+
+    def _environment(self, name: str, config: Config) -> dict[str, str]:
+        """Environment of the process of a configuration."""
+        bench = Path(__file__).parents[1]
+        path = [str(bench), str(bench.parent), os.getenv("PYTHONPATH")]
+        settings = {
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            # Forked, it knows our load format at once, and what is recorded.
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+            # Nothing may depend on a network, and nothing may report to one.
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if self._events is not None:
+            settings[EVENTS] = str(self._events / name)
+            settings |= {DEVICE_TIMES: "1"} if self._args.device_times else {}
+        if self._args.batch_invariant:
+            settings["VLLM_BATCH_INVARIANT"] = "1"
+        return os.environ | settings | config.env
+
+    def _run_process(self, job: Path, log: Path, env: dict[str, str]) -> str:
+        """Run a job until it ends or time is up.
+
+        Returns:
+            Why cells without a record have none.
+
+        """
+        module = "suite.one_config" if self._events is None else "suite.recorded_config"
+        command = [sys.executable, "-m", module, str(job)]
+        with log.open("wb") as output:
+            # A group of its own: the engine core ends with it.
+            process = subprocess.Popen(
+                command, env=env, stdout=output, stderr=output, start_new_session=True
+            )
+        try:
+            while process.poll() is None and time.time() < self._ends:
+                time.sleep(0.25)
+                self.told.tell()
+        finally:
+            late = process.poll() is None
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self.told.tell()
+        return "time limit" if late else f"{cause(log)} (see {log.name})"
+
+
+def fingerprint(value: Any) -> str:
+    """The same for the same value."""
+    text = json.dumps(value, sort_keys=True)
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def cause(log: Path) -> str:
+    """The first error in a log that says something."""
+    text = log.read_text(errors="replace")
+    # As Python prints it, or behind what vLLM's logger puts before it.
+    line = r"^(?:\(.*?\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)"
+    found = re.findall(line, text, re.MULTILINE)
+    said = [error for error in found if "See root cause above" not in error]
+    return said[0][:300] if said else "the process ended without an error message"
