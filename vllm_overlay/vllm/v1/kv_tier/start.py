@@ -303,11 +303,11 @@ def _open_rank(
     0 where the rank has no KV memory."""
     tier, worker = wrapper.kv_tier, wrapper.worker
     num_bytes = tier.buffer.slots.shape[1]
-    name = rank_namespace(space, wrapper.rpc_rank, _describe(worker, num_blocks))
+    # Not the wrapper's, which is that of its machine: ranks of two would share objects.
+    rank = worker.rank
+    name = rank_namespace(space, rank, _describe(worker, num_blocks))
     if num_bytes:
-        tier.open_secondary(
-            [each.open(name, wrapper.rpc_rank, num_bytes) for each in entries]
-        )
+        tier.open_secondary([each.open(name, rank, num_bytes) for each in entries])
     return name, num_bytes
 
 
