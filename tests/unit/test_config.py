@@ -359,16 +359,6 @@ def test_kv_cache_events_can_be_published(model: str) -> None:
     assert config is not None
 
 
-def test_an_executor_that_returns_one_ranks_output(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = engine_config(model)
-    monkeypatch.setattr(config.parallel_config, "distributed_executor_backend", "ray")
-    with pytest.raises(ValueError) as error:
-        KVTierConfig.from_vllm_config(config)
-    names_all(str(error.value), "--distributed-executor-backend ray", "Use mp")
-
-
 @compat("refused at start", "HiSparse")
 def test_hisparse(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config(model)

@@ -19,6 +19,7 @@ from vllm.v1.kv_tier.scheduling.below import (
     check_engine,
     check_tiers,
 )
+from vllm.v1.kv_tier.scheduling.executors import refused_executor
 from vllm.v1.kv_tier.scheduling.quotas import check_quotas
 from vllm.v1.kv_tier.scheduling.takers import takes_plans
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
@@ -213,12 +214,9 @@ class KVTierConfig:
                 f"{backend} and HiSparse both keep KV blocks in host memory. "
                 "Remove the HiSparse configuration, or remove the backend."
             )
-        executor = vllm_config.parallel_config.distributed_executor_backend
-        if executor not in (None, "mp", "uni"):
+        if why := refused_executor(vllm_config):
             raise ValueError(
-                f"{backend} is not supported with --distributed-executor-backend "
-                f"{executor}: a failed copy on one rank would not be seen by the "
-                "scheduler. Use mp (or uni on one device)."
+                f"{backend} is not supported with --distributed-executor-backend {why}"
             )
         if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):
             raise ValueError(
@@ -334,9 +332,11 @@ def flush_time_s(vllm_config: "VllmConfig") -> float:
 
 
 def is_one_machine(vllm_config: "VllmConfig") -> bool:
-    """Whether all ranks of an engine are on this machine."""
+    """Whether all ranks of an engine are sure to be on this machine. Ray places them
+    where it likes, which is known when they are there."""
+    parallel = vllm_config.parallel_config
     # Not all releases can do without Ray for several.
-    return getattr(vllm_config.parallel_config, "nnodes", 1) == 1
+    return getattr(parallel, "nnodes", 1) == 1 and not parallel.use_ray
 
 
 @dataclass(frozen=True)
