@@ -64,6 +64,11 @@ LOGS_KILLS = _says(KILLED, "v1")
 silence."""
 
 
+_EXECUTORS = _root() / "v1" / "executor"
+HAS_RAY_V2 = (_EXECUTORS / "ray_executor_v2.py").exists()
+"""Whether upstream has a Ray executor that works as its multi-process one does."""
+HAS_TWO_RAYS = HAS_RAY_V2 and (_EXECUTORS / "ray_executor.py").exists()
+"""Whether it has the other one too, which a variable chooses."""
 NAMES_PROCESSES = "set_process_title" in (_root() / "v1/engine/core.py").read_text()
 """Whether processes can be told from one another by their titles."""
 
@@ -130,6 +135,8 @@ def lacking_engine(llm: dict[str, Any]) -> str | None:
         and "ExampleConnector" not in KVConnectorFactory._registry
     ):
         return "KV connectors of this release are made another way"
+    if llm.get("distributed_executor_backend") == "ray" and not HAS_RAY_V2:
+        return "the scheduler of this release's Ray executor hears of one rank only"
     if "runner" in llm and not hasattr(EngineArgs, "runner"):
         return "decoders of this release become embedding models another way"
     return None
