@@ -14,6 +14,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "ci" / "requirements-ray.txt"
@@ -84,3 +88,22 @@ def start_ray(num_ranks: int) -> None:
         _node_ip_address="127.0.0.1",
     )
     count_ranks_as_gpus()
+
+
+def end_ray(engine: "Engine") -> None:
+    """End an engine and its Ray, which kills workers: what they share in /dev/shm is
+    left, with or without a tier."""
+    import ray
+
+    names = {name for rank in engine.on_ranks(shared_memory) for name in rank}
+    engine.core.shutdown()
+    ray.shutdown()
+    for name in names:
+        Path(name).unlink(missing_ok=True)
+
+
+def shared_memory(wrapper: Any) -> set[str]:
+    """Files in /dev/shm that a rank has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/" in line}
+    return {name for name in found if not name.endswith("(deleted)")}

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from .jobs import BLOCK_TOKENS, COMMON, SMALL, device, tier
-from .ray_cpu import count_ranks_as_gpus, start_ray
+from .ray_cpu import count_ranks_as_gpus, end_ray, start_ray
 from .release import known
 from .workloads import text
 
@@ -62,7 +62,7 @@ def below(model: str, root: str) -> None:
     engine = Engine(model=model, **known(llm))
     prompts = [text(700 + i, 5 * BLOCK_TOKENS + 1) for i in range(3)]
     answers = [engine.generate([prompt], max_tokens=8)[0] for prompt in prompts]
-    engine.core.shutdown()
+    end_ray(engine)
     tokens = "-".join(str(token) for each in answers for token in each["tokens"])
     print(ANSWERS, tokens, sum(each["cached_tokens"] for each in answers))
 
