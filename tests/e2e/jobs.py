@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from .release import HAS_RAY_V2
+
 GiB = 1 << 30
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 64 << 10
@@ -274,7 +276,7 @@ if "all" in ASKED:
         "TP=2, async scheduling": parallel(2, 1, async_scheduling=True),
         "TP=2 x PP=2": parallel(2, 2),
     }
-if "ray" in ASKED:
+if "ray" in ASKED and HAS_RAY_V2:
     PARALLEL["TP=2, Ray"] = parallel(2, 1, distributed_executor_backend="ray")
 JOBS |= PARALLEL
 

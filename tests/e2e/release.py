@@ -135,8 +135,6 @@ def lacking_engine(llm: dict[str, Any]) -> str | None:
         and "ExampleConnector" not in KVConnectorFactory._registry
     ):
         return "KV connectors of this release are made another way"
-    if llm.get("distributed_executor_backend") == "ray" and not HAS_RAY_V2:
-        return "the scheduler of this release's Ray executor hears of one rank only"
     if "runner" in llm and not hasattr(EngineArgs, "runner"):
         return "decoders of this release become embedding models another way"
     return None
