@@ -12,11 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from . import ray_cpu
 from .jobs import JOBS, Job
 from .model import make_eagle, make_llama
 
@@ -41,12 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engines(*names): engines a test reads")
 
 
-def environment() -> dict[str, str]:
-    """For a process that must find `vllm` and these tests as this one does."""
+def environment(**others: str) -> dict[str, str]:
+    """For a process that must find `vllm` and these tests as this one does, and what
+    is in `PYTHONPATH` of `others`."""
     paths = [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
+    paths.append(others.pop("PYTHONPATH", ""))
     # Else every engine compiles programs to see whether vectors work: 15 to 30 s.
     fast = {"TORCHINDUCTOR_VEC_ISA_OK": "1"}
-    return fast | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return fast | others | os.environ | found
 
 
 @pytest.fixture(scope="session")
@@ -106,10 +111,13 @@ def run_engine(name: str, spec: Job, model: Path, folder: Path) -> dict[str, Any
         llm["speculative_config"] = speculative | {"model": str(draft)}
     text = json.dumps({"llm": llm, "workloads": spec.workloads})
     job.write_text(text.replace('"STORAGE"', json.dumps(str(storage))))
-    with log.open("w") as output:
+    ray: AbstractContextManager[dict[str, str]] = nullcontext({})
+    if spec.llm.get("distributed_executor_backend") == "ray":
+        ray = ray_cpu.environment()
+    with log.open("w") as output, ray as others:
         run = subprocess.run(
             [sys.executable, "-m", "tests.e2e.driver", str(job), str(result)],
-            env=environment(),
+            env=environment(**others),
             stdout=output,
             stderr=subprocess.STDOUT,
             timeout=ENGINE_TIMEOUT_S,

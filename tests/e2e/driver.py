@@ -20,6 +20,7 @@ from .engine import Engine
 from .kinds import IMAGE_TOKEN
 from .mamba_cpu import end_prefill_steps_at_blocks, pack_no_weights
 from .pipeline_cpu import make_buffers_between_stages, run_pipelines_in_process
+from .ray_cpu import end_ray, start_ray
 from .release import (
     count_every_step,
     know_image_token,
@@ -47,6 +48,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     unasked = lacking(job["llm"])
     if job["llm"].get("pipeline_parallel_size", 1) > 1:
         run_pipelines_in_process()
+    if job["llm"].get("distributed_executor_backend") == "ray":
+        start_ray(job["llm"]["tensor_parallel_size"])
     count_every_step()
     if "images" in job["workloads"]:
         know_image_token(IMAGE_TOKEN)
@@ -68,6 +71,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         results[name] = result
     facts = engine.facts
     layout = engine.layout if facts["world_size"] == 1 else None
+    if job["llm"].get("distributed_executor_backend") == "ray":
+        end_ray(engine)
     return {"facts": facts, "layout": layout, "workloads": results}
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from .release import HAS_RAY_V2
+
 GiB = 1 << 30
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 64 << 10
@@ -265,19 +267,21 @@ def parallel(num_ranks: int, num_stages: int, **llm: Any) -> Job:
     )
 
 
+ASKED = os.environ.get("KV_TIER_PARALLEL", "").split(",")
+"""For `all` of what takes longest, and for `ray`, which must be installed first."""
 PARALLEL = {"PP=2": parallel(1, 2)}
-if os.environ.get("KV_TIER_PARALLEL") == "all":
+if "all" in ASKED:
     PARALLEL |= {
         "TP=2": parallel(2, 1),
         "TP=2, async scheduling": parallel(2, 1, async_scheduling=True),
         "TP=2 x PP=2": parallel(2, 2),
     }
+if "ray" in ASKED and HAS_RAY_V2:
+    PARALLEL["TP=2, Ray"] = parallel(2, 1, distributed_executor_backend="ray")
 JOBS |= PARALLEL
 
 TIERED = [name for name in JOBS if name.startswith("write_")]
-WITH_RANKS = pytest.mark.skipif(
-    os.environ.get("KV_TIER_PARALLEL") != "all", reason="needs KV_TIER_PARALLEL=all"
-)
+WITH_RANKS = pytest.mark.skipif("all" not in ASKED, reason="needs KV_TIER_PARALLEL=all")
 """Of what takes minutes, and differs from others by its ranks only."""
 
 

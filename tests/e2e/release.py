@@ -64,6 +64,11 @@ LOGS_KILLS = _says(KILLED, "v1")
 silence."""
 
 
+_EXECUTORS = _root() / "v1" / "executor"
+HAS_RAY_V2 = (_EXECUTORS / "ray_executor_v2.py").exists()
+"""Whether upstream has a Ray executor that works as its multi-process one does."""
+HAS_TWO_RAYS = HAS_RAY_V2 and (_EXECUTORS / "ray_executor.py").exists()
+"""Whether it has the other one too, which a variable chooses."""
 NAMES_PROCESSES = "set_process_title" in (_root() / "v1/engine/core.py").read_text()
 """Whether processes can be told from one another by their titles."""
 

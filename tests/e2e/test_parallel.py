@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several ranks or engines: the host tier changes no answer, and ranks agree.
 
-What takes longest only with `KV_TIER_PARALLEL=all`.
+What takes longest only with `KV_TIER_PARALLEL=all`, ranks of Ray with `ray`.
 """
 
 import subprocess
@@ -320,10 +320,10 @@ def test_ranks_with_schedulers_of_their_own(llama: Path) -> None:
             pytest.skip("on CPUs this release takes mp in its place")
 
 
-@pytest.mark.compat("refused at start", "--distributed-executor-backend ray")
+@pytest.mark.compat("refused at start", "--distributed-executor-backend ray, on CPUs")
 def test_ranks_of_ray(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set afterwards: without Ray installed upstream ends before the tier is asked."""
     config = two_ranks(llama, "mp").create_engine_config()
     monkeypatch.setattr(config.parallel_config, "distributed_executor_backend", "ray")
-    with pytest.raises(ValueError, match=f"{REFUSED} ray: .* Use mp"):
+    with pytest.raises(ValueError, match=f"{REFUSED} ray: .* for cpu. Use mp"):
         KVTierConfig.from_vllm_config(config)

@@ -19,7 +19,7 @@ import pytest
 
 from vllm.engine.arg_utils import EngineArgs
 
-from .jobs import BLOCK_BYTES, BLOCK_TOKENS, SMALL, GiB
+from .jobs import ASKED, BLOCK_BYTES, BLOCK_TOKENS, SMALL, GiB
 from .model import make_tokenizer
 from .release import NAMES_PROCESSES, cache_bytes
 from .server import UPSTREAMS_OWN, Server
@@ -60,7 +60,7 @@ WAYS = {
     "SIGKILL of the API server": Way("APIServer", signal.SIGKILL, (-signal.SIGKILL,)),
 }
 TIERS = {"with the tier": TIER}
-if os.environ.get("KV_TIER_PARALLEL") == "all":
+if "all" in ASKED:
     WAYS |= {
         # Upstream kills the engine at once and leaves requests without an answer; the
         # API server ends when the clients have given up.

@@ -16,8 +16,8 @@ import vllm
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.v1.kv_tier import config as kv_tier_config
 from vllm.v1.kv_tier.config import GiB, KVTierConfig, check_memory_of_engines
+from vllm.v1.kv_tier.memory import limits
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
 from ..names import FlexibleArgumentParser, KVOffloadingBackend
@@ -176,9 +176,10 @@ def test_settings_of_the_tier_do_not_change_compiled_graphs(model: str) -> None:
 
 def test_the_memory_check_can_be_turned_off(model: str) -> None:
     options = {"check_memory": False}
-    found = tier(model, kv_offloading_size=1e6, kv_offloading_config=options)
+    settings = {"kv_offloading_size": 1e6, "kv_offloading_config": options}
+    found = tier(model, **settings)
     assert found is not None and found.size_bytes == 10**6 * GiB
-    found.check_available_memory()
+    check_memory_of_engines(engine_config(model, **settings), 2)
 
 
 # ------------------------------------------------------------------------- size
@@ -197,20 +198,10 @@ def test_a_size_above_the_machines_memory(model: str) -> None:
     names_all(text, '{"check_memory": false}')
 
 
-@compat("refused at start", "a size that the machine does not have")
-def test_a_size_above_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_tier_config, "available_host_bytes", lambda: 3 * GiB)
-    KVTierConfig(size_bytes=3 * GiB).check_available_memory()
-    with pytest.raises(ValueError) as error:
-        KVTierConfig(size_bytes=4 * GiB).check_available_memory()
-    names_all(str(error.value), "--kv-offloading-size 4 does not fit", "3.0 GiB")
-    names_all(str(error.value), "Lower it, free memory, or set --kv-offloading-config")
-
-
 def test_data_parallel_engines_that_do_not_fit_together(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_tier_config, "available_host_bytes", lambda: 3 * GiB)
+    monkeypatch.setattr(limits, "available_host_bytes", lambda: 3 * GiB)
     config = engine_config(model, kv_offloading_size=1.25)
     check_memory_of_engines(config, 2)
     with pytest.raises(ValueError) as error:
@@ -366,16 +357,6 @@ def test_kv_cache_events_can_be_published(model: str) -> None:
         engine_config(model, kv_events_config=events)
     )
     assert config is not None
-
-
-def test_an_executor_that_returns_one_ranks_output(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = engine_config(model)
-    monkeypatch.setattr(config.parallel_config, "distributed_executor_backend", "ray")
-    with pytest.raises(ValueError) as error:
-        KVTierConfig.from_vllm_config(config)
-    names_all(str(error.value), "--distributed-executor-backend ray", "Use mp")
 
 
 @compat("refused at start", "HiSparse")

@@ -6,7 +6,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm.v1.kv_tier.memory.limits import available_host_bytes, total_host_bytes
+from vllm.v1.kv_tier.memory.limits import (
+    HostMemory,
+    available_host_bytes,
+    check_hosts,
+    host_memory,
+    total_host_bytes,
+)
 
 GiB = 1 << 30
 
@@ -83,3 +89,47 @@ def test_version_1_of_cgroups(cgroup: Path) -> None:
 def test_no_limit_in_version_1_is_a_huge_number(cgroup: Path) -> None:
     write(cgroup / "memory", memory__limit_in_bytes="9223372036854771712\n")
     assert in_gib(cgroup) == (64, 32)
+
+
+# ------------------------------------------------------------- ranks and machines
+
+
+def on(name: str, gib: float, available: float = 10, boot: str = "") -> tuple:
+    """A rank that takes some GiB of the memory of a machine with 16."""
+    memory = HostMemory(name, boot, 16 * GiB, int(available * GiB))
+    return memory, int(gib * GiB)
+
+
+def test_a_rank_tells_of_the_machine_it_is_on(cgroup: Path) -> None:
+    here = host_memory()
+    assert (here.total, here.available) == (64 * GiB, 32 * GiB)
+    assert here.name and here == host_memory()
+
+
+@pytest.mark.compat("refused at start", "a size that the machine does not have")
+def test_ranks_of_one_machine_count_together() -> None:
+    check_hosts(10 * GiB, [on("a", 5), on("a", 5)])
+    with pytest.raises(ValueError) as error:
+        check_hosts(11 * GiB, [on("a", 5), on("a", 6)])
+    assert str(error.value).startswith(
+        "--kv-offloading-size 11 does not fit: 10.0 GiB of host memory are available "
+        "(of 16.0 GiB). Lower it, free memory, or set --kv-offloading-config"
+    )
+
+
+@pytest.mark.compat("refused at start", "a size that one of several machines lacks")
+def test_ranks_of_several_machines() -> None:
+    # More than any of them has, and yet it fits.
+    check_hosts(18 * GiB, [on("a", 5), on("a", 4), on("b", 9)])
+    with pytest.raises(ValueError) as error:
+        check_hosts(18 * GiB, [on("a", 9), on("b", 5, 8), on("b", 4, 8)])
+    assert (
+        "--kv-offloading-size 18 does not fit: 2 of the 3 ranks run on b and take "
+        "9 GiB of it there, but 8.0 GiB of host memory are available"
+    ) in str(error.value)
+
+
+def test_machines_of_the_same_name_are_told_apart() -> None:
+    check_hosts(18 * GiB, [on("node", 9, boot="x"), on("node", 9, boot="y")])
+    with pytest.raises(ValueError, match="does not fit"):
+        check_hosts(18 * GiB, [on("node", 9, boot="x"), on("node", 9, boot="x")])

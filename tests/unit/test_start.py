@@ -13,6 +13,7 @@ from vllm.v1.kv_tier import start
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
 from vllm.v1.kv_tier.config import GiB, KVTierConfig
 from vllm.v1.kv_tier.layer_waits import set_layer_waits, wait_for_layer_load
+from vllm.v1.kv_tier.memory import limits
 from vllm.v1.kv_tier.rank.layers import LayerWaits
 from vllm.v1.kv_tier.start import start_kv_tier
 
@@ -190,11 +191,28 @@ def test_a_model_without_a_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_is_in_use_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.v1.kv_tier.config.available_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(limits, "available_host_bytes", lambda: 1 << 20)
     executor = Executor(num_ranks=1)
     with pytest.raises(ValueError, match="does not fit: 0.0 GiB of host memory"):
         run(monkeypatch, executor, 2 << 20)
     assert executor.wrappers[0].kv_tier is None
+    # Unless nobody is to look.
+    run(monkeypatch, executor, 2 << 20, check_memory=False)
+    assert executor.wrappers[0].kv_tier is not None
+
+
+def test_each_machine_gives_what_its_own_ranks_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank r takes r + 1 parts of 6."""
+    executor = Executor(num_ranks=3)
+    names = iter(["a", "a", "b"] * 2)
+    monkeypatch.setattr(limits.platform, "node", lambda: next(names))
+    monkeypatch.setattr(limits, "available_host_bytes", lambda: 3 << 20)
+    # Three MiB on each of them.
+    run(monkeypatch, executor, 6 << 20)
+    with pytest.raises(ValueError, match="2 of the 3 ranks run on a and take"):
+        run(monkeypatch, executor, 7 << 20)
 
 
 def test_nothing_is_started_when_the_tier_is_off(

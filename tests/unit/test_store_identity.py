@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_tier.start import _describe
+from vllm.v1.kv_tier.start import _describe, _open_rank
 from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
 
 
@@ -327,3 +327,25 @@ def test_random_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert name_of(tmp_path)
     monkeypatch.setenv("PYTHONHASHSEED", "random")
     assert "PYTHONHASHSEED=0" in refused(tmp_path, lambda c, kv: None)
+
+
+def test_ranks_of_several_machines_have_objects_of_their_own() -> None:
+    """Executors number the workers of each machine from 0 on."""
+
+    def opened(rank: int) -> tuple[str, int]:
+        stores: list[tuple[str, int]] = []
+        entry = Bag(open=lambda name, rank, num_bytes: (name, rank))
+        buffer = Bag(slots=torch.zeros(2, 8))
+        wrapper = Bag(
+            kv_tier=Bag(buffer=buffer, open_secondary=stores.extend),
+            worker=worker(),
+            rpc_rank=0,
+        )
+        wrapper.worker.rank = rank
+        entries: Any = [entry]
+        _open_rank(wrapper, entries, "ab", NUM_BLOCKS)
+        (store,) = stores
+        return store
+
+    (first, rank), (other, other_rank) = opened(0), opened(2)
+    assert first != other and (rank, other_rank) == (0, 2)

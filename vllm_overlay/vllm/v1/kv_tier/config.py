@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vllm import envs
-from vllm.v1.kv_tier.memory.limits import available_host_bytes, total_host_bytes
+from vllm.v1.kv_tier.memory.limits import (
+    check_fits,
+    host_memory,
+    total_host_bytes,
+)
 from vllm.v1.kv_tier.policy import make_policy
 from vllm.v1.kv_tier.scheduling.below import (
     SecondaryLayout,
     check_engine,
     check_tiers,
 )
+from vllm.v1.kv_tier.scheduling.executors import refused_executor
 from vllm.v1.kv_tier.scheduling.quotas import check_quotas
 from vllm.v1.kv_tier.scheduling.takers import takes_plans
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
@@ -210,12 +215,9 @@ class KVTierConfig:
                 f"{backend} and HiSparse both keep KV blocks in host memory. "
                 "Remove the HiSparse configuration, or remove the backend."
             )
-        executor = vllm_config.parallel_config.distributed_executor_backend
-        if executor not in (None, "mp", "uni"):
+        if why := refused_executor(vllm_config):
             raise ValueError(
-                f"{backend} is not supported with --distributed-executor-backend "
-                f"{executor}: a failed copy on one rank would not be seen by the "
-                "scheduler. Use mp (or uni on one device)."
+                f"{backend} is not supported with --distributed-executor-backend {why}"
             )
         if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):
             raise ValueError(
@@ -228,7 +230,11 @@ class KVTierConfig:
         if self.secondary_tiers:
             check_engine(vllm_config)
         self._check_stages(vllm_config)
-        if self.check_memory and self.size_bytes > total_host_bytes():
+        if (
+            self.check_memory
+            and is_one_machine(vllm_config)
+            and self.size_bytes > total_host_bytes()
+        ):
             raise ValueError(
                 f"--kv-offloading-size {self.size_bytes / GiB:g} is larger than the "
                 f"memory of this machine ({total_host_bytes() / GiB:.1f} GiB). "
@@ -289,33 +295,6 @@ class KVTierConfig:
                 "ones. Remove one of them, or the backend."
             )
 
-    def check_available_memory(self, num_engines: int = 1) -> None:
-        """Refuse a size that the machine cannot give now.
-
-        Args:
-            num_engines: Engines with a tier of that size each.
-
-        Raises:
-            ValueError: Less is available than `--kv-offloading-size` asks for.
-
-        """
-        needed, available = num_engines * self.size_bytes, available_host_bytes()
-        if not self.check_memory or needed <= available:
-            return
-        together = ""
-        if num_engines > 1:
-            together = (
-                f"each of the {num_engines} data parallel engines on this machine "
-                f"takes as much, {needed / GiB:g} GiB together, but "
-            )
-        raise ValueError(
-            f"--kv-offloading-size {self.size_bytes / GiB:g} does not fit: {together}"
-            f"{available / GiB:.1f} GiB of host memory are available "
-            f"(of {total_host_bytes() / GiB:.1f} GiB). Lower it, free memory, or "
-            "set --kv-offloading-config '{\"check_memory\": false}' where memory "
-            "grows on demand."
-        )
-
 
 def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None:
     """Refuse a size that engines cannot all have, before they start.
@@ -332,10 +311,16 @@ def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None
 
     """
     config = KVTierConfig.from_vllm_config(vllm_config)
-    if config is None or num_engines < 2:
+    if config is None or num_engines < 2 or not config.check_memory:
         return
-    if is_one_machine(vllm_config):
-        config.check_available_memory(num_engines)
+    if not is_one_machine(vllm_config):
+        return
+    here, needed = host_memory(), num_engines * config.size_bytes
+    together = (
+        f"each of the {num_engines} data parallel engines on this machine takes as "
+        f"much, {needed / GiB:g} GiB together, but "
+    )
+    check_fits(config.size_bytes, needed, here.available, here.total, together)
 
 
 def flush_time_s(vllm_config: "VllmConfig") -> float:
@@ -348,9 +333,11 @@ def flush_time_s(vllm_config: "VllmConfig") -> float:
 
 
 def is_one_machine(vllm_config: "VllmConfig") -> bool:
-    """Whether all ranks of an engine are on this machine."""
+    """Whether all ranks of an engine are sure to be on this machine. Ray places them
+    where it likes, which is known when they are there."""
+    parallel = vllm_config.parallel_config
     # Not all releases can do without Ray for several.
-    return getattr(vllm_config.parallel_config, "nnodes", 1) == 1
+    return getattr(parallel, "nnodes", 1) == 1 and not parallel.use_ray
 
 
 @dataclass(frozen=True)

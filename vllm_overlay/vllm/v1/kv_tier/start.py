@@ -12,14 +12,10 @@ from vllm.logger import init_logger
 from vllm.v1.kv_tier.about import about
 from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
-from vllm.v1.kv_tier.config import (
-    GiB,
-    KVTierConfig,
-    KVTierLayout,
-    is_one_machine,
-)
+from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.layer_waits import set_layer_waits
+from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
 from vllm.v1.kv_tier.memory.regions import build_regions, flatten
 from vllm.v1.kv_tier.rank.layers import make_layer_waits
 from vllm.v1.kv_tier.scheduling.asking import Asker
@@ -67,10 +63,13 @@ def start_kv_tier(
     set_adapter_loads(AdapterLoads(by_content=bool(config.secondary_tiers)))
     num_blocks = kv_cache_config.num_blocks
     per_rank = executor.collective_rpc(_block_bytes, args=(num_blocks,))
-    block_bytes = sum(per_rank)
+    block_bytes = sum(num_bytes for _, num_bytes in per_rank)
     num_slots = _num_slots(config, block_bytes, num_blocks)
-    if is_one_machine(vllm_config):
-        config.check_available_memory()
+    if config.check_memory:
+        check_hosts(
+            config.size_bytes,
+            [(memory, num_slots * num_bytes) for memory, num_bytes in per_rank],
+        )
     ranks = executor.collective_rpc(
         _start_rank,
         args=(
@@ -261,8 +260,10 @@ def _flush_rank(wrapper: Any, jobs: Any) -> int | None:
     return None if tier is None or tier.secondary is None else tier.flush(jobs)
 
 
-def _block_bytes(wrapper: Any, num_blocks: int) -> int:
-    return slot_bytes(build_regions(wrapper.worker.model_runner.kv_caches, num_blocks))
+def _block_bytes(wrapper: Any, num_blocks: int) -> tuple[HostMemory, int]:
+    """Host memory where this rank runs, and its part of a block, in bytes."""
+    regions = build_regions(wrapper.worker.model_runner.kv_caches, num_blocks)
+    return host_memory(), slot_bytes(regions)
 
 
 def _start_rank(
@@ -303,11 +304,11 @@ def _open_rank(
     0 where the rank has no KV memory."""
     tier, worker = wrapper.kv_tier, wrapper.worker
     num_bytes = tier.buffer.slots.shape[1]
-    name = rank_namespace(space, wrapper.rpc_rank, _describe(worker, num_blocks))
+    # Not the wrapper's, which is that of its machine: ranks of two would share objects.
+    rank = worker.rank
+    name = rank_namespace(space, rank, _describe(worker, num_blocks))
     if num_bytes:
-        tier.open_secondary(
-            [each.open(name, wrapper.rpc_rank, num_bytes) for each in entries]
-        )
+        tier.open_secondary([each.open(name, rank, num_bytes) for each in entries])
     return name, num_bytes
 
 

@@ -1,11 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much host memory this machine or container has and can give."""
 
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_GiB = 1 << 30
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of the machine or container that a process runs on, in bytes."""
+
+    name: str
+    boot: str
+    """Tells apart machines of the same name."""
+    total: int
+    available: int
+
+
+def host_memory() -> HostMemory:
+    """That of this process."""
+    boot = _read(_BOOT.parent, _BOOT.name)
+    return HostMemory(platform.node(), boot, total_host_bytes(), available_host_bytes())
+
+
+def check_fits(
+    size_bytes: int, needed: int, available: int, total: int, who: str = ""
+) -> None:
+    """Refuse a size that a machine cannot give now.
+
+    Args:
+        size_bytes: As set.
+        needed: What is to be taken from this machine, in bytes.
+        available: What it can give.
+        total: What it has.
+        who: Begins a sentence about who takes `needed`, where that is not the size.
+
+    Raises:
+        ValueError: It does not fit.
+
+    """
+    if needed <= available:
+        return
+    raise ValueError(
+        f"--kv-offloading-size {size_bytes / _GiB:g} does not fit: {who}"
+        f"{available / _GiB:.1f} GiB of host memory are available "
+        f"(of {total / _GiB:.1f} GiB). Lower it, free memory, or "
+        "set --kv-offloading-config '{\"check_memory\": false}' where memory "
+        "grows on demand."
+    )
+
+
+def check_hosts(size_bytes: int, ranks: Sequence[tuple[HostMemory, int]]) -> None:
+    """Refuse a size of which some machine cannot give what its ranks take.
+
+    Args:
+        size_bytes: As set, for all ranks together.
+        ranks: Memory where each rank runs, and what it takes of that, in bytes.
+
+    Raises:
+        ValueError: Less is available. The message names the machine if there are
+            several.
+
+    """
+    hosts: dict[tuple[str, str], list[tuple[HostMemory, int]]] = {}
+    for memory, needed in ranks:
+        hosts.setdefault((memory.name, memory.boot), []).append((memory, needed))
+    for (name, _), here in hosts.items():
+        needed = sum(num_bytes for _, num_bytes in here)
+        who = ""
+        if len(hosts) > 1:
+            who = (
+                f"{len(here)} of the {len(ranks)} ranks run on {name} and take "
+                f"{needed / _GiB:g} GiB of it there, but "
+            )
+        available = min(memory.available for memory, _ in here)
+        check_fits(size_bytes, needed, available, here[0][0].total, who)
 
 
 def total_host_bytes(cgroup: Path = CGROUP) -> int:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which executors bring the reports of all ranks to the scheduler."""
+
+from typing import TYPE_CHECKING
+
+from vllm import envs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.executor.abstract import Executor
+
+_RAY_V2 = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+
+
+def refused_executor(vllm_config: "VllmConfig") -> str | None:
+    """Why the tier cannot run with the executor that was asked for, and the mend, as
+    the end of a sentence that names the setting; None where it can.
+
+    Args:
+        vllm_config: Settings of the engine, checked by upstream.
+
+    """
+    executor = vllm_config.parallel_config.distributed_executor_backend
+    if executor in (None, "mp", "uni"):
+        return None
+    if executor == "ray":
+        from vllm.platforms import current_platform
+
+        # Upstream says so when its workers start, and does not name the setting.
+        if not getattr(current_platform, "ray_device_key", True):
+            return (
+                f"{executor}: upstream has no Ray executor for "
+                f"{current_platform.device_name or current_platform.device_type}. "
+                "Use mp."
+            )
+    from vllm.v1.executor.abstract import Executor
+
+    if _merges_reports(Executor.get_class(vllm_config)):
+        return None
+    if executor == "ray" and not getattr(envs, _RAY_V2, True):
+        return (
+            f"{executor} and {_RAY_V2}=0: the scheduler of that executor would not see "
+            f"a copy that failed on one rank. Set {_RAY_V2}=1, or use mp."
+        )
+    return (
+        f"{executor}: a failed copy on one rank would not be seen by the scheduler. "
+        "Use mp (or uni on one device)."
+    )
+
+
+def _merges_reports(executor: type["Executor"]) -> bool:
+    """Whether steps go the way on which the reports of all ranks are merged, which is
+    that of upstream's multi-process executor. Its Ray executor inherits it; what has a
+    way of its own would lose reports in silence."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    # Not all releases sample in a call of its own.
+    return all(
+        getattr(executor, name, None) is getattr(MultiprocExecutor, name, None)
+        for name in ("execute_model", "sample_tokens", "collective_rpc")
+    )
