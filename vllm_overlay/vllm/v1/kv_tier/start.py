@@ -218,9 +218,11 @@ def _open_secondary(
             )
         )
     with_kv = [num_bytes for _, num_bytes in ranks if num_bytes]
-    return layout(
+    opened_layout = layout(
         opened, len(with_kv), len(groups), sizes.pop(), num_slots, sum(with_kv)
     )
+    opened_layout.rank_calls.listen(executor)
+    return opened_layout
 
 
 def _exists_on_all(entry: StoreConfig, ranks: Sequence[tuple[str, int]]) -> Exists:

@@ -109,6 +109,7 @@ class Backing:
             self,
             tuning,
         )
+        layout.rank_calls.may_change = self._weights_may_change
         self.changed: Callable[[BlockHashWithGroupId], None] = lambda key: None
         """Is told when a tier turns out to have a key, or to have it no more."""
         self.found: Callable[[Request, Sequence[BlockHashWithGroupId], int], None]
@@ -223,6 +224,9 @@ class Backing:
         for spiller in self.spillers:
             spiller.forget()
         self.fetching.forget()
+
+    def _weights_may_change(self, method: str) -> None:
+        self.detach(f"{method} of the ranks was called, which may change weights")
 
     def _changed(self, key: BlockHashWithGroupId) -> None:
         self.changed(key)

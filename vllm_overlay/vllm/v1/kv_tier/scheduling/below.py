@@ -2,9 +2,10 @@
 """What the scheduler must know of the tier below, and when there can be one."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
 from vllm.v1.kv_tier.stores.by_name import check_entry
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class SecondaryLayout:
     """Slots of a job: ranks tell of the end of each."""
     max_known: int
     """Keys that are remembered as being there, for each tier."""
+    rank_calls: RankCalls = field(default_factory=RankCalls, compare=False)
+    """Tell of what may change weights."""
 
 
 def layout(
