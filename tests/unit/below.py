@@ -81,8 +81,7 @@ class Below:
         options: dict[str, Any] = {
             "tiers": tuple(tiers[:num_tiers]),
             "num_ranks": 1,
-            "num_groups": 1,
-            "block_size": BLOCK,
+            "block_sizes": (BLOCK,),
             "max_writing": 4,
             "max_job": 64,
             "max_known": 64,

@@ -51,7 +51,7 @@ class Spiller:
         if tier.store_from_use > 1:
             # Also of what the host has forgotten: it is computed again.
             self._admission = Admission(tier.store_from_use, layout.max_known)
-        self._due = Due(layout.max_job * layout.block_size)
+        self._due = Due(layout.max_job * max(layout.block_sizes))
         # Keys that are being written, and that are there or were lately; the oldest
         # first.
         self._writing: set[BlockHashWithGroupId] = set()
