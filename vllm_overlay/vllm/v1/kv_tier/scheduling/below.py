@@ -108,13 +108,17 @@ def layout(
     )
 
 
-def object_key(key: bytes) -> bytes:
-    """The key of a block's object. Where a block has many hashes, some releases have
-    all of them as its key: too long for the name of a file."""
-    if len(key) <= _MAX_KEY_BYTES:
-        return bytes(key)
-    digest = hashlib.blake2b(key, digest_size=_MAX_KEY_BYTES)
-    return digest.digest()
+def object_keys(keys: Sequence[bytes]) -> list[bytes]:
+    """The keys of objects of these blocks. Where a block has many hashes, some releases
+    have all of them as its key: too long for the name of a file."""
+    if max(map(len, keys), default=0) <= _MAX_KEY_BYTES:
+        return list(keys)
+    return [
+        hashlib.blake2b(key, digest_size=_MAX_KEY_BYTES).digest()
+        if len(key) > _MAX_KEY_BYTES
+        else key
+        for key in keys
+    ]
 
 
 def labels(types: Sequence[str]) -> list[str]:
