@@ -2,6 +2,7 @@
 """Calls to the ranks that may change weights, and what they do to the tier below."""
 
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -56,6 +57,14 @@ def test_steps_and_what_is_known_are_not_told() -> None:
     assert ranks.step() == "execute_model None (1,)"
     for method in (*KEEP_WEIGHTS, _flush_rank):
         ranks.collective_rpc(method)
+
+
+def test_an_executor_does_not_hold_itself() -> None:
+    ranks, calls = Ranks(), RankCalls()
+    calls.listen(ranks)
+    gone = weakref.ref(ranks)
+    del ranks
+    assert gone() is None
 
 
 def test_no_way_to_new_weights_counts_as_known() -> None:

@@ -11,6 +11,7 @@ So a call that is not known to leave weights alone counts as one that changes th
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 KEEP_WEIGHTS = frozenset(
     {
@@ -42,13 +43,16 @@ class RankCalls:
 
     def listen(self, executor: Any) -> None:
         """Hear of all calls of `executor` from now on."""
-        call = executor.collective_rpc
+        # An executor that held itself would outlive its engine.
+        call = WeakMethod(executor.collective_rpc)
 
         # Each step comes by here.
         def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
             if method not in KEEP_WEIGHTS and not _is_ours(method):
                 self.may_change(_name(method))
-            return call(method, *args, **kwargs)
+            carry_out = call()
+            assert carry_out is not None, "the executor is gone"
+            return carry_out(method, *args, **kwargs)
 
         executor.collective_rpc = collective_rpc
 
