@@ -165,7 +165,9 @@ class Backing:
         request."""
         sizes = self._layout.block_sizes
         for size in dict.fromkeys(sizes):
-            of_size = [key for key in keys if sizes[get_group_id(key)] == size]
+            of_size = keys
+            if size != max(sizes) or size != min(sizes):
+                of_size = [key for key in keys if sizes[get_group_id(key)] == size]
             self.found(request, of_size, num_tokens // size, size)
         for key in keys:
             self.is_below(key, tier)
