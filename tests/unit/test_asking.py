@@ -57,7 +57,7 @@ def test_what_is_there_is_asked_for_each_time() -> None:
 
 
 def test_the_memory_of_misses_is_bounded() -> None:
-    asked, most = Asked(), asking._MAX_MISSES
+    asked, most = Asked(), asking.MAX_MISSES
     keys = [b"%d" % i for i in range(most + 10)]
     assert not any(asked.ask(*keys[:most]))
     assert not any(asked.ask(*keys[most:]))
@@ -70,7 +70,7 @@ def test_answers_that_nobody_takes_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of requests that were aborted meanwhile, say."""
-    monkeypatch.setattr(asking, "_MAX_ANSWERS", 8)
+    monkeypatch.setattr(asking, "MAX_ANSWERS", 8)
     asked = Asked()
     asked.there = {b"a"}
     first = [asked.asker.ask([b"a"]) for _ in range(9)]

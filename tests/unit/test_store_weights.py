@@ -36,7 +36,7 @@ def names(folder: Path) -> list[Any]:
 
 def settles(patch: pytest.MonkeyPatch) -> None:
     """As if files had been written long ago."""
-    patch.setattr(module, "_SETTLED_NS", -(10**15))
+    patch.setattr(module, "SETTLED_NS", -(10**15))
 
 
 def reads_nothing(patch: pytest.MonkeyPatch) -> None:

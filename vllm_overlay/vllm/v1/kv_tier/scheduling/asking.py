@@ -15,9 +15,9 @@ logger = init_logger(__name__)
 Question = tuple[int, Sequence[bytes]]
 
 _MISS_S = 1.0
-_MAX_MISSES = 1 << 16
+MAX_MISSES = 1 << 16
 # Nobody takes those of requests that were aborted, or did not wait so long.
-_MAX_ANSWERS = 1 << 13
+MAX_ANSWERS = 1 << 13
 
 
 class Asker:
@@ -54,9 +54,9 @@ class Asker:
         """Returns the number of the question, which is not 0."""
         self._num_asked += 1
         self._questions.put((self._num_asked, keys))
-        if len(self._answers) > _MAX_ANSWERS:
+        if len(self._answers) > MAX_ANSWERS:
             # They come in the order of the questions.
-            for number in list(self._answers)[: _MAX_ANSWERS // 2]:
+            for number in list(self._answers)[: MAX_ANSWERS // 2]:
                 del self._answers[number]
                 self._num_dropped = number
         return self._num_asked
@@ -89,8 +89,8 @@ class _Misses:
             # An answer may have taken its time.
             end = self._clock() + self._miss_s
             missing = [key for key in asked if key not in there]
-            until.update(dict.fromkeys(missing[:_MAX_MISSES], end))
-            while len(until) > _MAX_MISSES:
+            until.update(dict.fromkeys(missing[:MAX_MISSES], end))
+            while len(until) > MAX_MISSES:
                 del until[next(iter(until))]
         return [key in there for key in keys]
 

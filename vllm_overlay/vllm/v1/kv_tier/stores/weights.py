@@ -33,7 +33,7 @@ _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 64 << 10, 16, 4 << 10
 _CHUNK_BYTES, _NUM_THREADS = 16 << 20, 4
 # So that a file which is written to once more has another time, whatever the clock of
 # its file system is good for.
-_SETTLED_NS = 10 * 10**9
+SETTLED_NS = 10 * 10**9
 _MAX_REMEMBERED = 4096
 
 
@@ -106,7 +106,7 @@ def _digests(paths: list[Path]) -> list[str]:
             time.monotonic() - begun,
         )
         digests |= {path: digest for path, (_, digest, _) in read.items()}
-        settled = begun_ns - _SETTLED_NS
+        settled = begun_ns - SETTLED_NS
         _remember({s: digest for s, digest, at in read.values() if at < settled})
     return [digests[path] for path in paths]
 
