@@ -44,7 +44,12 @@ def test_what_may_change_weights_is_told_before_the_ranks_hear_of_it(
     ranks, calls = Ranks(), RankCalls()
     calls.listen(ranks)
     told: list[str] = []
-    calls.may_change = lambda name: (told.append(name), ranks.order.append("told"))[0]
+
+    def may_change(name: str) -> None:
+        told.append(name)
+        ranks.order.append("told")
+
+    calls.may_change = may_change
     assert ranks.collective_rpc(method, 3.0, args=(7,)) == f"{method} 3.0 (7,)"
     assert told == [getattr(method, "__name__", method)]
     assert ranks.order == ["told", "ranks"]
