@@ -172,6 +172,10 @@ class Backing:
         for key in keys:
             self.is_below(key, tier)
 
+    def were_missing(self, keys: Iterable[BlockHashWithGroupId], tier: int) -> None:
+        """A tier says that it does not have `keys`."""
+        self.spillers[tier].are_missing(keys)
+
     def is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
         """A tier has `key`."""
         self.spillers[tier].is_below(key)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills slots from the tiers below, for requests that wait in the queue."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -86,6 +86,9 @@ class Learns(Protocol):
     ) -> None:
         """A tier says, and does not promise, that it has `keys`, of the first
         `num_tokens` tokens of a request."""
+
+    def were_missing(self, keys: Iterable[BlockHashWithGroupId], tier: int) -> None:
+        """A tier says that it does not have `keys`."""
 
     def is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
         """A tier has `key`."""
@@ -240,6 +243,10 @@ class Fetching:
                 continue
             del wait.questions[source]
             there = [w for w, is_there in zip(wait.wanted, answer) if is_there]
+            self._learns.were_missing(
+                (w.key for w, is_there in zip(wait.wanted, answer) if not is_there),
+                source.index,
+            )
             for wanted in there:
                 known = self.found.get(wanted.key)
                 if known is None or source.index < known.source.index:

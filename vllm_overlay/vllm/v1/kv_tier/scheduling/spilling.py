@@ -105,6 +105,15 @@ class Spiller:
         self._known.pop(key, None)
         self._changed(key)
 
+    def are_missing(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """The tier says that it does not have these: a server that was started anew has
+        forgotten all, and what it is taken for having would never be written again."""
+        known = self._known
+        for key in keys:
+            # Each block of each prompt that is new comes by here.
+            if key in known:
+                self.is_gone(key)
+
     def is_writing(self, key: BlockHashWithGroupId) -> bool:
         """Whether `key` is on its way to the tier."""
         return key in self._writing
