@@ -219,7 +219,7 @@ def _tier_layout(setup: Setup) -> KVTierLayout | None:
         store_from_use=2,
         deadline_s=1.0,
     )
-    below = SecondaryLayout((tier,), 1, 1, BLOCK_SIZE, 64, 64, 4 * NUM_SLOTS)
+    below = SecondaryLayout((tier,), 1, (BLOCK_SIZE,), 64, 64, 4 * NUM_SLOTS)
     return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES, secondary=below)
 
 

@@ -63,7 +63,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if name in unasked:
             results[name] = {"lacks": unasked[name]}
             continue
-        assert engine.reset(), f"The cache is in use before {name}."
+        # A reset is the end of a tier below, and a new engine has nothing to clear.
+        assert not results or engine.reset(), f"The cache is in use before {name}."
         before = engine.counters()
         result = WORKLOADS[name](engine)
         after = engine.counters()

@@ -33,15 +33,6 @@ def make_buffers_between_stages(wrapper: Any) -> None:
     _make_buffers(wrapper.worker.model_runner)
 
 
-class BuffersBetweenStages:
-    """For `--worker-extension-cls`; reached by POST /collective_rpc."""
-
-    model_runner: Any
-
-    def make_buffers(self) -> None:
-        _make_buffers(self.model_runner)
-
-
 def _make_buffers(runner: Any) -> None:
     from vllm.distributed import get_pp_group
 

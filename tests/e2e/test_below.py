@@ -140,6 +140,35 @@ def test_other_weights_find_nothing(
         assert hits == 0 and counted(server, "secondary_loaded_blocks") == 0
 
 
+def test_new_weights_are_not_kept_under_the_name_of_the_old_ones(
+    model: Path, stored: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    """Also before the reset that upstream asks for, while many steps run."""
+    root, other = copy(stored, tmp_path), make_llama(tmp_path / "model", seed=1)
+    written = {path: path.read_bytes() for path in objects(root)}
+    dev_mode = {"VLLM_SERVER_DEV_MODE": "1"}
+    call: dict[str, object] = {"method": "reload_weights"}
+    call["kwargs"] = {"weights_path": str(other)}
+    with serving(model, [directory(root)], tmp_path / "log1", (), dev_mode) as server:
+        assert ask(server, PROMPTS[0]) == (stored[1][0], HIT)
+        server.post("/collective_rpc", call)
+        log = server.log()
+        assert log.count("reload_weights of the ranks was called") == 1
+        before = counted(server, "secondary_stored_blocks")
+        texts = []
+        for prompt in (*PROMPTS[1:], *prompts(350, 20), *PROMPTS[1:]):
+            answer, _ = ask(server, prompt)
+            texts.append(answer)
+        assert texts[:7] == texts[-7:] != stored[1][1:]
+        assert counted(server, "secondary_loaded_blocks") == 5
+        assert counted(server, "secondary_stored_blocks") == before
+        assert server.terminate() == 0
+    assert {path: path.read_bytes() for path in objects(root)} == written
+    # As it starts again, it has the weights of the files.
+    with serving(model, [directory(root)], tmp_path / "log2") as server:
+        assert ask(server, PROMPTS[1]) == (stored[1][1], HIT)
+
+
 def test_two_servers_share_a_directory(
     model: Path, stored: tuple[Path, list[str]], tmp_path: Path
 ) -> None:

@@ -15,7 +15,6 @@ from .below import HIT, NEEDS_KEYS, ask, directory, objects, prompts, serving, w
 from .jobs import BLOCK_TOKENS, WITH_RANKS
 from .model import make_llama, make_tokenizer
 from .release import CHOOSES_REPLICAS, REPLICAS_ENVIRONMENT
-from .server import Server
 from .workloads import text
 
 pytestmark = NEEDS_KEYS
@@ -34,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 STAGES = [
     *("--pipeline-parallel-size", "2"),
-    *("--worker-extension-cls", "tests.e2e.pipeline_cpu.BuffersBetweenStages"),
+    *("--worker-extension-cls", "tests.e2e.pipeline_extension.BuffersBetweenStages"),
 ]
 
 
@@ -48,23 +47,16 @@ STAGES = [
 def test_a_block_counts_if_all_ranks_have_their_part(
     model: Path, tmp_path: Path, flags: list[str]
 ) -> None:
-    root, env = tmp_path / "kv", {"VLLM_SERVER_DEV_MODE": "1"}
+    root = tmp_path / "kv"
     entries = [directory(root)]
-
-    def is_ready(server: Server) -> None:
-        if flags is STAGES:
-            server.post("/collective_rpc", {"method": "make_buffers"})
-
-    with serving(model, entries, tmp_path / "log1", flags, env) as server:
-        is_ready(server)
+    with serving(model, entries, tmp_path / "log1", flags) as server:
         texts = [ask(server, prompt)[0] for prompt in PROMPTS]
         writes(server, 5 * len(PROMPTS), before=0)
     assert len(set(texts)) == len(PROMPTS)
     ranks = sorted({path.parent.parent.name for path in objects(root)})
     assert ranks == ["r0", "r1"]
     # The last prompt's parts of one rank are damaged, some so that only reading tells.
-    with serving(model, entries, tmp_path / "log2", flags, env) as server:
-        is_ready(server)
+    with serving(model, entries, tmp_path / "log2", flags) as server:
         found = [ask(server, prompt) for prompt in PROMPTS[:3]]
         assert [answer for answer, _ in found] == texts[:3]
         assert [hits for _, hits in found] == [HIT] * 3

@@ -4,7 +4,12 @@
 What each store does when its server fails is in tests/unit/test_store_servers.py.
 """
 
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
+from threading import Event, Thread
 
 import pytest
 
@@ -22,6 +27,7 @@ from .below import (
     writes,
 )
 from .model import make_llama, make_tokenizer
+from .test_http import NUM_SLOTS
 from .workloads import text
 
 pytestmark = NEEDS_KEYS
@@ -59,3 +65,69 @@ def test_a_killed_engine_finds_what_the_servers_have(
         assert objects(root)
     finally:
         servers.close()
+
+
+MANY = prompts(2000, NUM_SLOTS // 5 + 12)
+"""More than the host holds."""
+
+
+def harm(valkey: Valkey, ends: Event, done: list[str]) -> None:
+    """Stop the server and let it go on, or kill it and start it anew, on and on."""
+    rng = Random(7)
+    while not ends.wait(rng.uniform(0.1, 0.6)):
+        if len(done) % 3 == 2:
+            valkey.kill("server")
+            done.append("killed")
+            time.sleep(rng.uniform(0, 0.5))
+            valkey.start()
+        else:
+            valkey.send("server", signal.SIGSTOP)
+            done.append("stopped")
+            # Shorter and longer than its timeout of 0.7 s.
+            time.sleep(rng.uniform(0.05, 1.2))
+            valkey.send("server", signal.SIGCONT)
+
+
+def test_a_server_that_stops_and_dies_in_the_middle_of_gets_and_puts(
+    tmp_path: Path,
+) -> None:
+    model = make_llama(tmp_path / "model")
+    make_tokenizer(model)
+    valkey = Valkey()
+    ends, done = Event(), list[str]()
+    entry = valkey.entry | {"deadline_ms": 3000}
+    try:
+        valkey.start()
+        with serving(model, [entry], tmp_path / "log") as server:
+
+            def answer(i: int) -> str:
+                # Other ones of the same length: puts, while what was asked is got.
+                new = server.complete(text(3000 + i, HIT), max_tokens=2)
+                assert new["choices"][0]["finish_reason"] == "length"
+                told = server.complete(MANY[i % len(MANY)], max_tokens=8)
+                return told["choices"][0]["text"]
+
+            right = [answer(i) for i in range(len(MANY))]
+            writes(server, 1, before=0)
+            before = counted(server, "secondary_loaded_blocks")
+            harming = Thread(target=harm, args=(valkey, ends, done))
+            harming.start()
+            with ThreadPoolExecutor(4) as clients:
+                found = list(clients.map(answer, range(3 * len(MANY))))
+            ends.set()
+            harming.join()
+            assert found == 3 * right
+            assert {"killed", "stopped"} <= set(done)
+            assert counted(server, "secondary_loaded_blocks") > before
+            # Each change of state is one line, and it is used again at the end.
+            log = server.log()
+            troubles, mends = log.count("is in trouble"), log.count("works again")
+            assert 0 < mends <= troubles <= 4 * len(done)
+            loaded = counted(server, "secondary_loaded_blocks")
+            limit = time.monotonic() + 60
+            while counted(server, "secondary_loaded_blocks") == loaded:
+                assert time.monotonic() < limit, "it is not used again"
+                assert [answer(i) for i in range(len(MANY))] == right
+    finally:
+        ends.set()
+        valkey.close()

@@ -114,3 +114,27 @@ def test_every_kind_of_metric_is_on_the_dashboard() -> None:
     names = asked((OPS / "grafana.json").read_text())
     shown = {m.name for m in METRICS if any(PREFIX + m.name in n for n in names)}
     assert shown | told == {m.name for m in METRICS}
+
+
+def test_the_dashboard_is_one_to_import() -> None:
+    """What Grafana needs of a file that is imported into an instance without it: a
+    place for each panel, sources that it can ask for, and variables that exist."""
+    dashboard = json.loads((OPS / "grafana.json").read_text())
+    # An id is that of another instance's database.
+    assert "id" not in dashboard and isinstance(dashboard["schemaVersion"], int)
+    assert re.fullmatch(r"[\w-]{1,40}", dashboard["uid"])
+    variables = {each["name"]: each for each in dashboard["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(dashboard)))
+    assert used == {*variables}
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    places: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        assert panel["title"] and panel["datasource"] == source
+        names = [target["refId"] for target in panel["targets"]]
+        assert names and len(set(names)) == len(names)
+        assert all(target["datasource"] == source for target in panel["targets"])
+        x, y, width, height = (panel["gridPos"][name] for name in "xywh")
+        taken = {(x + i, y + j) for i in range(width) for j in range(height)}
+        assert x + width <= 24 and not taken & places, panel["title"]
+        places |= taken

@@ -134,8 +134,7 @@ def _secondary(layout: Layout, below: Below, max_known: int) -> SecondaryLayout:
             for i, objects in enumerate(below.tiers)
         ),
         num_ranks=1,
-        num_groups=len(layout.groups),
-        block_size=layout.block_size,
+        block_sizes=tuple(group.block_size for group in layout.groups),
         max_writing=4,
         max_job=2,
         max_known=max_known,

@@ -32,12 +32,6 @@ pytestmark = pytest.mark.skipif(
 EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
 MAX_SCRIPTS = 1000
 
-ONE_SIZE = [
-    layout
-    for layout in LAYOUTS
-    if {group.block_size for group in layout.groups} == {layout.hash_block_size}
-]
-
 
 def with_below(script: Script, seed: int, delay: int) -> Script:
     """Few slots, so that much comes back from below. Resets leave it alone."""
@@ -63,7 +57,7 @@ def test_scripts_with_a_tier_below() -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.sampled_from(ONE_SIZE), st.data(), st.integers(0, 99), st.integers(0, 6))
+    @given(st.sampled_from(LAYOUTS), st.data(), st.integers(0, 99), st.integers(0, 6))
     def play(layout: object, data: st.DataObject, seed: int, delay: int) -> None:
         script = with_below(data.draw(scripts(layout=layout)), seed, delay)
         note(str(script))
@@ -143,7 +137,7 @@ def test_planted_bugs_are_found(bug: object, monkeypatch: pytest.MonkeyPatch) ->
         rng = Random(i)
         script = random_script(rng)
         stages = rng.choice([1, 3]) if upstream.PREEMPTS_IN_PIPELINES else 1
-        setup = replace(script.setup, layout=rng.choice(ONE_SIZE), num_stages=stages)
+        setup = replace(script.setup, layout=rng.choice(LAYOUTS), num_stages=stages)
         delay = rng.choice([0, 0, 2, 6])
         script = with_below(Script(setup, script.actions), 4 * i + i % 2, delay)
         try:

@@ -58,6 +58,7 @@ class Below:
         deadline_s: float = 5.0,
         flush_s: float = 3.0,
         fetches_always: bool = False,
+        miss_s: float = 0.0,
         **layout: Any,
     ) -> None:
         # The thread that asks holds it, and nothing else of the test.
@@ -68,7 +69,7 @@ class Below:
                 name=f"/kv{i}",
                 label=label,
                 locality="LOCAL",
-                asker=Asker(store.exists),
+                asker=Asker(store.exists, miss_s=miss_s),
                 store_from_use=store_from_use,
                 deadline_s=deadline_s,
                 fetches_always=fetches_always,
@@ -81,8 +82,7 @@ class Below:
         options: dict[str, Any] = {
             "tiers": tuple(tiers[:num_tiers]),
             "num_ranks": 1,
-            "num_groups": 1,
-            "block_size": BLOCK,
+            "block_sizes": (BLOCK,),
             "max_writing": 4,
             "max_job": 64,
             "max_known": 64,

@@ -384,3 +384,17 @@ def test_without_a_tier_below_plans_are_as_before() -> None:
     tier.demoted("ab")
     assert all(not plan.secondary for plan in tier.idle(20))
     assert tier.pool.backing is None
+
+
+def test_what_a_tier_turns_out_to_have_forgotten_is_written_again() -> None:
+    """As by a server that was started anew."""
+    below = Below(num_blocks=4, num_slots=4)
+    below.tier.demoted("a")
+    (job,) = below.jobs(below.plans())
+    below.end(job)
+    below.tier.demoted("bcde")
+    assert below.where("a") == "nowhere"
+    below.asked(Request("a"))
+    below.tier.demoted("a")
+    (again,) = [j for j in below.jobs(below.plans()) if key("a") in j.keys]
+    assert again.is_put

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cap of a directory: held to the byte, whatever happens."""
 
+import ctypes
 import errno
 import logging
 import multiprocessing
@@ -226,6 +227,33 @@ def test_a_full_disk_stops_writing_for_a_minute(
     assert store.put([KEYS[1]], [row(1)]) == [True]
     assert store.put([KEYS[2]], [row(2)]) == [True]
     assert logged[1:] == [f"KV tier: {root} can be written to again."]
+    store.close()
+
+
+def test_room_is_found_before_anything_is_written(
+    root: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    """A full disk says so then; one that cannot reserve is written to all the same."""
+    calls: list[tuple[int, ...]] = []
+
+    def refuses(number: int) -> None:
+        def fallocate(*args: int) -> int:
+            calls.append(args)
+            ctypes.set_errno(number)
+            return -1
+
+        monkeypatch.setattr(space, "_fallocate", fallocate)
+
+    store = open_fs(root)
+    refuses(errno.EOPNOTSUPP)
+    assert store.put([KEYS[0]], [row(0)]) == [True]
+    assert calls[0][1:] == (0, 0, OBJECT_BYTES)
+    refuses(errno.ENOSPC)
+    monkeypatch.setattr(os, "writev", lambda *args: pytest.fail("it was written to"))
+    assert store.put([KEYS[1]], [row(1)]) == [False]
+    assert len(logged) == 1 and "its disk is full" in logged[0]
+    assert not list(root.rglob("*.tmp"))
+    assert store.get([KEYS[0]], [empty()]) == [True]
     store.close()
 
 

@@ -186,14 +186,6 @@ def _open_secondary(
     """
     if not tiers:
         return None
-    groups = kv_cache_config.kv_cache_groups
-    sizes = {group.kv_cache_spec.block_size for group in groups}
-    if len(sizes) > 1:
-        raise ValueError(
-            "--kv-offloading-config: secondary_tiers is not supported for this model, "
-            "whose layers have KV blocks of several sizes "
-            f"({', '.join(map(str, sorted(sizes)))} tokens). Remove it."
-        )
     entries = [check_entry(tier, index) for index, tier in enumerate(tiers)]
     for entry in entries:
         entry.check()
@@ -217,9 +209,15 @@ def _open_secondary(
             )
         )
     with_kv = [num_bytes for _, num_bytes in ranks if num_bytes]
-    return layout(
-        opened, len(with_kv), len(groups), sizes.pop(), num_slots, sum(with_kv)
+    opened_layout = layout(
+        opened,
+        len(with_kv),
+        [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
+        num_slots,
+        sum(with_kv),
     )
+    opened_layout.rank_calls.listen(executor)
+    return opened_layout
 
 
 def _exists_on_all(entry: StoreConfig, ranks: Sequence[tuple[str, int]]) -> Exists:

@@ -3,8 +3,9 @@
 
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.scheduling.below import Exists
@@ -13,23 +14,36 @@ logger = init_logger(__name__)
 
 Question = tuple[int, Sequence[bytes]]
 
+_MISS_S = 1.0
+MAX_MISSES = 1 << 16
+# Nobody takes those of requests that were aborted, or did not wait so long.
+MAX_ANSWERS = 1 << 13
+
 
 class Asker:
     """A thread that asks, one question after the other.
 
     Args:
         exists: Answers.
+        miss_s: For how many seconds it is not asked again for what it did not have:
+            requests that come together often begin alike.
+        clock: Seconds that only grow.
 
     """
 
-    def __init__(self, exists: Exists) -> None:
-        self._num_asked = 0
+    def __init__(
+        self,
+        exists: Exists,
+        miss_s: float = _MISS_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._num_asked = self._num_dropped = 0
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         # The thread adds entries, and the scheduler takes them away.
         self._answers: dict[int, list[bool]] = {}
         threading.Thread(
             target=_run,
-            args=(exists, self._questions, self._answers),
+            args=(_Misses(exists, miss_s, clock), self._questions, self._answers),
             name="kv-tier-ask",
             daemon=True,
         ).start()
@@ -40,22 +54,56 @@ class Asker:
         """Returns the number of the question, which is not 0."""
         self._num_asked += 1
         self._questions.put((self._num_asked, keys))
+        if len(self._answers) > MAX_ANSWERS:
+            # They come in the order of the questions.
+            for number in list(self._answers)[: MAX_ANSWERS // 2]:
+                del self._answers[number]
+                self._num_dropped = number
         return self._num_asked
 
     def take_answer(self, number: int) -> list[bool] | None:
-        """For each key of a question whether it is there; None: no answer yet."""
-        return self._answers.pop(number, None)
+        """For each key of a question whether it is there; None: no answer yet. One that
+        was not taken for long is empty."""
+        answer = self._answers.pop(number, None)
+        return [] if answer is None and number <= self._num_dropped else answer
+
+
+class _Misses:
+    """Answers no for what was not there a moment ago, and asks for the rest."""
+
+    def __init__(
+        self, exists: Exists, miss_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._exists = exists
+        self._miss_s, self._clock = miss_s, clock
+        # Until when, the oldest first.
+        self._until: dict[bytes, float] = {}
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        now, until = self._clock(), self._until
+        while until and until[first := next(iter(until))] <= now:
+            del until[first]
+        asked = [key for key in keys if key not in until]
+        there = {key for key, is_there in zip(asked, self._exists(asked)) if is_there}
+        if self._miss_s:
+            # An answer may have taken its time.
+            end = self._clock() + self._miss_s
+            missing = [key for key in asked if key not in there]
+            until.update(dict.fromkeys(missing[:MAX_MISSES], end))
+            while len(until) > MAX_MISSES:
+                del until[next(iter(until))]
+        return [key in there for key in keys]
 
 
 def _run(
-    exists: Exists,
+    misses: _Misses,
     questions: "queue.SimpleQueue[Question | None]",
     answers: dict[int, list[bool]],
 ) -> None:
     while (question := questions.get()) is not None:
         number, keys = question
         try:
-            answers[number] = exists(keys)
+            answers[number] = misses.exists(keys)
         except Exception:
             # A store says no where it does not know. This is a fault of its own.
             logger.exception("KV tier: the tier below could not be asked.")

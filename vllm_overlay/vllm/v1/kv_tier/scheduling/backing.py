@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_group_id,
+)
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
 from vllm.v1.kv_tier.scheduling.costs import Costs
@@ -49,16 +53,18 @@ def make_backing(
     """
     if layout.secondary is None:
         return None
-    # Not all releases can tell them apart.
-    block_size = layout.secondary.block_size
-    if (size := getattr(pool, "hash_block_size", block_size)) != block_size:
-        raise ValueError(
-            "--kv-offloading-config: secondary_tiers is not supported for this model, "
-            f"whose KV blocks of {block_size} tokens have keys for each {size}. "
-            "Remove it."
-        )
+    sizes = layout.secondary.block_sizes
+    # Not all releases have blocks of several hashes.
+    hash_size = getattr(pool, "hash_block_size", None) or min(sizes)
+    for size in sizes:
+        if size % hash_size:
+            raise ValueError(
+                "--kv-offloading-config: secondary_tiers is not supported for this "
+                f"model, whose KV blocks of {size} tokens have keys for each "
+                f"{hash_size}. Remove it."
+            )
     is_cached = pool.cached_block_hash_to_block.get_one_block
-    return Backing(layout.secondary, table, costs, is_cached, layout.tuning)
+    return Backing(layout.secondary, hash_size, table, costs, is_cached, layout.tuning)
 
 
 class Backing:
@@ -66,6 +72,7 @@ class Backing:
 
     Args:
         layout: The tiers below.
+        hash_size: Tokens of a block hash of a request.
         table: The slots.
         costs: Of loads and of computing.
         is_cached: Whether the device has a block.
@@ -76,6 +83,7 @@ class Backing:
     def __init__(
         self,
         layout: SecondaryLayout,
+        hash_size: int,
         table: SlotTable,
         costs: Costs,
         is_cached: Callable[[BlockHashWithGroupId], object],
@@ -101,6 +109,7 @@ class Backing:
         ]
         self.fetching = Fetching(
             layout,
+            hash_size,
             self._sources,
             table,
             self._jobs,
@@ -109,12 +118,13 @@ class Backing:
             self,
             tuning,
         )
+        layout.rank_calls.may_change = self._weights_may_change
         self.changed: Callable[[BlockHashWithGroupId], None] = lambda key: None
         """Is told when a tier turns out to have a key, or to have it no more."""
-        self.found: Callable[[Request, Sequence[BlockHashWithGroupId], int], None]
-        self.found = lambda request, keys, num_blocks: None
-        """Is told before that for which request keys were found, and how many blocks
-        its prefix has up to the last of them."""
+        self.found: Callable[[Request, Sequence[BlockHashWithGroupId], int, int], None]
+        self.found = lambda request, keys, num_blocks, block_size: None
+        """Is told before that for which request keys were found, how many blocks its
+        prefix has up to the last of them, and of how many tokens each is."""
 
     @property
     def localities(self) -> list[str]:
@@ -148,14 +158,23 @@ class Backing:
         self,
         request: Request,
         keys: Sequence[BlockHashWithGroupId],
-        num_blocks: int,
+        num_tokens: int,
         tier: int,
     ) -> None:
-        """A tier says that it has `keys`, of the first `num_blocks` blocks of a
+        """A tier says that it has `keys`, of the first `num_tokens` tokens of a
         request."""
-        self.found(request, keys, num_blocks)
+        sizes = self._layout.block_sizes
+        for size in dict.fromkeys(sizes):
+            of_size = keys
+            if size != max(sizes) or size != min(sizes):
+                of_size = [key for key in keys if sizes[get_group_id(key)] == size]
+            self.found(request, of_size, num_tokens // size, size)
         for key in keys:
             self.is_below(key, tier)
+
+    def were_missing(self, keys: Iterable[BlockHashWithGroupId], tier: int) -> None:
+        """A tier says that it does not have `keys`."""
+        self.spillers[tier].are_missing(keys)
 
     def is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
         """A tier has `key`."""
@@ -224,6 +243,9 @@ class Backing:
             spiller.forget()
         self.fetching.forget()
 
+    def _weights_may_change(self, method: str) -> None:
+        self.detach(f"{method} of the ranks was called, which may change weights")
+
     def _changed(self, key: BlockHashWithGroupId) -> None:
         self.changed(key)
 
@@ -239,7 +261,5 @@ class Backing:
             stats.writing_blocks = spiller.num_writing
             stats.filling_blocks = num_filling
             stats.is_closed = int(not source.is_open(now))
-            stats.loaded_tokens = (
-                stats.loaded_blocks * self._layout.block_size // self._layout.num_groups
-            )
+            stats.loaded_tokens = self._layout.tokens_of(stats.loaded_blocks)
         return {label: stats.take() for label, stats in self._stats.items()}

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler must know of the tier below, and when there can be one."""
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
 from vllm.v1.kv_tier.stores.by_name import check_entry
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ _MAX_JOB_BYTES = 64 << 20
 # Part of the slots that may be on their way to a tier: steps can be a quarter of a
 # second apart, and gigabytes be written meanwhile.
 _MAX_WRITING = 1 / 4
+
+_MAX_KEY_BYTES = 64
 
 Exists = Callable[[Sequence[bytes]], list[bool]]
 """Whether objects of these names are there, on all ranks. May take its time."""
@@ -61,23 +65,26 @@ class SecondaryLayout:
     """In the order in which they are asked."""
     num_ranks: int
     """That have an object each for a block."""
-    num_groups: int
-    """KV cache groups. A block of each covers the same tokens."""
-    block_size: int
-    """These tokens."""
+    block_sizes: tuple[int, ...]
+    """Tokens of a block, of each KV cache group."""
     max_writing: int
     """Slots that are on their way to a tier at a time."""
     max_job: int
     """Slots of a job: ranks tell of the end of each."""
     max_known: int
     """Keys that are remembered as being there, for each tier."""
+    rank_calls: RankCalls = field(default_factory=RankCalls, compare=False)
+    """Tell of what may change weights."""
+
+    def tokens_of(self, num_blocks: int) -> int:
+        """Tokens that so many blocks stand for, of all groups alike."""
+        return round(num_blocks / sum(1 / size for size in self.block_sizes))
 
 
 def layout(
     tiers: Sequence[SecondaryTier],
     num_ranks: int,
-    num_groups: int,
-    block_size: int,
+    block_sizes: Sequence[int],
     num_slots: int,
     slot_bytes: int,
 ) -> SecondaryLayout:
@@ -86,8 +93,7 @@ def layout(
     Args:
         tiers: In the order in which they are asked.
         num_ranks: That have KV memory.
-        num_groups: KV cache groups.
-        block_size: Tokens of a block.
+        block_sizes: Tokens of a block, of each KV cache group.
         num_slots: Of the host tier.
         slot_bytes: Bytes of a slot on all ranks together.
 
@@ -95,12 +101,24 @@ def layout(
     return SecondaryLayout(
         tuple(tiers),
         num_ranks,
-        num_groups,
-        block_size,
+        tuple(block_sizes),
         max_writing=max(1, int(_MAX_WRITING * num_slots)),
         max_job=max(1, _MAX_JOB_BYTES // slot_bytes),
         max_known=4 * num_slots,
     )
+
+
+def object_keys(keys: Sequence[bytes]) -> list[bytes]:
+    """The keys of objects of these blocks. Where a block has many hashes, some releases
+    have all of them as its key: too long for the name of a file."""
+    if max(map(len, keys), default=0) <= _MAX_KEY_BYTES:
+        return list(keys)
+    return [
+        hashlib.blake2b(key, digest_size=_MAX_KEY_BYTES).digest()
+        if len(key) > _MAX_KEY_BYTES
+        else key
+        for key in keys
+    ]
 
 
 def labels(types: Sequence[str]) -> list[str]:

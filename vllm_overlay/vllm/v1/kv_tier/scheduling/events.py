@@ -29,6 +29,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_tier.scheduling.backing import Backing
 from vllm.v1.kv_tier.scheduling.chains import by_block, chains
+from vllm.v1.kv_tier.scheduling.hashes import hashes_of_blocks
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
 from vllm.v1.request import Request
 
@@ -187,10 +188,12 @@ class TierEvents:
         request: Request,
         keys: Iterable[BlockHashWithGroupId],
         num_blocks: int,
+        size: int,
     ) -> None:
-        """`keys`, of the first `num_blocks` blocks of `request`, are below. Where this
-        engine has not told of them, upstream describes all of these blocks."""
-        queue, size = self._pool.kv_event_queue, self._pool.hash_block_size
+        """`keys`, of the first `num_blocks` blocks of `request` and of `size` tokens
+        each, are below. Where this engine has not told of them, upstream describes all
+        of these blocks."""
+        queue = self._pool.kv_event_queue
         hashes = self._hashes(request, size)
         new = {get_group_id(key) for key in keys if key not in self._descriptions}
         for group_id in sorted(new):
@@ -287,15 +290,7 @@ class TierEvents:
 
     def _hashes(self, request: Request, block_size: int) -> Any:
         """Of the blocks of a group with `block_size`, as a sequence."""
-        # Not all releases have blocks of several sizes.
-        hash_block_size = self._pool.hash_block_size
-        if block_size == hash_block_size:
-            return request.block_hashes
-        from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
-
-        return BlockHashListWithBlockSize(
-            request.block_hashes, hash_block_size, block_size
-        )
+        return hashes_of_blocks(request, self._pool.hash_block_size, block_size)
 
     def _place_of(self, key: BlockHashWithGroupId) -> Place | None:
         """The tier on which a hit has `key`."""

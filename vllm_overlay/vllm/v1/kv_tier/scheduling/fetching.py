@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills slots from the tiers below, for requests that wait in the queue."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
 from vllm.v1.kv_tier.scheduling.costs import Costs
+from vllm.v1.kv_tier.scheduling.hashes import hashes_of_blocks
 from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.scheduling.sources import Source, Wanted
@@ -80,11 +81,14 @@ class Learns(Protocol):
         self,
         request: Request,
         keys: Sequence[BlockHashWithGroupId],
-        num_blocks: int,
+        num_tokens: int,
         tier: int,
     ) -> None:
         """A tier says, and does not promise, that it has `keys`, of the first
-        `num_blocks` blocks of a request."""
+        `num_tokens` tokens of a request."""
+
+    def were_missing(self, keys: Iterable[BlockHashWithGroupId], tier: int) -> None:
+        """A tier says that it does not have `keys`."""
 
     def is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
         """A tier has `key`."""
@@ -98,6 +102,7 @@ class Fetching:
 
     Args:
         layout: The tiers below.
+        hash_size: Tokens of a block hash of a request.
         sources: These, in the order in which they are asked.
         table: The slots.
         jobs: Carries out.
@@ -111,6 +116,7 @@ class Fetching:
     def __init__(
         self,
         layout: SecondaryLayout,
+        hash_size: int,
         sources: Sequence[Source],
         table: SlotTable,
         jobs: Jobs,
@@ -120,6 +126,7 @@ class Fetching:
         tuning: SchedulingTuning,
     ) -> None:
         self._layout = layout
+        self._hash_size = hash_size
         self._sources = sources
         self._table = table
         self._jobs = jobs
@@ -218,13 +225,15 @@ class Fetching:
         missing = []
         # Every block of every prompt comes by here.
         on_host, on_device = self._table.get, self._is_cached
-        groups, num_tokens = range(self._layout.num_groups), 0
-        for block_hash in request.block_hashes:
-            num_tokens += self._layout.block_size
-            for group_id in groups:
+        for group_id, size in enumerate(self._layout.block_sizes):
+            num_tokens = 0
+            for block_hash in hashes_of_blocks(request, self._hash_size, size):
+                num_tokens += size
                 key = make_block_hash_with_group_id(block_hash, group_id)
                 if on_host(key) is None and not on_device(key):
                     missing.append(Wanted(key, num_tokens))
+        if len(self._layout.block_sizes) > 1:
+            missing.sort(key=lambda wanted: wanted.num_tokens)
         return missing
 
     def _hear(self, request: Request, wait: _Wait) -> None:
@@ -234,15 +243,19 @@ class Fetching:
                 continue
             del wait.questions[source]
             there = [w for w, is_there in zip(wait.wanted, answer) if is_there]
+            self._learns.were_missing(
+                (w.key for w, is_there in zip(wait.wanted, answer) if not is_there),
+                source.index,
+            )
             for wanted in there:
                 known = self.found.get(wanted.key)
                 if known is None or source.index < known.source.index:
                     self.found[wanted.key] = StoredBlock(*wanted, source)
                     wait.found.append(wanted.key)
             if there:
-                num_blocks = there[-1].num_tokens // self._layout.block_size
+                num_tokens = there[-1].num_tokens
                 keys = [wanted.key for wanted in there]
-                self._learns.was_found(request, keys, num_blocks, source.index)
+                self._learns.was_found(request, keys, num_tokens, source.index)
 
     def _give_up(self, wait: _Wait) -> None:
         wait.is_over = True
@@ -272,15 +285,9 @@ class Fetching:
         # Every block of every hit comes by here.
         if not any(StoredBlock in map(type, group) for group in groups):
             return False
-        stored = [
-            (i, block)
-            for group in groups
-            for i, block in enumerate(group)
-            if type(block) is StoredBlock
-        ]
+        blocks = [b for group in groups for b in group if type(b) is StoredBlock]
         # The begin of a prefix is of use without its end.
-        stored.sort(key=lambda place: place[0])
-        blocks = [block for _, block in stored]
+        blocks.sort(key=lambda block: block.num_tokens)
         new = [b for b in blocks if b.key not in self._fetched_by]
         if new := self._worth_it(new):
             # A part of the hit must not make room for the rest.

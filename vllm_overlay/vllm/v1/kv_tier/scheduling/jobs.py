@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
+from vllm.v1.kv_tier.scheduling.below import object_keys
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 
 Ended = Callable[[Sequence[bool], float], None]
@@ -88,7 +89,7 @@ class Jobs:
         return SecondaryJob(
             self._num_jobs,
             is_put,
-            [bytes(key) for key in keys],
+            object_keys(keys),
             slots,
             tier,
             after_stores=stored,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.scheduling.below import SecondaryTier
+from vllm.v1.kv_tier.scheduling.below import SecondaryTier, object_keys
 from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.stats import SecondaryStats
@@ -66,7 +66,7 @@ class Source:
 
     def ask(self, wanted: Sequence[Wanted]) -> int:
         """Ask which of these are there. Returns the number of the question."""
-        return self._tier.asker.ask([bytes(each.key) for each in wanted])
+        return self._tier.asker.ask(object_keys([each.key for each in wanted]))
 
     def take_answer(self, number: int) -> list[bool] | None:
         """For each block of a question whether it is there; None: no answer yet."""

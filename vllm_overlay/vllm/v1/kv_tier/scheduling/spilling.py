@@ -51,7 +51,7 @@ class Spiller:
         if tier.store_from_use > 1:
             # Also of what the host has forgotten: it is computed again.
             self._admission = Admission(tier.store_from_use, layout.max_known)
-        self._due = Due(layout.max_job * layout.block_size)
+        self._due = Due(layout.max_job * max(layout.block_sizes))
         # Keys that are being written, and that are there or were lately; the oldest
         # first.
         self._writing: set[BlockHashWithGroupId] = set()
@@ -104,6 +104,15 @@ class Spiller:
         """The tier does not have `key`: it may be written again."""
         self._known.pop(key, None)
         self._changed(key)
+
+    def are_missing(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """The tier says that it does not have these: a server that was started anew has
+        forgotten all, and what it is taken for having would never be written again."""
+        known = self._known
+        for key in keys:
+            # Each block of each prompt that is new comes by here.
+            if key in known:
+                self.is_gone(key)
 
     def is_writing(self, key: BlockHashWithGroupId) -> bool:
         """Whether `key` is on its way to the tier."""

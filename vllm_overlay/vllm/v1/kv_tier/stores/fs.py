@@ -20,7 +20,7 @@ from pathlib import Path
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.format import ObjectFormat
 from vllm.v1.kv_tier.stores.settings import StoreConfig
-from vllm.v1.kv_tier.stores.space import OBJECT, Space, used_bytes
+from vllm.v1.kv_tier.stores.space import OBJECT, Space, reserve, used_bytes
 from vllm.v1.kv_tier.stores.threads import MAX_THREADS, Threads
 
 GiB = 1 << 30
@@ -182,6 +182,7 @@ class FsStore(BlockStore):
             self._space.write_failed(e)
             return False
         try:
+            reserve(fd, size)
             self._format.write(fd, key, row)
             self._space.rename(self._folder, temporary, name)
         except OSError as e:

@@ -13,19 +13,17 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_tier.stores.format import FORMAT_VERSION
+from vllm.v1.kv_tier.stores.weights import weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _SETTING = "--kv-offloading-config: secondary_tiers"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-_HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 64 << 10, 16, 4 << 10
 _DIGEST_BYTES = 16
 
 
@@ -100,60 +98,8 @@ def _model(model: Any, load_format: Any) -> dict[str, Any]:
         "code_revision": getattr(model, "code_revision", None),
         # Some kinds of RoPE depend on it.
         "max_model_len": model.max_model_len,
-        "weights": _weights(model, load_format),
+        "weights": weights(model, load_format),
     }
-
-
-def _weights(model: Any, load_format: Any) -> list[Any]:
-    """Name, size and samples of the bytes of each file of weights."""
-    if getattr(load_format, "value", load_format) == "dummy":
-        raise ValueError(
-            f"{_SETTING} cannot keep KV of random weights (--load-format dummy): the "
-            "next engine has others. Load weights, or remove secondary_tiers."
-        )
-    # What streams from elsewhere has only its configuration here.
-    name = getattr(model, "model_weights", None) or model.model
-    folder = _folder(name, model.revision)
-    files = [folder] if folder.is_file() else sorted(folder.iterdir())
-    weights = [path for path in files if path.suffix in _WEIGHTS]
-    if not weights:
-        raise ValueError(
-            f"{_SETTING}: {folder} has no weights ({', '.join(_WEIGHTS)}) by which to "
-            f"tell KV of model {name!r} from that of others. Give a directory "
-            "that has them with --model, or remove secondary_tiers."
-        )
-    return [[path.name, path.stat().st_size, _sample(path)] for path in weights]
-
-
-def _folder(name: str, revision: str | None) -> Path:
-    """Where a model's files are on this machine."""
-    if os.path.exists(name):
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception as e:
-        raise ValueError(
-            f"{_SETTING}: the weights of model {name!r} are not on this machine, so KV "
-            f"cannot be told from that of others ({type(e).__name__}). Download the "
-            "model and give its directory with --model, or remove secondary_tiers."
-        ) from e
-
-
-def _sample(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    # A file of the hub's cache links to one whose name is a digest of all its bytes.
-    blob = path.resolve().name
-    if re.fullmatch("[0-9a-f]{40,}", blob):
-        digest.update(blob.encode())
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        digest.update(file.read(_HEAD_BYTES))
-        for i in range(1, _NUM_SAMPLES + 1):
-            file.seek(max(size - _SAMPLE_BYTES, 0) * i // _NUM_SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _hash_seed(algorithm: str) -> list[str]:

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights are known by all of their bytes, and read once."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm.v1.kv_tier.stores import weights as module
+from vllm.v1.kv_tier.stores.weights import weights
+
+SIZE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kv_tier" / "weights.json"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "a.safetensors").write_bytes(bytes(SIZE))
+    (folder / "b.safetensors").write_bytes(b"some weights")
+    return folder
+
+
+def names(folder: Path) -> list[Any]:
+    return weights(SimpleNamespace(model=str(folder), revision=None), "auto")
+
+
+def settles(patch: pytest.MonkeyPatch) -> None:
+    """As if files had been written long ago."""
+    patch.setattr(module, "SETTLED_NS", -(10**15))
+
+
+def reads_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "_read", lambda path: pytest.fail(f"{path} was read"))
+
+
+def flip(path: Path, place: int) -> None:
+    """A bit, and the time is put back: a copy that keeps times looks like this."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+# Samples were at sixteenths.
+@pytest.mark.parametrize("place", [0, 70_000, SIZE // 2 + 9000, SIZE - 1])
+def test_each_bit_counts(
+    model: Path, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settles(monkeypatch)
+    before = names(model)
+    assert names(model) == before
+    flip(model / "a.safetensors", place)
+    after = names(model)
+    assert after[0] != before[0] and after[1] == before[1]
+    flip(model / "a.safetensors", place)
+    assert names(model) == before
+
+
+def test_a_copy_has_the_same_name(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in model.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    assert names(other) == names(model)
+
+
+def test_a_file_is_read_once(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settles(monkeypatch)
+    before = names(model)
+    assert cache.stat().st_mode & 0o077 == 0
+    with monkeypatch.context() as patch:
+        reads_nothing(patch)
+        assert names(model) == before
+    # One more file, and the others stay remembered.
+    (model / "c.safetensors").write_bytes(b"more")
+    assert names(model)[:2] == before
+    reads_nothing(monkeypatch)
+    assert names(model)[:2] == before
+
+
+def test_what_was_written_just_now_is_read_again(model: Path, cache: Path) -> None:
+    """It could be written to once more within the same tick of a clock."""
+    names(model)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("fault", ["not JSON", "open to others", "a link", "a folder"])
+def test_a_memory_that_cannot_be_trusted_is_none(
+    model: Path, cache: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settles(monkeypatch)
+    right = names(model)
+    forged = {state: "0" * 32 for state in json.loads(cache.read_text())}
+    assert len(forged) == 2
+    cache.write_text(json.dumps(forged))
+    assert names(model) != right, "the control: what is remembered is used"
+    if fault == "not JSON":
+        cache.write_text("[1, 2")
+    elif fault == "open to others":
+        cache.chmod(0o666)
+    elif fault == "a link":
+        cache.rename(cache.with_name("elsewhere"))
+        cache.symlink_to(cache.with_name("elsewhere"))
+    else:
+        cache.unlink()
+        cache.mkdir()
+    assert names(model) == right
+
+
+def test_a_file_that_changes_meanwhile_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = module.blake3
+
+    def written_to(**options: Any) -> Any:
+        with (model / "b.safetensors").open("ab") as file:
+            file.write(b"more")
+        return digest(**options)
+
+    written_to.AUTO = digest.AUTO  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "blake3", written_to)
+    with pytest.raises(ValueError, match="is being written to.* Start the engine when"):
+        names(model)
+
+
+def test_what_a_hub_named_by_its_bytes_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for digit in "ab":
+        (blobs / (digit * 64)).write_bytes(bytes(SIZE))
+    link = snapshot / "a.safetensors"
+    link.symlink_to(blobs / ("a" * 64))
+    reads_nothing(monkeypatch)
+    before = names(snapshot)
+    link.unlink()
+    link.symlink_to(blobs / ("b" * 64))
+    assert names(snapshot) != before

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights a model has, by all bytes of their files.
+
+A merge can change a few tensors, or a few rows of one, in the middle of a file whose
+name, size and header stay: samples of its bytes would take it for the old one, and KV
+of other weights would be served. Files of a hub's cache have the digest of all their
+bytes as their name. Others are read as a whole, once: what came of it is remembered
+with what changes when a file is written to, its inode and its times.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from vllm import envs
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_SETTING = "--kv-offloading-config: secondary_tiers"
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 64 << 10, 16, 4 << 10
+_CHUNK_BYTES, _NUM_THREADS = 16 << 20, 4
+# So that a file which is written to once more has another time, whatever the clock of
+# its file system is good for.
+SETTLED_NS = 10 * 10**9
+_MAX_REMEMBERED = 4096
+
+
+def weights(model: Any, load_format: Any) -> list[Any]:
+    """Name, size and digest of each file of a model's weights.
+
+    Args:
+        model: Upstream's `ModelConfig`.
+        load_format: How its weights are loaded.
+
+    Raises:
+        ValueError: They cannot be known. The message has the mend.
+
+    """
+    if getattr(load_format, "value", load_format) == "dummy":
+        raise ValueError(
+            f"{_SETTING} cannot keep KV of random weights (--load-format dummy): the "
+            "next engine has others. Load weights, or remove secondary_tiers."
+        )
+    # What streams from elsewhere has only its configuration here.
+    name = getattr(model, "model_weights", None) or model.model
+    folder = _folder(name, model.revision)
+    files = [folder] if folder.is_file() else sorted(folder.iterdir())
+    paths = [path for path in files if path.suffix in _SUFFIXES]
+    if not paths:
+        raise ValueError(
+            f"{_SETTING}: {folder} has no weights ({', '.join(_SUFFIXES)}) by which to "
+            f"tell KV of model {name!r} from that of others. Give a directory "
+            "that has them with --model, or remove secondary_tiers."
+        )
+    return [
+        [path.name, path.stat().st_size, digest]
+        for path, digest in zip(paths, _digests(paths))
+    ]
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    """Where a model's files are on this machine."""
+    if os.path.exists(name):
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception as e:
+        raise ValueError(
+            f"{_SETTING}: the weights of model {name!r} are not on this machine, so KV "
+            f"cannot be told from that of others ({type(e).__name__}). Download the "
+            "model and give its directory with --model, or remove secondary_tiers."
+        ) from e
+
+
+def _digests(paths: list[Path]) -> list[str]:
+    """Hex digits for the bytes of each file."""
+    known, digests = _remembered(), {}
+    for path in paths:
+        if _is_named_by_its_bytes(path):
+            digests[path] = _sample(path)
+        elif (digest := known.get(_state(path))) is not None:
+            digests[path] = digest
+    if unknown := [path for path in paths if path not in digests]:
+        begun, begun_ns = time.monotonic(), time.time_ns()
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            read = dict(zip(unknown, threads.map(_read, unknown)))
+        # What takes a while should say so.
+        logger.info(
+            "KV tier: %.1f GB of weights were read in %.1f s, to name KV by all of "
+            "their bytes.",
+            sum(path.stat().st_size for path in unknown) / 1e9,
+            time.monotonic() - begun,
+        )
+        digests |= {path: digest for path, (_, digest, _) in read.items()}
+        settled = begun_ns - SETTLED_NS
+        _remember({s: digest for s, digest, at in read.values() if at < settled})
+    return [digests[path] for path in paths]
+
+
+def _is_named_by_its_bytes(path: Path) -> bool:
+    """Whether it links to a file of the hub's cache, whose name is a digest."""
+    blob = path.resolve()
+    return blob.parent.name == "blobs" and bool(
+        re.fullmatch("[0-9a-f]{40,}", blob.name)
+    )
+
+
+def _sample(path: Path) -> str:
+    """A digest of a file's name in the hub's cache, and of samples of its bytes, since
+    somebody may have written to it there."""
+    digest = hashlib.blake2b(path.resolve().name.encode(), digest_size=16)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest.update(file.read(_HEAD_BYTES))
+        for i in range(1, _NUM_SAMPLES + 1):
+            file.seek(max(size - _SAMPLE_BYTES, 0) * i // _NUM_SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> tuple[str, str, int]:
+    """A file's state, the digest of its bytes, and when it was last changed, in
+    nanoseconds.
+
+    Raises:
+        ValueError: It changes meanwhile.
+
+    """
+    before, status = _state(path), path.stat()
+    digest = blake3(max_threads=blake3.AUTO)
+    chunk = bytearray(_CHUNK_BYTES)
+    # Not as mapped memory: this process would die if the file became shorter.
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(chunk):
+            digest.update(memoryview(chunk)[:num_bytes])
+    if _state(path) != before:
+        raise ValueError(
+            f"{_SETTING}: {path} is being written to, so KV of its weights cannot be "
+            "told from that of others. Start the engine when it is complete."
+        )
+    return before, digest.hexdigest(16), max(status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _state(path: Path) -> str:
+    """What is another text when somebody has written to the file."""
+    s = path.stat()
+    return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def _memory() -> Path:
+    return Path(envs.VLLM_CACHE_ROOT) / "kv_tier" / "weights.json"
+
+
+def _remembered() -> dict[str, str]:
+    """Digests by the state of files, as far as our own user wrote them down."""
+    with suppress(OSError, ValueError):
+        fd = os.open(_memory(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+            if is_ours and stat.S_ISREG(status.st_mode):
+                found = json.load(file)
+                return {str(key): str(value) for key, value in found.items()}
+    return {}
+
+
+def _remember(digests: dict[str, str]) -> None:
+    """Write digests down. Where that fails, they are made again next time."""
+    if not digests:
+        return
+    known = _remembered()
+    known = dict([*known.items(), *digests.items()][-_MAX_REMEMBERED:])
+    path = _memory()
+    temporary = path.with_name(f"{secrets.token_hex(8)}.tmp")
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.touch(mode=0o600, exist_ok=False)
+        temporary.write_text(json.dumps(known))
+        temporary.replace(path)
