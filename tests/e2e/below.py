@@ -57,7 +57,8 @@ def serving(
     """
     # Slow machines are no part of these tests, and small models computed fast.
     more = {"store_from_use": 1, "deadline_ms": 20_000, "fetch": "always"}
-    tiers = {"secondary_tiers": [more | entry for entry in entries]}
+    tiers: dict[str, Any] = {"secondary_tiers": [more | entry for entry in entries]}
+    tiers["store_from_use"] = 1
     options = ["--kv-offloading-config", json.dumps(tiers)]
     server = Server(
         model,

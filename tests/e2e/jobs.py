@@ -112,7 +112,8 @@ def tier(num_slots: int, **config: Any) -> dict[str, Any]:
     return {
         "kv_offloading_backend": "core",
         "kv_offloading_size": BLOCK_BYTES * num_slots / GiB,
-        "kv_offloading_config": config,
+        # `auto` learns from the workloads before; `test_seen` and others have it.
+        "kv_offloading_config": {"store_from_use": 1} | config,
     }
 
 

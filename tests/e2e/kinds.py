@@ -47,8 +47,13 @@ class Kind:
             | self.llm
         )
         small = common | {"num_gpu_blocks_override": self.num_device_blocks}
-        tier = {"kv_offloading_backend": "core", "kv_offloading_size": HOST_GIB}
-        through = {"kv_offloading_config": {"store_policy": "write_through"}}
+        every = {"store_from_use": 1}
+        tier = {
+            "kv_offloading_backend": "core",
+            "kv_offloading_size": HOST_GIB,
+            "kv_offloading_config": every,
+        }
+        through = {"kv_offloading_config": every | {"store_policy": "write_through"}}
         workloads = [*self.workloads, self.control]
         return {
             "large": Job(common | {"num_gpu_blocks_override": 2000}, self.workloads),

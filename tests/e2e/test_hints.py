@@ -20,7 +20,9 @@ NUM_SLOTS = 40
 NUM_BLOCKS = 5
 """Full blocks of each prompt. The next one is never full, and never kept."""
 ALL = NUM_BLOCKS * BLOCK_TOKENS
-CONFIG = json.dumps({"quotas": {"small": NUM_BLOCKS / NUM_SLOTS}})
+CONFIG = json.dumps(
+    {"store_from_use": 1, "quotas": {"small": NUM_BLOCKS / NUM_SLOTS}},
+)
 SERVE = [
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
     *("--block-size", str(BLOCK_TOKENS), "--max-num-seqs", "4"),
