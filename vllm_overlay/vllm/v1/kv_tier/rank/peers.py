@@ -104,11 +104,11 @@ class Peers:
     def wait_for_loads(self, seq: int) -> None:
         """Before slots are overwritten that other ranks load in plans up to `seq`.
 
-        A rank that copies no more is not waited for: what it may still load goes to
-        blocks that nobody is given.
+        A rank that copies no more is not waited for. What it has under way may be late,
+        and be right, and steps that wait for it count until the scheduler has heard.
 
         Raises:
-            PeerLost: They do not end.
+            PeerLost: They do not end, or the rank copies no more.
 
         """
         if not self.is_owner or not seq:
@@ -119,9 +119,12 @@ class Peers:
     def _wait(self, index: int, ends: Mapping[int, int], what: str) -> None:
         row = self._board[index]
         limit = time.monotonic() + self._tuning.limit_s
-        while not self._has_left(index):
+        while True:
+            has_left = self._has_left(index)
             if all(row[kind] >= seq for kind, seq in ends.items()):
                 return
+            if has_left:
+                raise PeerLost(f"The rank that {what} copies no more.")
             if self.is_lost or time.monotonic() > limit:
                 self.is_lost = True
                 raise PeerLost(
