@@ -151,7 +151,7 @@ def play(cuda: FakeCuda, seed: int) -> int:
     for rank in ranks:
         rank.plans = plans
         rank.thread.start()
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + 120
     while any(rank.thread.is_alive() for rank in ranks):
         assert time.monotonic() < ends, "ranks wait for each other"
         cuda.progress()
@@ -202,7 +202,7 @@ def load_from_who_has_left(cuda: FakeCuda) -> int | None:
     plan = StepPlan(2, load_slots=[0], load_blocks=[NUM_SOURCES], load_after_stores=1)
     other.plans = [StepPlan(1), plan]
     other.thread.start()
-    other.thread.join(10)
+    other.thread.join(60)
     assert other.error is None and not other.thread.is_alive()
     report = other.tier.report._report
     return None if report is None else report.failed_load_seq

@@ -24,15 +24,19 @@ from .rank import failed, output, step
 
 NUM_BLOCKS, NUM_SLOTS, BLOCK_BYTES = 6, 4, 256
 
-LIMIT_S = 1.0
-"""How long a rank waits for another one."""
+PATIENT_S = 20.0
+"""How long a rank waits for another one, unless a test is about that: longer than a
+busy machine takes for anything here."""
 
 
 class SharingRank:
     """What runs in the process of a rank. Methods are what a test may ask of it."""
 
-    def __init__(self, index: int, num_ranks: int, verify: bool) -> None:
+    def __init__(
+        self, index: int, num_ranks: int, verify: bool, limit_s: float
+    ) -> None:
         self.index, self.num_ranks, self.verify = index, num_ranks, verify
+        self.limit_s = limit_s
         self.caches = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
         for block in range(NUM_BLOCKS):
             self.caches[block] = block + 1
@@ -62,7 +66,7 @@ class SharingRank:
             NUM_SLOTS,
             torch.device("cpu"),
             verify=self.verify,
-            tuning=RankTuning(limit_s=LIMIT_S),
+            tuning=RankTuning(limit_s=self.limit_s),
             shared=SharedSlots(buffer, self.memory, self.index),
         )
         self.memory.close()
@@ -142,10 +146,12 @@ CONTEXT.set_forkserver_preload([__name__])
 class Remote:
     """A rank, as the test sees it."""
 
-    def __init__(self, index: int, num_ranks: int, verify: bool = False) -> None:
+    def __init__(
+        self, index: int, num_ranks: int, verify: bool, limit_s: float
+    ) -> None:
         self._pipe, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(
-            target=serve, args=(theirs, index, num_ranks, verify), daemon=True
+            target=serve, args=(theirs, index, num_ranks, verify, limit_s), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -170,9 +176,11 @@ class Remote:
         self.process.join()
 
 
-def start(num_ranks: int = 2, verify: bool = False) -> list[Remote]:
+def start(
+    num_ranks: int = 2, verify: bool = False, limit_s: float = PATIENT_S
+) -> list[Remote]:
     """Ranks whose tiers are ready."""
-    ranks = [Remote(index, num_ranks, verify) for index in range(num_ranks)]
+    ranks = [Remote(index, num_ranks, verify, limit_s) for index in range(num_ranks)]
     address = ranks[0].ask("start", None)
     for rank in ranks[1:]:
         rank.ask("start", address)
