@@ -6,6 +6,7 @@ Either all of them get it, or each is to have its own as if they held different 
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from vllm.v1.kv_tier.memory.shared import Address, NotShared, SharedMemory
 logger = init_logger(__name__)
 
 
-class SharedSlots(NamedTuple):
+@dataclass(frozen=True)
+class SharedSlots:
     """Host slots that a rank has together with others."""
 
     buffer: HostBuffer
