@@ -17,6 +17,15 @@ def spoil_slot(wrapper: Any, index: int) -> None:
     slots[index].copy_(slots[index].roll(slots.shape[1] // 3 // 8 * 8))
 
 
+def host_memory(wrapper: Any) -> dict[str, Any]:
+    """Bytes of a slot on a rank, and whether other ranks have the same slots."""
+    tier = wrapper.kv_tier
+    return {
+        "slot_bytes": tier.buffer.slots.shape[1],
+        "is_shared": tier._peers is not None,
+    }
+
+
 def fill_with_nans(wrapper: Any, index: int) -> None:
     wrapper.kv_tier.buffer.slots[index].fill_(0xFF)
 

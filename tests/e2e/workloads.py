@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, hash_block_tokens
 
 from ..names import get_hash_fn_by_name
 from .engine import Answer, Engine
+from .harm import host_memory
 from .model import VOCAB_SIZE, make_lora
 
 BLOCK = 32
@@ -100,6 +101,13 @@ def served(engine: Engine) -> dict[str, Any]:
     """What servers are asked, one by one."""
     answers = [engine.generate([p], max_tokens=8)[0] for p in SERVED]
     return {"answers": answers}
+
+
+@workload
+def served_twice(engine: Engine) -> dict[str, Any]:
+    """`served`, first computed, then from the host; and what the ranks have there."""
+    answers = served(engine)["answers"] + served(engine)["answers"]
+    return {"answers": answers, "ranks": engine.on_ranks(host_memory)}
 
 
 @workload

@@ -8,17 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vllm import envs
-from vllm.v1.kv_tier.memory.limits import (
-    check_fits,
-    host_memory,
-    total_host_bytes,
-)
+from vllm.v1.kv_tier.memory.limits import check_fits, host_memory, total_host_bytes
 from vllm.v1.kv_tier.policy import make_policy
-from vllm.v1.kv_tier.scheduling.below import (
-    SecondaryLayout,
-    check_engine,
-    check_tiers,
-)
+from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, check_engine, check_tiers
 from vllm.v1.kv_tier.scheduling.executors import refused_executor
 from vllm.v1.kv_tier.scheduling.quotas import check_quotas
 from vllm.v1.kv_tier.scheduling.takers import takes_plans
@@ -88,6 +80,11 @@ class KVTierConfig:
     changed since its store (bad memory, a stray write): nothing of it reaches the
     device, the error names the slots, and what depended on them is computed again. It
     reads every stored and loaded byte once more, by the CPU."""
+
+    share_replicas: bool = False
+    """Hold KV that several tensor parallel ranks have (MLA, or fewer heads than ranks)
+    once on the host, in memory that they share: with MLA on two ranks the same size
+    holds twice the tokens. Off, since it has not run on GPUs yet."""
 
     secondary_tiers: list[dict[str, Any]] | None = None
     """Where blocks go on to live below the host, in the order in which they are asked.
@@ -173,7 +170,7 @@ class KVTierConfig:
                 f"{flag}: unknown copy_engine {self.copy_engine!r}. "
                 f"Use one of {', '.join(COPY_ENGINES)}."
             )
-        for name in ("layerwise_loads", "verify", "check_memory"):
+        for name in ("layerwise_loads", "verify", "share_replicas", "check_memory"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(

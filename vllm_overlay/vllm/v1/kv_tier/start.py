@@ -12,12 +12,19 @@ from vllm.logger import init_logger
 from vllm.v1.kv_tier.about import about
 from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
-from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.config import (
+    GiB,
+    KVTierConfig,
+    KVTierLayout,
+    is_one_machine,
+)
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.layer_waits import set_layer_waits
 from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
 from vllm.v1.kv_tier.memory.regions import build_regions, flatten
+from vllm.v1.kv_tier.memory.replicas import held_once, kv_replicas
 from vllm.v1.kv_tier.rank.layers import make_layer_waits
+from vllm.v1.kv_tier.rank.sharing import may_share, share_slots, take_shared
 from vllm.v1.kv_tier.scheduling.asking import Asker
 from vllm.v1.kv_tier.scheduling.below import (
     Exists,
@@ -63,13 +70,10 @@ def start_kv_tier(
     set_adapter_loads(AdapterLoads(by_content=bool(config.secondary_tiers)))
     num_blocks = kv_cache_config.num_blocks
     per_rank = executor.collective_rpc(_block_bytes, args=(num_blocks,))
-    block_bytes = sum(num_bytes for _, num_bytes in per_rank)
-    num_slots = _num_slots(config, block_bytes, num_blocks)
-    if config.check_memory:
-        check_hosts(
-            config.size_bytes,
-            [(memory, num_slots * num_bytes) for memory, num_bytes in per_rank],
-        )
+    replicas, num_slots = _take_slots(
+        config, vllm_config, executor, kv_cache_config, per_rank
+    )
+    block_bytes = held_once([num_bytes for _, num_bytes in per_rank], replicas)
     ranks = executor.collective_rpc(
         _start_rank,
         args=(
@@ -98,11 +102,12 @@ def start_kv_tier(
         ),
     )
     logger.info(
-        "KV tier: %d host slots (%.2f GiB on %d ranks) behind %d device blocks; "
+        "KV tier: %d host slots (%.2f GiB on %d ranks%s) behind %d device blocks; "
         "%s, %s.",
         num_slots,
         num_slots * block_bytes / GiB,
         len(per_rank),
+        f", of which each {replicas} share theirs" if replicas > 1 else "",
         num_blocks,
         config.store_policy,
         config.eviction_policy,
@@ -145,6 +150,40 @@ def flush_kv_tier(scheduler: Any, executor: Any) -> None:
         num_blocks,
         time.monotonic() - begun,
     )
+
+
+def _take_slots(
+    config: KVTierConfig,
+    vllm_config: "VllmConfig",
+    executor: Any,
+    kv_cache_config: Any,
+    per_rank: Sequence[tuple[HostMemory, int]],
+) -> tuple[int, int]:
+    """How many ranks share their slots, 1 if none do, and the number of slots. What is
+    shared is there afterwards.
+
+    Raises:
+        ValueError: As of `start_kv_tier`.
+
+    """
+    num_blocks = kv_cache_config.num_blocks
+    sizes = [num_bytes for _, num_bytes in per_rank]
+    told: int | None = 1
+    if len(per_rank) > 1 and config.share_replicas:
+        told = kv_replicas(vllm_config, kv_cache_config)
+    found = None
+    if told != 1:
+        one_machine, below = is_one_machine(vllm_config), bool(config.secondary_tiers)
+        found = may_share(executor, num_blocks, told, one_machine, below)
+    replicas, facts = found or (1, [])
+    num_slots = _num_slots(config, held_once(sizes, replicas), num_blocks)
+    if config.check_memory:
+        # Those that share are on one machine.
+        takes = [(memory, num_slots * size // replicas) for memory, size in per_rank]
+        check_hosts(config.size_bytes, takes)
+    if facts and not share_slots(executor, num_blocks, num_slots, replicas, facts):
+        return 1, _num_slots(config, sum(sizes), num_blocks)
+    return replicas, num_slots
 
 
 def _num_slots(config: KVTierConfig, block_bytes: int, num_blocks: int) -> int:
@@ -278,9 +317,12 @@ def _start_rank(
     if layerwise_loads and runner.device.type == "cuda":
         waits = make_layer_waits(wrapper.worker.vllm_config, regions)
     set_layer_waits(waits)
+    shared = take_shared(wrapper)
     tier = HostTier.allocate(
-        regions, num_slots, runner.device, copy_engine, waits, verify
+        regions, num_slots, runner.device, copy_engine, waits, verify, shared=shared
     )
+    if shared is not None:
+        shared.memory.close()
     tier.is_last_stage = get_pp_group().is_last_rank
     wrapper.kv_tier = tier
     load_s = slot_bytes(regions) / tier.engines.load_bytes_per_s

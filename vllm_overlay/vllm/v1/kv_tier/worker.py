@@ -2,6 +2,7 @@
 """The host tier of one rank: a door. Workers call it at both ends of a step."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,16 @@ from vllm.logger import init_logger
 from vllm.v1.kv_tier.copying.calibrate import CopyEngines, choose_engines
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer
-from vllm.v1.kv_tier.memory.checksums import SlotChecksums
+from vllm.v1.kv_tier.memory.checksums import PeerChecksums, SlotChecksums
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
 from vllm.v1.kv_tier.rank.copier import Copier
 from vllm.v1.kv_tier.rank.copy_order import CopyHangs, CopyOrder, InOrder
 from vllm.v1.kv_tier.rank.layers import LayerWaits
+from vllm.v1.kv_tier.rank.peers import Peers
 from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.secondary import SecondaryIO
+from vllm.v1.kv_tier.rank.sharing import SharedSlots
 from vllm.v1.kv_tier.rank.streams import CudaStreams
 from vllm.v1.kv_tier.rank.timing import JoinTimer, num_prefill_tokens
 from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING, RankTuning
@@ -40,6 +43,7 @@ class HostTier:
         layer_waits: Where the layers wait for loads, if they can.
         checksums: What each load is checked by, if it is.
         tuning: Sizes and times that no user sets.
+        peers: The ranks that share the host slots, if any do.
 
     """
 
@@ -51,6 +55,7 @@ class HostTier:
         layer_waits: LayerWaits | None = None,
         checksums: SlotChecksums | None = None,
         tuning: RankTuning = DEFAULT_TUNING,
+        peers: Peers | None = None,
     ) -> None:
         self.engines = engines
         self.checksums = checksums
@@ -59,7 +64,8 @@ class HostTier:
         self._layer_waits = layer_waits
         self.report = ReportDraft()
         """What the scheduler is to hear next."""
-        self._copier = Copier(regions, engines, self.report, checksums, tuning)
+        self._peers = peers
+        self._copier = Copier(regions, engines, self.report, checksums, tuning, peers)
         self.secondary: SecondaryIO | None = None
         """The tiers below, if there are any."""
         self._join = JoinTimer(tuning)
@@ -76,8 +82,9 @@ class HostTier:
         layer_waits: LayerWaits | None = None,
         verify: bool = False,
         tuning: RankTuning = DEFAULT_TUNING,
+        shared: SharedSlots | None = None,
     ) -> "HostTier":
-        """A tier with host memory of its own.
+        """A tier with host memory.
 
         Args:
             regions: KV memory of the rank, in the order of the layers.
@@ -87,6 +94,7 @@ class HostTier:
             layer_waits: Where the layers wait for loads, if they can.
             verify: Check before each load that the slot holds what was stored.
             tuning: Sizes and times that no user sets.
+            shared: The memory, if other ranks have it too. Else it is the rank's own.
 
         Raises:
             MemoryError: The host memory cannot be had.
@@ -94,18 +102,28 @@ class HostTier:
 
         """
         on_gpu = device.type == "cuda"
-        buffer = HostBuffer(
-            num_slots,
-            slot_bytes(regions),
-            pin=on_gpu,
-            device=device if on_gpu else None,
-        )
-        engines = choose_engines(
-            regions, buffer.slots, copy_engine, device, pinned=buffer.pinned
-        )
-        order = CudaStreams(device, layer_waits, tuning) if on_gpu else InOrder()
-        checksums = SlotChecksums(buffer.slots, device) if verify else None
-        tier = cls(regions, engines, order, layer_waits, checksums, tuning)
+        if shared is None:
+            buffer = HostBuffer(
+                num_slots,
+                slot_bytes(regions),
+                pin=on_gpu,
+                device=device if on_gpu else None,
+            )
+        else:
+            buffer = shared.buffer
+        # Engines are tried on slots: by one rank at a time where they are the same.
+        with shared.memory.alone() if shared is not None else nullcontext():
+            engines = choose_engines(
+                regions, buffer.slots, copy_engine, device, pinned=buffer.pinned
+            )
+        checksums = _checksums(buffer.slots, device, shared) if verify else None
+        peers = None
+        if shared is not None:
+            peers = Peers(shared.memory, shared.index, checksums, tuning)
+        order: CopyOrder = InOrder(peers)
+        if on_gpu:
+            order = CudaStreams(device, layer_waits, tuning, peers)
+        tier = cls(regions, engines, order, layer_waits, checksums, tuning, peers)
         tier.buffer = buffer
         return tier
 
@@ -132,6 +150,9 @@ class HostTier:
         if self._is_off:
             # The scheduler did not know yet.
             self._refuse_loads(plan)
+            return
+        if self._peers is not None and self._peers.is_lost:
+            self._switch_off(plan)
             return
         copies = self._copier.copies(plan)
         layerwise = bool(plan.load_slots) and self._can_wait_by_layer(scheduler_output)
@@ -199,6 +220,9 @@ class HostTier:
             "of the GPU and its driver (dmesg), and restart the engine."
         )
         self._is_off = True
+        if self._peers is not None:
+            # First: copies that are given up must not count as done.
+            self._peers.leave()
         filling = self._order.give_up()
         self.report.copies_hang(sorted({*chain(*filling.values())}))
         self._refuse_loads(plan)
@@ -216,3 +240,14 @@ class HostTier:
             return False
         tokens = scheduler_output.num_scheduled_tokens.values()
         return max(tokens, default=0) > waits.max_decode_tokens
+
+
+def _checksums(
+    slots: torch.Tensor, device: torch.device, shared: SharedSlots | None
+) -> SlotChecksums:
+    """Of this rank's slots: its own, or those of the rank that stores for it."""
+    if shared is None:
+        return SlotChecksums(slots, device)
+    if shared.index:
+        return PeerChecksums(slots, device, shared.memory.sums)
+    return SlotChecksums(slots, device, shared.memory.sums)

@@ -7,15 +7,22 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier.memory.numa import gpu_node, prefer_node, usable_cpus
-from vllm.v1.kv_tier.memory.pages import HUGE_PAGE_BYTES, PAGE_BYTES, anonymous, touch
+from vllm.v1.kv_tier.memory.numa import gpu_node, prefer_node, spread, usable_cpus
+from vllm.v1.kv_tier.memory.pages import (
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    anonymous,
+    map_touched,
+    touch,
+)
 from vllm.v1.kv_tier.memory.pinned import allocate_pinned
+from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
 
 logger = init_logger(__name__)
 
@@ -54,9 +61,14 @@ class HostBuffer:
             64 GiB.
         huge_pages: Ask for huge pages.
         progress_s: Seconds between log lines while it is taken.
+        shared: Memory to use, which other ranks have too. `huge_pages` is of no
+            meaning then.
+        nodes: NUMA nodes of the GPUs that share it, for the rank that touches it;
+            another rank, which finds it touched, gives none.
 
     Raises:
         MemoryError: The machine cannot give that much memory.
+        NotShared: The driver does not register memory that ranks share.
 
     """
 
@@ -71,6 +83,8 @@ class HostBuffer:
         piece_bytes: int = GiB // 4,
         huge_pages: bool = True,
         progress_s: float = 5.0,
+        shared: SharedMemory | None = None,
+        nodes: Set[int] | None = None,
     ) -> None:
         started = time.perf_counter()
         if pin and (device is None or device.index is None):
@@ -81,11 +95,15 @@ class HostBuffer:
         weakref.finalize(self, _unregister, self._registered)
         self._huge_pages = huge_pages
         self._progress_s = progress_s
+        self._shared = shared
+        self._joins = shared is not None and nodes is None
+        self._nodes = nodes or set()
         self._node = gpu_node(self._device) if self._device else None
         cpus = usable_cpus(self._node)
         self._cpus = cpus or usable_cpus(None)
         self._threads = threads or self._share_of(self._cpus)
-        self._is_placed = bool(cpus)
+        # Where others touch it, they place it.
+        self._is_placed = bool(cpus) or self._joins
         num_bytes = num_slots * slot_bytes
         try:
             memory = self._allocate((num_slots, slot_bytes, piece_bytes))
@@ -109,7 +127,8 @@ class HostBuffer:
             num_slots,
             slot_bytes,
             num_bytes / GiB,
-            "pinned" if self.pinned else "not pinned",
+            ("pinned" if self.pinned else "not pinned")
+            + (", shared with others" if shared is not None else ""),
             time.perf_counter() - started,
         )
 
@@ -135,6 +154,11 @@ class HostBuffer:
             return memory
         except _Refused as e:
             error, offset = e.args
+        if self._shared is not None:
+            raise NotShared(
+                f"the GPU driver refused to register memory that ranks share (error "
+                f"{error}, at {offset} of {num_bytes} bytes)"
+            )
         try:
             with ThreadPoolExecutor(1, "kv-tier-start", self._begin) as pool:
                 memory = pool.submit(allocate_pinned, num_bytes).result()
@@ -178,7 +202,7 @@ class HostBuffer:
             torch.cuda.set_device(self._device)
 
     def _touched(self, size: tuple[int, int, int], register: bool) -> torch.Tensor:
-        """Anonymous memory with all its pages, and registered if that is wanted.
+        """Memory with all its pages, and registered if that is wanted.
 
         Its pages come from the GPU's NUMA node by policy, and by touching from there: a
         container may forbid either.
@@ -188,9 +212,12 @@ class HostBuffer:
             OSError: There is not as much memory.
 
         """
-        memory = anonymous(size[0] * size[1], self._huge_pages)
+        if self._shared is not None:
+            memory = self._shared.bytes
+        else:
+            memory = anonymous(size[0] * size[1], self._huge_pages)
         address = memory.data_ptr()
-        if self._node is not None and prefer_node(address, memory.numel(), self._node):
+        if not self._joins and self._place(address, memory.numel()):
             self._is_placed = True
         try:
             self._prepare(address, _pieces(*size), register)
@@ -200,17 +227,27 @@ class HostBuffer:
             raise
         return memory
 
+    def _place(self, address: int, num_bytes: int) -> bool:
+        """Whether the system takes the pages from where they should be."""
+        if len(self._nodes) > 1:
+            # One node alone would serve the links of all GPUs.
+            return spread(address, num_bytes, self._nodes)
+        node = self._node
+        return node is not None and prefer_node(address, num_bytes, node)
+
     def _prepare(
         self, address: int, pieces: Sequence[tuple[int, int]], register: bool
     ) -> None:
         """Touch and register all pieces, or register none and raise."""
         is_refused = threading.Event()
+        # What another rank has touched may be in use: older kernels would clear it.
+        take = map_touched if self._joins else touch
 
         def prepare(piece: tuple[int, int]) -> int:
             offset, size = piece
             # What is touched in vain delays the start, and is missing elsewhere.
             if not is_refused.is_set():
-                touch(address + offset, size)
+                take(address + offset, size)
                 if register and (error := self._register(address + offset, size)):
                     is_refused.set()
                     raise _Refused(error, offset)

@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
 import torch
 from blake3 import blake3
+from numpy.typing import NDArray
 
-_DIGEST_BYTES = 8
+from vllm.v1.kv_tier.memory.shared import DIGEST_BYTES
+
 # They read host memory beside the copies: more of them take from these.
 _MAX_THREADS = 8
 _MEASURED_SLOTS = 64
@@ -38,11 +41,18 @@ class SlotChecksums:
         slots: `[num_slots, slot_bytes]`, uint8, host memory.
         device: Whose copies fill it. On a GPU a store ends some time after its launch,
             and threads take the checksum then.
+        shared: `[num_slots, 8]`, uint8: where other ranks find them, if any do.
 
     """
 
-    def __init__(self, slots: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: torch.Tensor,
+        device: torch.device,
+        shared: NDArray[np.uint8] | None = None,
+    ) -> None:
         self._memory = slots.numpy()
+        self._shared = shared
         self._device = device
         self._sums: dict[int, Future[bytes]] = {}
         self._takers: ThreadPoolExecutor | None = None
@@ -61,11 +71,16 @@ class SlotChecksums:
         if self._takers is None:
             for slot in slots:
                 self._sums[slot] = Future()
-                self._sums[slot].set_result(self._sum(slot))
+                self._sums[slot].set_result(self._take(slot))
             return
         wait = self._end_of_copies()
         for slot in slots:
             self._sums[slot] = self._takers.submit(self._sum_after, wait, slot)
+
+    def are_taken(self, slots: Sequence[int]) -> bool:
+        """Whether nothing is left to do of what `stored` was told of `slots`."""
+        taken = (self._sums.get(slot) for slot in slots)
+        return all(each is None or each.done() for each in taken)
 
     def check(self, slots: Sequence[int]) -> None:
         """Before `slots` are loaded. Waits for the end of their stores.
@@ -102,13 +117,42 @@ class SlotChecksums:
 
     def _sum_after(self, wait: Callable[[], object], slot: int) -> bytes:
         wait()
-        return self._sum(slot)
+        return self._take(slot)
+
+    def _take(self, slot: int) -> bytes:
+        taken = self._sum(slot)
+        if self._shared is not None:
+            self._shared[slot] = np.frombuffer(taken, np.uint8)
+        return taken
 
     def _sum(self, slot: int) -> bytes:
-        return blake3(self._memory[slot]).digest(_DIGEST_BYTES)
+        return blake3(self._memory[slot]).digest(DIGEST_BYTES)
 
     def _end_of_copies(self) -> Callable[[], object]:
         """Waits on the host for what is on the current stream by now."""
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event.synchronize
+
+
+class PeerChecksums(SlotChecksums):
+    """Of slots that another rank stores in, and takes the checksums of.
+
+    Args:
+        slots: As of `SlotChecksums`.
+        device: As of `SlotChecksums`.
+        shared: Where that rank leaves them.
+
+    """
+
+    def __init__(
+        self, slots: torch.Tensor, device: torch.device, shared: NDArray[np.uint8]
+    ) -> None:
+        super().__init__(slots, device)
+        self._taken = shared
+
+    def stored(self, slots: Sequence[int]) -> None:
+        raise AssertionError("This rank stores nothing.")
+
+    def _is_good(self, slot: int) -> bool:
+        return self._taken[slot].tobytes() == self._sum(slot)

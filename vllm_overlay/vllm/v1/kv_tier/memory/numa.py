@@ -4,6 +4,7 @@
 import ctypes
 import os
 import platform
+from collections.abc import Set
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 SYS = Path("/sys")
 _NODES = "devices/system/node"
 
-_MPOL_PREFERRED = 1
+_MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
 # glibc has no function for it, and libnuma is not everywhere.
 _MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -64,16 +65,36 @@ def prefer_node(address: int, num_bytes: int, node: int) -> bool:
         Whether the system allows it; containers often do not.
 
     """
+    return _bind(address, num_bytes, {node}, _MPOL_PREFERRED)
+
+
+def spread(address: int, num_bytes: int, nodes: Set[int]) -> bool:
+    """Take the pages of untouched memory from `nodes` in turns.
+
+    Args:
+        address: Start, at a page.
+        num_bytes: Size.
+        nodes: NUMA nodes; at least one.
+
+    Returns:
+        Whether the system allows it.
+
+    """
+    return _bind(address, num_bytes, nodes, _MPOL_INTERLEAVE)
+
+
+def _bind(address: int, num_bytes: int, nodes: Set[int], policy: int) -> bool:
     if _MBIND is None:
         return False
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
-    mask = (ctypes.c_ulong * (node // bits + 1))()
-    mask[node // bits] = 1 << node % bits
+    mask = (ctypes.c_ulong * (max(nodes) // bits + 1))()
+    for node in nodes:
+        mask[node // bits] |= 1 << node % bits
     refused = _syscall(
         ctypes.c_long(_MBIND),
         ctypes.c_void_p(address),
         ctypes.c_ulong(num_bytes),
-        ctypes.c_long(_MPOL_PREFERRED),
+        ctypes.c_long(policy),
         mask,
         # The kernel counts one less than it is told.
         ctypes.c_ulong(len(mask) * bits + 1),

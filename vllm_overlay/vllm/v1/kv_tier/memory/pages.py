@@ -62,10 +62,36 @@ def touch(address: int, num_bytes: int, advice: int = MADV_POPULATE_WRITE) -> No
         OSError: The machine has no more of them.
 
     """
+    if not _populate(address, num_bytes, advice):
+        # An older kernel, or a start within a page.
+        ctypes.memset(address, 0, num_bytes)
+
+
+def map_touched(address: int, num_bytes: int) -> None:
+    """Let this process find pages that another one has touched, without a fault for
+    each; those of older kernels wait for the faults.
+
+    Args:
+        address: Start.
+        num_bytes: Size.
+
+    Raises:
+        OSError: The machine has no memory for it.
+
+    """
+    _populate(address, num_bytes, MADV_POPULATE_WRITE)
+
+
+def _populate(address: int, num_bytes: int, advice: int) -> bool:
+    """Whether the kernel knows how.
+
+    Raises:
+        OSError: It does, and cannot.
+
+    """
     if _madvise(address, num_bytes, advice) == 0:
-        return
+        return True
     error = ctypes.get_errno()
     if error != errno.EINVAL:
         raise OSError(error, os.strerror(error))
-    # An older kernel, or a start within a page.
-    ctypes.memset(address, 0, num_bytes)
+    return False

@@ -13,6 +13,7 @@ from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.rank.copy_order import Copies
+from vllm.v1.kv_tier.rank.peers import Peers
 from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 
@@ -33,6 +34,7 @@ class Copier:
         report: Where failures go.
         checksums: What each load is checked by, if it is.
         tuning: Sizes of parts and chunks.
+        peers: The ranks that share the slots, if any do.
 
     """
 
@@ -43,8 +45,10 @@ class Copier:
         report: ReportDraft,
         checksums: SlotChecksums | None,
         tuning: RankTuning,
+        peers: Peers | None = None,
     ) -> None:
         self.engines = engines
+        self._peers = peers
         self._regions = regions
         self._report = report
         self._checksums = checksums
@@ -67,15 +71,15 @@ class Copier:
 
     def store(self, plan: StepPlan, between_parts: Callable[[], None]) -> None:
         """Store the blocks that the plan overwrites."""
-        self._store_blocks(
-            "store", plan.seq, plan.store_blocks, plan.store_slots, between_parts
-        )
+        blocks, slots = plan.store_blocks, plan.store_slots
+        after = plan.store_after_loads
+        self._store_blocks("store", plan.seq, blocks, slots, after, between_parts)
 
     def clean(self, plan: StepPlan, between_parts: Callable[[], None]) -> None:
         """Store the blocks that later plans may overwrite."""
-        self._store_blocks(
-            "clean", plan.seq, plan.clean_blocks, plan.clean_slots, between_parts
-        )
+        blocks, slots = plan.clean_blocks, plan.clean_slots
+        after = plan.clean_after_loads
+        self._store_blocks("clean", plan.seq, blocks, slots, after, between_parts)
 
     def load(
         self, plan: StepPlan, parts: list[range], between_parts: Callable[[], None]
@@ -85,6 +89,7 @@ class Copier:
         if not slots:
             return
         with self._loading("load", plan.seq, slots):
+            self._await_owner(plan)
             self._check(slots)
             transfer = self.engines.step_loads.loads(slots, blocks)
             for part in _each(parts, between_parts):
@@ -93,7 +98,10 @@ class Copier:
     def load_ahead(self, plan: StepPlan, between_parts: Callable[[], None]) -> None:
         """Load what later steps read."""
         blocks, slots = plan.ahead_blocks, plan.ahead_slots
+        if not slots:
+            return
         with self._loading("load_ahead", plan.seq, slots):
+            self._await_owner(plan)
             engine, size = self.engines.loads, self._tuning.load_chunk_bytes
             for chunk in _each(self._chunks(engine, len(slots), size), between_parts):
                 self._check(slots[chunk])
@@ -111,9 +119,14 @@ class Copier:
         seq: int,
         blocks: list[int],
         slots: list[int],
+        after_loads: int,
         between_parts: Callable[[], None],
     ) -> None:
+        if self._peers is not None and not self._peers.is_owner:
+            return
         try:
+            if slots and self._peers is not None:
+                self._peers.wait_for_loads(after_loads)
             engine, size = self.engines.stores, self._tuning.store_chunk_bytes
             for chunk in _each(self._chunks(engine, len(slots), size), between_parts):
                 self._copy(engine.stores(blocks[chunk], slots[chunk]))
@@ -136,6 +149,11 @@ class Copier:
                 len(slots),
             )
             self._report.load_failed(kind, seq)
+
+    def _await_owner(self, plan: StepPlan) -> None:
+        """Before slots are loaded that another rank fills."""
+        if self._peers is not None:
+            self._peers.wait_for_stores(plan)
 
     def _check(self, slots: list[int]) -> None:
         """Before these slots are loaded, while the load can still be refused."""

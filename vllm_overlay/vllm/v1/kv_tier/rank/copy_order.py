@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.kv_tier.plan import CopyTime, PrefillTime, StepPlan, Times
+from vllm.v1.kv_tier.rank.peers import Peers
 
 Copy = Callable[[Callable[[], None]], None]
 """Queues copies on the current stream, part by part, and calls its argument between
@@ -105,9 +106,15 @@ def _nothing() -> None:
 
 
 class InOrder(CopyOrder):
-    """For devices without streams: every copy ends before the next begins."""
+    """For devices without streams: every copy ends before the next begins.
 
-    def __init__(self) -> None:
+    Args:
+        peers: Who is told of the ends, if anybody.
+
+    """
+
+    def __init__(self, peers: Peers | None = None) -> None:
+        self._peers = peers
         self._times: Times = {}
         self._prefill = PrefillTime(0, 0.0)
         # Tokens of the step that is being computed, and when it began.
@@ -123,6 +130,8 @@ class InOrder(CopyOrder):
             begun = time.perf_counter()
             copy(_nothing)
             seconds = time.perf_counter() - begun
+            if self._peers is not None:
+                self._peers.ended(kind, plan.seq)
             if num_blocks:
                 time_taken = CopyTime(num_blocks, seconds)
                 self._times[kind, plan.seq] = time_taken

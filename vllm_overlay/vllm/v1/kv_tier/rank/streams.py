@@ -14,6 +14,7 @@ from vllm.v1.kv_tier.plan import CopyTime, PrefillTime, StepPlan, Times
 from vllm.v1.kv_tier.rank.copy_order import Copies, Copy, CopyHangs, CopyOrder
 from vllm.v1.kv_tier.rank.copy_thread import CopyThread, Done, Job
 from vllm.v1.kv_tier.rank.layers import LayerWaits
+from vllm.v1.kv_tier.rank.peers import Peers
 from vllm.v1.kv_tier.rank.timing import LoadWait, PrefillTimer
 from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING, RankTuning
 
@@ -33,6 +34,7 @@ class CudaStreams(CopyOrder):
         device: Of the compute stream.
         layer_waits: Where the layers of the model wait, if they do.
         tuning: How much is queued at a time, and how long a copy may take.
+        peers: Who is told of the ends of copies, if anybody.
 
     """
 
@@ -41,8 +43,10 @@ class CudaStreams(CopyOrder):
         device: torch.device,
         layer_waits: LayerWaits | None,
         tuning: RankTuning = DEFAULT_TUNING,
+        peers: Peers | None = None,
     ) -> None:
         self._device = device
+        self._peers = peers
         self._layer_waits = layer_waits
         self._tuning = tuning
         sys.setswitchinterval(min(sys.getswitchinterval(), tuning.switch_interval_s))
@@ -117,6 +121,9 @@ class CudaStreams(CopyOrder):
             self._cleaned[plan.seq] = self._store_thread.submit(
                 Job(copies.clean, after, len(plan.clean_slots))
             )
+        if self._peers is not None:
+            jobs = {kind: each.get(plan.seq) for kind, each in self._jobs.items()}
+            self._peers.begun(plan, jobs, self._device)
         self._fence_compute(plan, compute)
 
     def end_step(self) -> bool:

@@ -74,6 +74,10 @@ class RankTuning:
     """How long a write to a tier below leaves the way to what is read from it, which
     requests wait for. Not for ever: what hangs holds up no writes."""
 
+    peer_look_s: float = 0.1e-3
+    """How often a copy looks whether another rank has come so far. It reads a few
+    numbers in memory, and a step may wait for it."""
+
     # ------------------------------------------------------- copies that hang
 
     limit_s: float = 30.0

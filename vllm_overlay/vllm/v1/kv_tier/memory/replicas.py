@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks hold the same KV, and what slots take where they hold it once."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+Layout = tuple[int, ...]
+"""Bytes of a block in each region of a rank."""
+
+
+_PLAIN = {"FullAttentionSpec", "SlidingWindowSpec"}
+
+
+def kv_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
+    """How many consecutive ranks hold the same KV of every layer; 1: none do.
+
+    Args:
+        vllm_config: Settings of the engine.
+        kv_cache_config: The scheduler's.
+
+    Returns:
+        None if that depends on the heads of each layer: `head_replicas` tells.
+
+    """
+    parallel = vllm_config.parallel_config
+    num_ranks = getattr(parallel, "tensor_parallel_size", 1)
+    if num_ranks == 1:
+        return 1
+    # Ranks that have parts of the tokens hold different ones.
+    for kind in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, kind, 1) > 1:
+            return 1
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_parallel_config", None)
+    if draft is not None and draft.tensor_parallel_size != num_ranks:
+        return 1
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    is_mla = getattr(vllm_config.model_config, "use_mla", False)
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if replicas is None and is_mla:
+        # The layers of a draft model may be others.
+        replicas = num_ranks if speculative is None and _are_latent(specs) else 1
+    if replicas is not None and (replicas > 1 or is_mla):
+        return replicas if num_ranks % replicas == 0 else 1
+    # Upstream does not tell of heads, of which each rank has one at least.
+    kinds = {type(spec).__name__ for spec in specs}
+    if not specs or not kinds <= _PLAIN:
+        return 1
+    return None if all(spec.num_kv_heads == 1 for spec in specs) else 1
+
+
+def _are_latent(specs: Sequence[Any]) -> bool:
+    """Whether all layers have MLA, for releases that do not tell of ranks."""
+    # The first ones have the same spec for all full attention, and a flag.
+    kinds = {type(spec).__name__ for spec in specs}
+    flags = (getattr(spec, "use_mla", "MLA" in type(spec).__name__) for spec in specs)
+    known = kinds <= {"MLAAttentionSpec", "FullAttentionSpec"}
+    return bool(specs) and known and all(flags)
+
+
+def head_replicas(modules: Mapping[str, Any], layers: Iterable[str]) -> int:
+    """On how many consecutive ranks each layer's heads of keys and values are the same.
+
+    Args:
+        modules: Of the model, by name. Projections to queries, keys and values say what
+            they split.
+        layers: Names of the layers with KV. In doubt they have heads of their own.
+
+    """
+    found = 0
+    projections = {
+        name.rpartition(".")[0]: module.num_kv_head_replicas
+        for name, module in modules.items()
+        if hasattr(module, "num_kv_head_replicas")
+    }
+    for layer in layers:
+        found = math.gcd(found, projections.get(layer.rpartition(".")[0], 1))
+    return max(found, 1)
+
+
+def obstacle(
+    layouts: Sequence[Layout], replicas: int, is_one_machine: bool, has_below: bool
+) -> str | None:
+    """Why ranks that hold the same KV must each have their own copy; None: nothing.
+
+    Args:
+        layouts: Of each rank.
+        replicas: Consecutive ranks that hold the same.
+        is_one_machine: Whether all ranks are on this machine.
+        has_below: Whether there are tiers below the host.
+
+    """
+    if not is_one_machine:
+        return "they are on several machines"
+    if has_below:
+        return "tiers below the host have an object for each rank"
+    if not all(layouts):
+        return "some ranks have no KV memory"
+    if len(layouts) % replicas:
+        return f"{len(layouts)} ranks are no groups of {replicas}"
+    if any(
+        layouts[rank] != layouts[owner] for rank, owner in owners(layouts, replicas)
+    ):
+        return "their KV caches lie differently in memory"
+    return None
+
+
+def owners(ranks: Sequence[object], replicas: int) -> Iterator[tuple[int, int]]:
+    """Each rank, and the one that stores for it: the first that holds the same."""
+    return ((rank, rank - rank % replicas) for rank in range(len(ranks)))
+
+
+def held_once(per_rank: Sequence[int], replicas: int) -> int:
+    """Bytes of a slot on all ranks together, given those of a block on each."""
+    return sum(per_rank[::replicas])
