@@ -110,6 +110,7 @@ def test_every_key_is_taken(model: str) -> None:
         "copy_engine": "dma",
         "layerwise_loads": False,
         "verify": True,
+        "share_replicas": True,
         "secondary_tiers": [{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}],
         "quotas": {"tenant-a": 0.5},
         "check_memory": False,
