@@ -111,6 +111,9 @@ class SimulatedStore:
         del self._answers[number]
         return answer
 
+    def has(self, keys: Sequence[bytes]) -> None:
+        """Nothing is remembered of earlier answers."""
+
     # -------------------------------------------------------- as a rank sees it
 
     def begin(self, jobs: Sequence[SecondaryJob]) -> None:

@@ -71,6 +71,9 @@ MANY = prompts(2000, NUM_SLOTS // 5 + 12)
 """More than the host holds."""
 
 
+MENDED = "works again"
+
+
 def harm(valkey: Valkey, ends: Event, done: list[str]) -> None:
     """Stop the server and let it go on, or kill it and start it anew, on and on."""
     rng = Random(7)
@@ -112,16 +115,22 @@ def test_a_server_that_stops_and_dies_in_the_middle_of_gets_and_puts(
             before = counted(server, "secondary_loaded_blocks")
             harming = Thread(target=harm, args=(valkey, ends, done))
             harming.start()
+            first, limit = 0, time.monotonic() + 120
             with ThreadPoolExecutor(4) as clients:
-                found = list(clients.map(answer, range(3 * len(MANY))))
+                # Fast machines have asked all of it before the server is killed.
+                while not (
+                    {"killed", "stopped"} <= set(done) and MENDED in server.log()
+                ):
+                    assert time.monotonic() < limit, (done, server.log())
+                    first += len(MANY)
+                    numbers = range(first, first + len(MANY))
+                    assert list(clients.map(answer, numbers)) == right
             ends.set()
             harming.join()
-            assert found == 3 * right
-            assert {"killed", "stopped"} <= set(done)
             assert counted(server, "secondary_loaded_blocks") > before
             # Each change of state is one line, and it is used again at the end.
             log = server.log()
-            troubles, mends = log.count("is in trouble"), log.count("works again")
+            troubles, mends = log.count("is in trouble"), log.count(MENDED)
             assert 0 < mends <= troubles <= 4 * len(done)
             loaded = counted(server, "secondary_loaded_blocks")
             limit = time.monotonic() + 60

@@ -53,6 +53,9 @@ class Objects:
                 del self.objects[key]
         return answer
 
+    def has(self, keys: Sequence[bytes]) -> None:
+        """Nothing is remembered of earlier answers."""
+
 
 class Below:
     """Stores, in place of real ones, and the threads of a rank.

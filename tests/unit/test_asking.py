@@ -47,6 +47,14 @@ def test_what_was_not_there_is_not_asked_for_again_for_a_moment() -> None:
     assert asked.questions[-1] == [b"b", b"c"]
 
 
+def test_what_this_engine_has_written_meanwhile_is_asked_for_at_once() -> None:
+    asked = Asked()
+    assert asked.ask(b"a", b"b") == [False, False]
+    asked.there = {b"a", b"b"}
+    asked.asker.has([b"a", b"c"])
+    assert asked.ask(b"a", b"b") == [True, False]
+
+
 def test_what_is_there_is_asked_for_each_time() -> None:
     """It may be gone since."""
     asked = Asked()

@@ -13,6 +13,7 @@ from vllm.v1.kv_tier.scheduling.below import Exists
 logger = init_logger(__name__)
 
 Question = tuple[int, Sequence[bytes]]
+"""Its number and keys. Number 0 is no question: these are there now."""
 
 _MISS_S = 1.0
 MAX_MISSES = 1 << 16
@@ -61,6 +62,10 @@ class Asker:
                 self._num_dropped = number
         return self._num_asked
 
+    def has(self, keys: Sequence[bytes]) -> None:
+        """The tier has `keys` now: they are asked for again."""
+        self._questions.put((0, keys))
+
     def take_answer(self, number: int) -> list[bool] | None:
         """For each key of a question whether it is there; None: no answer yet. One that
         was not taken for long is empty."""
@@ -94,6 +99,11 @@ class _Misses:
                 del until[next(iter(until))]
         return [key in there for key in keys]
 
+    def have_come(self, keys: Sequence[bytes]) -> None:
+        """What was not there may be now."""
+        for key in keys:
+            self._until.pop(key, None)
+
 
 def _run(
     misses: _Misses,
@@ -102,6 +112,9 @@ def _run(
 ) -> None:
     while (question := questions.get()) is not None:
         number, keys = question
+        if number == 0:
+            misses.have_come(keys)
+            continue
         try:
             answers[number] = misses.exists(keys)
         except Exception:

@@ -35,6 +35,9 @@ class Asks(Protocol):
     def take_answer(self, number: int) -> list[bool] | None:
         """For each key of a question whether it is there; None: no answer yet."""
 
+    def has(self, keys: Sequence[bytes]) -> None:
+        """The tier has `keys` from now on, whatever it has answered before."""
+
 
 @dataclass(frozen=True)
 class SecondaryTier:

@@ -3,11 +3,16 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.plan import SecondaryJob
 from vllm.v1.kv_tier.scheduling.admission import Admission
-from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.scheduling.below import (
+    SecondaryLayout,
+    SecondaryTier,
+    object_keys,
+)
 from vllm.v1.kv_tier.scheduling.due import Due
 from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
@@ -47,6 +52,7 @@ class Spiller:
         self._jobs = jobs
         self._changed = changed
         self._stats = stats
+        self._asker = tier.asker
         self._admission: Admission | None = None
         if tier.store_from_use > 1:
             # Also of what the host has forgotten: it is computed again.
@@ -208,6 +214,9 @@ class Spiller:
         def ended(done: Sequence[bool], seconds: float) -> None:
             self._writing.difference_update(keys)
             self._table.end_hold(indices, keys)
+            # Whoever asked for these before they were written was told that they are
+            # not there.
+            self._asker.has(object_keys(list(compress(keys, done))))
             for key, is_there in zip(keys, done):
                 if is_there:
                     self.is_below(key)
