@@ -111,7 +111,7 @@ def share_slots(
         reasons = _reasons(executor.collective_rpc(_join, args=args))
     if not reasons:
         return True
-    executor.collective_rpc(_give_back)
+    executor.collective_rpc(_drop_shared)
     _tell_why_not(replicas, reasons[0])
     return False
 
@@ -219,7 +219,7 @@ def _slots(
     return SharedSlots(buffer, memory, index)
 
 
-def _give_back(wrapper: Any) -> None:
+def _drop_shared(wrapper: Any) -> None:
     """Nobody shares: what this rank has of it goes."""
     taken = take_shared(wrapper)
     if taken is not None:
