@@ -81,7 +81,9 @@ class BlockStorer:
         if self._pool.cached_block_hashes_by_block and self.is_clean(block):
             return
         # As the property says, without a call.
-        admits_all = not (self.admission or self.released or self.forbidden)
+        admission = self.admission
+        admits_all = admission is None or admission.admits_all
+        admits_all = admits_all and not (self.released or self.forbidden)
         if not (admits_all or self.is_admitted(block)):
             self._stats.passed_over_blocks += 1
         elif not self.store(block, before_eviction=False):
