@@ -2,12 +2,19 @@
 """`store_from_use: "auto"`: what would have had more hits of late."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.kv_tier.policy import LRU
 from vllm.v1.kv_tier.scheduling.admission import Admission
-from vllm.v1.kv_tier.scheduling.choosing import ChosenAdmission, SecondUses
+from vllm.v1.kv_tier.scheduling.choosing import (
+    ChosenAdmission,
+    SecondUses,
+    make_admission,
+)
 from vllm.v1.kv_tier.scheduling.shadow import Shadow, ShadowHost
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 
@@ -156,6 +163,15 @@ def test_a_tier_that_chooses_stores_from_the_first_use(policy: str) -> None:
     tier.computed("cd")
     assert [tier.where(name) for name in "ab"] == ["host", "host"]
     assert tier.pool.storer.admits_all
+
+
+def test_all_is_stored_above_a_tier_below() -> None:
+    """It would never get what comes once, and may have room for it."""
+    config = KVTierConfig(8, store_from_use="auto")
+    alone = KVTierLayout(config, 8, 1)
+    below: Any = object()
+    assert make_admission(replace(alone, secondary=below), 4, 16) is None
+    assert isinstance(make_admission(alone, 4, 16), ChosenAdmission)
 
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through"])
