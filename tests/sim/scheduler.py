@@ -3,6 +3,7 @@
 
 import json
 import tempfile
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +26,7 @@ from ..names import init_none_hash, sha256
 from . import upstream
 from .below import Below
 from .layouts import MAX_MODEL_LEN, Layout
+from .pages import DeviceMemory, Elastic, elastic_layout
 
 SLOT_BYTES = 1 << 20
 
@@ -69,6 +71,8 @@ class Setup:
     below: tuple[int, int] | None = None
     """Seed and delay of a tier below."""
     kv_events: KVEventsConfig | None = None
+    elastic: Elastic | None = None
+    """Device memory that comes and goes."""
 
     @property
     def num_blocks(self) -> int:
@@ -141,8 +145,15 @@ def _secondary(layout: Layout, below: Below, max_known: int) -> SecondaryLayout:
     )
 
 
-def make_scheduler(setup: Setup, below: Below | None = None) -> Scheduler:
-    """A scheduler with a host tier, maybe one below it, and no engine."""
+def make_scheduler(
+    setup: Setup,
+    below: Below | None = None,
+    device: Callable[[], DeviceMemory] | None = None,
+) -> Scheduler:
+    """A scheduler with a host tier, maybe one below it, and no engine.
+
+    `device` has the memory of its rank, where that comes and goes.
+    """
     layout = setup.layout
     base, structured_output_manager = _base()
     config = copy(base)
@@ -175,6 +186,11 @@ def make_scheduler(setup: Setup, below: Below | None = None) -> Scheduler:
     retention = None
     if setup.retention is not None and layout.can_retain_less:
         retention = setup.retention * layout.block_size
+    elastic = None
+    if setup.elastic is not None and device is not None:
+        elastic = elastic_layout(
+            setup.elastic, layout, setup.num_blocks, setup.token_budget, device
+        )
     kv_cache_config = upstream.kv_cache_config(
         retention,
         num_blocks=setup.num_blocks,
@@ -189,6 +205,7 @@ def make_scheduler(setup: Setup, below: Below | None = None) -> Scheduler:
             layerwise=setup.join_time > 0,
             tuning=setup.tuning,
             secondary=None if below is None else _secondary(layout, below, max_known),
+            elastic=elastic,
         ),
     )
     scheduler = upstream.make_scheduler(
