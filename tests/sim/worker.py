@@ -327,6 +327,9 @@ class Worker(ForwardPasses):
         progress = True
         while progress:
             progress = False
+            while self._owed and self._waits_for_nothing(self._owed[0]):
+                self._owed.popleft()
+                progress = True
             for queue, run in (
                 (self._loads, self._run_loads),
                 (self._ahead, self._run_ahead),
@@ -337,6 +340,11 @@ class Worker(ForwardPasses):
             if self._stores and self._may_store(self._stores[0]):
                 self._run_next_stores()
                 progress = True
+
+    def _waits_for_nothing(self, plan: StepPlan) -> bool:
+        if self._stores and self._stores[0].is_before(plan.compute_after_stores, plan):
+            return False
+        return not (self._ahead and self._ahead[0].plan.seq <= plan.compute_after_loads)
 
     def _may_store(self, stores: _Stores) -> bool:
         computed, loaded = stores.after
