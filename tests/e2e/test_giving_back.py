@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, GiB
 from .release import ENVIRONMENT, cache_bytes
 from .server import Server
@@ -44,7 +42,6 @@ def wait_for(found: Callable[[], bool]) -> bool:
     return True
 
 
-@pytest.mark.compat("engine modes", "device memory given back (`give_back_after_s`)")
 def test_memory_goes_and_prefixes_come_back(served: Path, tmp_path: Path) -> None:
     prompts = [text(i, PROMPT_BLOCKS * BLOCK_TOKENS + 1) for i in range(NUM_PROMPTS)]
     config = json.dumps({"give_back_after_s": 3.0})
