@@ -17,12 +17,6 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is one of steps."""
-    monkeypatch.setattr("vllm.v1.kv_tier.recovery._PAUSE_S", 0.0)
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _no_device() -> Iterator[None]:
     """Threads that a planted deadlock leaves behind may go on when the simulated device

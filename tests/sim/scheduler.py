@@ -19,6 +19,7 @@ from vllm.config import (
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.scheduling.pages import ElasticLayout
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -33,7 +34,9 @@ SLOT_BYTES = 1 << 20
 # Prefixes have few blocks here: let none be too few to be prefetched. And the device
 # has few: let all be for prefetches.
 # No more steps are in flight than five, and ranks tell of failed loads with their step.
-TUNING = SchedulingTuning(min_prefetch=1, spare=0.0, settled_steps=5, settled_outputs=0)
+TUNING = SchedulingTuning(
+    min_prefetch=1, spare=0.0, settled_steps=5, settled_outputs=0, idle_pause_s=0.0
+)
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,16 @@ def _secondary(layout: Layout, below: Below, max_known: int) -> SecondaryLayout:
     )
 
 
+def _elastic(
+    setup: Setup, device: Callable[[], DeviceMemory] | None
+) -> ElasticLayout | None:
+    if setup.elastic is None or device is None:
+        return None
+    return elastic_layout(
+        setup.elastic, setup.layout, setup.num_blocks, setup.token_budget, device
+    )
+
+
 def make_scheduler(
     setup: Setup,
     below: Below | None = None,
@@ -186,11 +199,6 @@ def make_scheduler(
     retention = None
     if setup.retention is not None and layout.can_retain_less:
         retention = setup.retention * layout.block_size
-    elastic = None
-    if setup.elastic is not None and device is not None:
-        elastic = elastic_layout(
-            setup.elastic, layout, setup.num_blocks, setup.token_budget, device
-        )
     kv_cache_config = upstream.kv_cache_config(
         retention,
         num_blocks=setup.num_blocks,
@@ -205,7 +213,7 @@ def make_scheduler(
             layerwise=setup.join_time > 0,
             tuning=setup.tuning,
             secondary=None if below is None else _secondary(layout, below, max_known),
-            elastic=elastic,
+            elastic=_elastic(setup, device),
         ),
     )
     scheduler = upstream.make_scheduler(

@@ -23,9 +23,6 @@ logger = init_logger(__name__)
 # Of a request whose prompt comes in parts, in releases that have such requests.
 _BETWEEN_INPUTS = getattr(RequestStatus, "WAITING_FOR_STREAMING_REQ", None)
 
-# Between two steps of an engine that waits until memory is due.
-_PAUSE_S = 0.005
-
 # Not all releases can say that it was no fault of the client.
 _FAILED = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
 
@@ -122,8 +119,8 @@ def _step_on(scheduler: "Scheduler", pool: ElasticBlockPool) -> None:
 
         scheduler.has_requests = has_work  # type: ignore[method-assign]
     if pool.elastic.is_waiting and not scheduler.requests:
-        # Else the engine would spin. A request that arrives waits for it.
-        time.sleep(_PAUSE_S)
+        # Else the engine would spin.
+        time.sleep(pool.elastic.pause_s)
 
 
 def _most_tokens(scheduler: "Scheduler") -> int:

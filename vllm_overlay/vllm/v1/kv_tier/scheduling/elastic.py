@@ -27,6 +27,7 @@ from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
 from vllm.v1.kv_tier.scheduling.storing import BlockStorer
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.stats import KVTierStats
 
 
@@ -54,7 +55,7 @@ class ElasticDevice:
         draft: The plan in the making.
         storer: Stores what the host lacks.
         prefetches: What is on its way.
-        max_stores: Blocks that a plan stores of pages that are about to leave.
+        tuning: How much an idle step stores, and how long the engine sleeps then.
         clock: Seconds.
         stats: Counts pages.
 
@@ -69,7 +70,7 @@ class ElasticDevice:
         draft: PlanDraft,
         storer: BlockStorer,
         prefetches: Prefetches,
-        max_stores: int,
+        tuning: SchedulingTuning,
         clock: Callable[[], float],
         stats: KVTierStats,
     ) -> None:
@@ -81,7 +82,9 @@ class ElasticDevice:
         self._draft = draft
         self._storer = storer
         self._prefetches = prefetches
-        self._max_stores = max(1, max_stores)
+        self._max_stores = max(1, tuning.idle_stores)
+        self.pause_s = tuning.idle_pause_s
+        """Between two steps of an engine that waits until memory is due."""
         self._clock = clock
         self._stats = stats
         size = self.mapper.blocks_per_page

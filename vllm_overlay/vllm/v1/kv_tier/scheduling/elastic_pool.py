@@ -33,7 +33,7 @@ class ElasticBlockPool(TieredBlockPool):
             self._draft,
             self.storer,
             self.prefetches,
-            layout.tuning.idle_stores,
+            layout.tuning,
             lambda: self.costs.clock(),
             self._stats,
         )
