@@ -1,121 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that ranks give back, and the setting that asks for it."""
+"""Anonymous memory: exact, zeroed, private, given back."""
 
-import math
+import ctypes
+import gc
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from vllm.v1.kv_tier.memory.giving_back import blocks_per_page, give_back
-from vllm.v1.kv_tier.memory.pages import anonymous
-from vllm.v1.kv_tier.memory.regions import Region
-from vllm.v1.kv_tier.scheduling.pages import RankPages, check_give_back
+from vllm.v1.kv_tier.memory.pages import HUGE_PAGE_BYTES, PAGE_BYTES, anonymous, touch
 
-PAGE_BYTES = 100
+MiB = 1 << 20
 
 
-class Machine:
-    """What the machine can spare, and what it was given."""
-
-    def __init__(self, num_blocks: int = 10, min_pages: int = 1) -> None:
-        self.spare = 0
-        self.given: list[tuple[int, int]] = []
-        self.pages = RankPages(
-            num_blocks,
-            4,
-            PAGE_BYTES,
-            min_pages,
-            lambda: self.spare,
-            lambda first, end: self.given.append((first, end)),
-            poll_s=0.0,
-        )
+def resident() -> int:
+    """Bytes of this process that pages back, counted one by one."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line[:4] == "Rss:")
 
 
-def test_pages_go_and_come() -> None:
-    machine = Machine()
-    machine.pages.unmap_pages([2, 1])
-    # The last page is a short one.
-    assert machine.given == [(8, 10), (4, 8)]
-    machine.spare = 1 * PAGE_BYTES
-    assert machine.pages.num_mappable() == 1
-    assert machine.pages.map_pages(2) == [1]
-    machine.spare = 5 * PAGE_BYTES
-    assert machine.pages.num_mappable() == 1
-    assert machine.pages.map_pages(2) == [2]
-    assert machine.pages.num_mappable() == 0
+def num_resident(memory: torch.Tensor) -> int:
+    """Bytes of a memory that pages back, whatever else the process does.
+
+    Source: mincore(2), one byte for each page.
+    """
+    first = memory.data_ptr() // PAGE_BYTES * PAGE_BYTES
+    num_bytes = memory.data_ptr() + memory.numel() * memory.itemsize - first
+    pages = (ctypes.c_ubyte * -(-num_bytes // PAGE_BYTES))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), pages):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(page & 1 for page in pages) * PAGE_BYTES
 
 
-def test_the_longest_request_always_fits() -> None:
-    machine = Machine(min_pages=2)
-    machine.pages.unmap_pages([2, 1])
-    machine.spare = -5 * PAGE_BYTES
-    assert machine.pages.num_mappable() == 1
-    assert machine.pages.num_wanted() == 0
-    assert len(machine.pages.map_pages(2)) == 1
-    assert machine.pages.num_mappable() == 0
+def mapping(address: int) -> dict[str, str]:
+    """What the kernel says of the mapping at an address."""
+    found: dict[str, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if "-" in name:
+            first, last = (int(part, 16) for part in name.split("-"))
+            inside = first <= address < last
+            if inside:
+                found["path"] = value
+        elif inside:
+            found[name.removesuffix(":")] = value.strip()
+    return found
 
 
-def test_others_need_memory() -> None:
-    machine = Machine()
-    assert machine.pages.num_wanted() == 0
-    machine.spare = -1
-    assert machine.pages.num_wanted() == 1
-    machine.spare = -9 * PAGE_BYTES
-    assert machine.pages.num_wanted() == 2
+def test_the_size_is_exact_and_a_huge_page_starts_it() -> None:
+    memory = anonymous(3 * MiB + 64)
+    assert memory.shape == (3 * MiB + 64,) and memory.dtype == torch.uint8
+    assert memory.untyped_storage().nbytes() == 3 * MiB + 64
+    assert memory.data_ptr() % HUGE_PAGE_BYTES == 0
 
 
-@pytest.mark.parametrize("seconds", [None, 0, 2.5])
-def test_times(seconds: float | None) -> None:
-    check_give_back(seconds)
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_memory_is_taken_by_touching_and_given_back(huge_pages: bool) -> None:
+    # What other tests have left would be given back in between.
+    gc.collect()
+    before = resident()
+    memory = anonymous(64 * MiB, huge_pages)
+    assert num_resident(memory) < MiB
+    touch(memory.data_ptr(), 64 * MiB)
+    assert num_resident(memory) == 64 * MiB
+    assert not memory.any()
+    view = memory[5:]
+    del memory
+    gc.collect()
+    assert num_resident(view) == 64 * MiB
+    del view
+    gc.collect()
+    # The first sum of a process starts threads.
+    assert resident() - before < 8 * MiB
 
 
-@pytest.mark.parametrize("seconds", [-1, math.inf, math.nan, True, "5"])
-def test_wrong_times(seconds: object) -> None:
-    with pytest.raises(ValueError, match="give_back_after_s must be") as error:
-        check_give_back(seconds)  # type: ignore[arg-type]
-    assert repr(seconds) in str(error.value)
+def test_no_more_than_asked_is_touched() -> None:
+    memory = anonymous(64 * MiB, huge_pages=False)
+    touch(memory.data_ptr() + 16 * MiB, 8 * MiB)
+    assert num_resident(memory[16 * MiB : 24 * MiB]) == 8 * MiB
+    assert abs(num_resident(memory) - 8 * MiB) < MiB
 
 
-def resident(address: int, num_bytes: int) -> int:
-    """Bytes of a range that have memory, by the kernel's own account."""
-    entries = Path("/proc/self/pagemap")
-    with entries.open("rb") as file:
-        file.seek(address // 4096 * 8)
-        data = file.read(num_bytes // 4096 * 8)
-    return 4096 * sum(data[i + 7] >> 7 for i in range(0, len(data), 8))
+def test_memory_is_private_has_no_name_and_is_neither_forked_nor_dumped() -> None:
+    memory = anonymous(8 * MiB)
+    found = mapping(memory.data_ptr())
+    # Permissions, offset, device, inode and no path.
+    assert found["path"].split() == ["rw-p", "00000000", "00:00", "0"]
+    assert {"dc", "dd"} <= set(found["VmFlags"].split())
 
 
-def test_memory_goes_back_to_the_machine() -> None:
-    """Of two regions in one piece of memory, that of the blocks and no other."""
-    num_blocks, width = 16, 8192
-    memory = anonymous(2 * num_blocks * width, huge_pages=False)
-    memory.fill_(7)
-    rows = memory.view(2, num_blocks, width)
-    regions = [Region(rows[0]), Region(rows[1])]
-    give_back(regions, 4, 8)
-    assert resident(memory.data_ptr(), memory.numel()) == (32 - 8) * width
-    kept = [b for b in range(num_blocks) if not 4 <= b < 8]
-    assert torch.all(rows[:, kept] == 7)
-    rows[:, 4:8] = 3
-    assert torch.all(rows[:, 4:8] == 3)
-    assert resident(memory.data_ptr(), memory.numel()) == 32 * width
+@pytest.mark.parametrize("huge_pages, flag", [(True, "hg"), (False, "nh")])
+def test_huge_pages_are_asked_for(huge_pages: bool, flag: str) -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("a kernel without huge pages")
+    memory = anonymous(8 * MiB, huge_pages)
+    assert flag in mapping(memory.data_ptr())["VmFlags"].split()
 
 
-def test_what_meets_in_a_page_of_the_machine_stays() -> None:
-    memory = anonymous(16 * 1024, huge_pages=False)
-    memory.fill_(7)
-    give_back([Region(memory.view(16, 1024))], 3, 9)
-    rows = memory.view(16, 1024)
-    # Blocks 4 to 7 fill the one page that nobody else is in.
-    assert torch.all(rows[4:8] == 0)
-    assert torch.all(rows[:4] == 7) and torch.all(rows[8:] == 7)
+def test_an_older_kernel_and_odd_starts_are_touched_by_writing() -> None:
+    memory = anonymous(32 * MiB)
+    touch(memory.data_ptr() + 64, 16 * MiB)
+    assert num_resident(memory) >= 16 * MiB
+    # No kernel knows this advice.
+    touch(memory.data_ptr(), 32 * MiB, advice=9999)
+    assert num_resident(memory) == 32 * MiB and not memory.any()
 
 
-def test_pages_give_back_huge_pages_but_are_some() -> None:
-    def region(num_bytes: int) -> Region:
-        return Region(torch.empty(64, num_bytes, dtype=torch.uint8))
-
-    assert blocks_per_page([region(1 << 19), region(1 << 20)], 64) == 4
-    assert blocks_per_page([region(1 << 10)], 64) == 8
-    assert blocks_per_page([region(1 << 10)], 4) == 1
+def test_memory_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(OSError):
+        anonymous(1 << 60)
+    # The zero page of the address space is never mapped.
+    with pytest.raises(OSError, match=os.strerror(12)):
+        touch(0, PAGE_BYTES)
