@@ -198,6 +198,16 @@ def test_without_memory_there_are_no_blocks_and_no_error() -> None:
     assert tier.num_free == 2 * PAGE - 1
 
 
+def test_memory_is_taken_before_what_is_cached_is_evicted() -> None:
+    tier = ElasticTier()
+    tier.give_all_back()
+    tier.computed("abc")
+    tier.mapper.spare = 1
+    tier.computed("d")
+    assert tier.where("a") == tier.where("c") == tier.where("d") == "device"
+    assert len(tier.mapper.unmapped) == 1
+
+
 def test_running_requests_keep_headroom() -> None:
     tier = ElasticTier()
     tier.give_all_back()

@@ -149,6 +149,20 @@ class ElasticDevice:
                 self._forget(seq)
             self._taker.put_back(self._of(page))
             self._stats.mapped_pages += 1
+        self._map(num_blocks)
+
+    def spare_victims(self, num_blocks: int) -> None:
+        """So many blocks are about to be taken: rather of memory that nobody has than
+        of what is cached."""
+        if not self.unmapped:
+            return
+        first = next(self._free.first(1), None)
+        if first is None or first.block_hash is not None:
+            # Not of pages that are leaving: this plan cannot load into them any more.
+            self._map(len(self._free) + num_blocks)
+
+    def _map(self, num_blocks: int) -> None:
+        """Have at least so many free blocks, of pages that can be mapped."""
         size = self.mapper.blocks_per_page
         while self.unmapped and (lack := num_blocks - len(self._free)) > 0:
             pages = self.mapper.map_pages(-(-lack // size))

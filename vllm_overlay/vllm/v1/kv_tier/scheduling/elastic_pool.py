@@ -83,6 +83,7 @@ class ElasticBlockPool(TieredBlockPool):
             self.elastic.refused()
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        self.elastic.spare_victims(num_blocks)
         blocks = super().get_new_blocks(num_blocks)
         self.elastic.need_headroom()
         return blocks
