@@ -114,15 +114,6 @@ def unmap_what_was_needed_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ElasticDevice, "need", need_and_forget)
 
 
-def take_what_the_step_uses(patch: pytest.MonkeyPatch) -> None:
-    """What the step has freed, and still reads or loads, may leave with its page."""
-
-    def is_quiet(self: ElasticDevice, page: int) -> bool:
-        return not any(block.is_null or block.ref_cnt for block in self._of(page))
-
-    patch.setattr(ElasticDevice, "_is_quiet", is_quiet)
-
-
 CONTENTS = {"device", "host", "read", "tokens"}
 BUGS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
     unmap_at_once: {"unmapped"},
@@ -130,7 +121,6 @@ BUGS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
     hand_out_what_is_unmapped: {"unmapped"},
     leave_blocks_in_the_queue: {"refs"},
     unmap_what_was_needed_again: {"refs"},
-    take_what_the_step_uses: {*CONTENTS, "plan"},
 }
 
 
