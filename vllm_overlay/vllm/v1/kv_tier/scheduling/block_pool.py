@@ -295,7 +295,7 @@ class TieredBlockPool(BlockPool):
         if self.admission is not None:
             self.admission.use(key)
         if self._writes_through:
-            self.writer.used(block)
+            self.writer.used((block,))
 
     # ------------------------------------------------------------ what is void
 
