@@ -20,8 +20,8 @@ with conversations of its own, as the replicas of a dense model do.
 
 Those that begin with `shared` have ranks that share host slots: they need
 `--tp 2 --size 1b-one-kv-head`, whose ranks hold the same KV, and run if they are named.
-In `shared_slow` and `shared_race` the rank that stores is late; in the latter the others
-do not wait for it, which the comparison must notice.
+In `shared_slow` and `shared_race` the rank that stores is late; in the latter no other
+waits for it, which the comparison must notice.
 """
 
 import argparse

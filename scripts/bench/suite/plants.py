@@ -68,7 +68,7 @@ def delay_stores() -> None:
             torch.cuda._sleep(600_000_000)  # cycles: about 300 ms
         inner(self, kind, seq, blocks, *args)
 
-    Copier._store_blocks = late  # type: ignore[method-assign]
+    Copier._store_blocks = late  # type: ignore[assignment, method-assign]
 
 
 def wait_for_no_peer() -> None:
