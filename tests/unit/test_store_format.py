@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The format of an object: no byte of it may change unnoticed."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -10,6 +11,12 @@ from vllm.v1.kv_tier.stores import format as form
 from vllm.v1.kv_tier.stores.format import CHECKSUMS, ObjectFormat
 
 from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, row
+
+
+@pytest.fixture(params=[1 << 20, 300], ids=["whole", "in pieces"])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are read as a whole, or piece by piece."""
+    monkeypatch.setattr(form, "_PIECE_BYTES", request.param)
 
 
 @pytest.fixture
@@ -48,6 +55,7 @@ def test_keys_of_any_length(tmp_path: Path, length: int) -> None:
     assert FORMAT.size(key) % 64 == ROW_BYTES % 64
 
 
+@pytest.mark.usefixtures("pieces")
 def test_every_flipped_bit_is_noticed(written: Path) -> None:
     content = bytearray(written.read_bytes())
     for i in range(len(content)):
@@ -59,9 +67,10 @@ def test_every_flipped_bit_is_noticed(written: Path) -> None:
     assert read(written)
 
 
+@pytest.mark.usefixtures("pieces")
 def test_every_length_but_the_right_one_is_noticed(written: Path) -> None:
     content = written.read_bytes()
-    for length in (0, 1, 63, 64, 127, 128, len(content) - 1):
+    for length in (0, 1, 63, 64, 127, 128, 427, 428, 429, 1028, len(content) - 1):
         written.write_bytes(content[:length])
         assert not read(written), length
 
@@ -80,7 +89,7 @@ def test_blake3_is_always_known_and_an_unknown_checksum_is_a_miss(
     monkeypatch.setattr(form, "CHECKSUMS", blake3)
     write(written)
     assert read(written)
-    newer = blake3 | {b"newer": lambda row: bytes(16)}
+    newer = blake3 | {b"newer": hashlib.sha256}
     monkeypatch.setattr(form, "CHECKSUMS", newer)
     # What an engine without it has written is read on.
     assert read(written)
