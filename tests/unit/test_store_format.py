@@ -13,12 +13,6 @@ from vllm.v1.kv_tier.stores.format import CHECKSUMS, ObjectFormat
 from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, row
 
 
-@pytest.fixture(params=[1 << 20, 300], ids=["whole", "in pieces"])
-def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are read as a whole, or piece by piece."""
-    monkeypatch.setattr(form, "_PIECE_BYTES", request.param)
-
-
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     path = tmp_path / "object"
@@ -27,6 +21,10 @@ def written(tmp_path: Path) -> Path:
 
 
 FORMAT = ObjectFormat(NAMESPACE, 0, ROW_BYTES)
+IN_PIECES = ObjectFormat(NAMESPACE, 0, ROW_BYTES, piece_bytes=300)
+formats = pytest.mark.parametrize(
+    "reader", [FORMAT, IN_PIECES], ids=["whole", "in pieces"]
+)
 
 
 def write(path: Path, key: bytes = KEYS[0]) -> None:
@@ -55,24 +53,26 @@ def test_keys_of_any_length(tmp_path: Path, length: int) -> None:
     assert FORMAT.size(key) % 64 == ROW_BYTES % 64
 
 
-@pytest.mark.usefixtures("pieces")
-def test_every_flipped_bit_is_noticed(written: Path) -> None:
+@formats
+def test_every_flipped_bit_is_noticed(written: Path, reader: ObjectFormat) -> None:
     content = bytearray(written.read_bytes())
     for i in range(len(content)):
         content[i] ^= 1 << i % 8
         written.write_bytes(content)
-        assert not read(written), i
+        assert not read(written, reader), i
         content[i] ^= 1 << i % 8
     written.write_bytes(content)
-    assert read(written)
+    assert read(written, reader)
 
 
-@pytest.mark.usefixtures("pieces")
-def test_every_length_but_the_right_one_is_noticed(written: Path) -> None:
+@formats
+def test_every_length_but_the_right_one_is_noticed(
+    written: Path, reader: ObjectFormat
+) -> None:
     content = written.read_bytes()
     for length in (0, 1, 63, 64, 127, 128, 427, 428, 429, 1028, len(content) - 1):
         written.write_bytes(content[:length])
-        assert not read(written), length
+        assert not read(written, reader), length
 
 
 def test_another_object_is_noticed(written: Path) -> None:

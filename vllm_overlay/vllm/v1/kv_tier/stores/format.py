@@ -22,9 +22,7 @@ _MAGIC = b"KVTIER" + FORMAT_VERSION.to_bytes(2, "big")
 _FIXED = struct.Struct("<8s8s16s16sQQ")
 _ALIGNMENT = 64
 _CHECKSUM_BYTES = 16
-_PIECE_BYTES = 1 << 20
-"""Of a row, read and checked before the next: what a core's cache still has is checked
-in half the time, and smaller pieces cost more in calls than they save."""
+PIECE_BYTES = 1 << 20
 
 
 class Checksum(Protocol):
@@ -52,13 +50,23 @@ class ObjectFormat:
         namespace: What shaped the bytes.
         rank: Whose part they are.
         row_bytes: Size of each row.
+        piece_bytes: Of a row, read from a file and checked before the next: what a
+            core's cache still has is checked in less time, and smaller pieces cost
+            more in calls than they save.
 
     """
 
-    def __init__(self, namespace: str, rank: int, row_bytes: int) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        rank: int,
+        row_bytes: int,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
         name = f"{namespace}/r{rank}".encode()
         self._namespace = hashlib.blake2b(name, digest_size=16).digest()
         self._row_bytes = row_bytes
+        self._piece_bytes = piece_bytes
 
     def size(self, key: bytes) -> int:
         """Bytes of an object."""
@@ -104,15 +112,16 @@ class ObjectFormat:
 
         """
         header = bytearray(self.header_bytes(key))
-        piece = row[:_PIECE_BYTES]
+        size = self._piece_bytes
+        piece = row[:size]
         if os.preadv(fd, [header, piece], 0) != len(header) + len(piece):
             return False
         algorithm, checksum = _checksum_of(header)
         if checksum is None or len(row) != self._row_bytes:
             return False
         checksum.update(piece)
-        for begin in range(_PIECE_BYTES, len(row), _PIECE_BYTES):
-            piece = row[begin : begin + _PIECE_BYTES]
+        for begin in range(size, len(row), size):
+            piece = row[begin : begin + size]
             if os.preadv(fd, [piece], len(header) + begin) != len(piece):
                 return False
             checksum.update(piece)
