@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The format of an object: no byte of it may change unnoticed."""
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -21,10 +20,6 @@ def written(tmp_path: Path) -> Path:
 
 
 FORMAT = ObjectFormat(NAMESPACE, 0, ROW_BYTES)
-IN_PIECES = ObjectFormat(NAMESPACE, 0, ROW_BYTES, piece_bytes=300)
-formats = pytest.mark.parametrize(
-    "reader", [FORMAT, IN_PIECES], ids=["whole", "in pieces"]
-)
 
 
 def write(path: Path, key: bytes = KEYS[0]) -> None:
@@ -53,26 +48,22 @@ def test_keys_of_any_length(tmp_path: Path, length: int) -> None:
     assert FORMAT.size(key) % 64 == ROW_BYTES % 64
 
 
-@formats
-def test_every_flipped_bit_is_noticed(written: Path, reader: ObjectFormat) -> None:
+def test_every_flipped_bit_is_noticed(written: Path) -> None:
     content = bytearray(written.read_bytes())
     for i in range(len(content)):
         content[i] ^= 1 << i % 8
         written.write_bytes(content)
-        assert not read(written, reader), i
+        assert not read(written), i
         content[i] ^= 1 << i % 8
     written.write_bytes(content)
-    assert read(written, reader)
+    assert read(written)
 
 
-@formats
-def test_every_length_but_the_right_one_is_noticed(
-    written: Path, reader: ObjectFormat
-) -> None:
+def test_every_length_but_the_right_one_is_noticed(written: Path) -> None:
     content = written.read_bytes()
-    for length in (0, 1, 63, 64, 127, 128, 427, 428, 429, 1028, len(content) - 1):
+    for length in (0, 1, 63, 64, 127, 128, len(content) - 1):
         written.write_bytes(content[:length])
-        assert not read(written, reader), length
+        assert not read(written), length
 
 
 def test_another_object_is_noticed(written: Path) -> None:
@@ -89,7 +80,7 @@ def test_blake3_is_always_known_and_an_unknown_checksum_is_a_miss(
     monkeypatch.setattr(form, "CHECKSUMS", blake3)
     write(written)
     assert read(written)
-    newer = blake3 | {b"newer": hashlib.sha256}
+    newer = blake3 | {b"newer": lambda row: bytes(16)}
     monkeypatch.setattr(form, "CHECKSUMS", newer)
     # What an engine without it has written is read on.
     assert read(written)
