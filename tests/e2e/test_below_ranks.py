@@ -104,10 +104,6 @@ def test_ranks_that_hold_the_same_have_one_object(tmp_path: Path) -> None:
         found = [ask(server, prompt) for prompt in PROMPTS[3:]]
         assert [answer for answer, _ in found] == texts[3:]
         assert sum(hits for _, hits in found) == 0
-    # Without the setting each rank has its own.
-    with serving(model, entries, tmp_path / "log3", flags) as server:
-        writes(server, 5, before=0)
-    assert {path.parent.parent.name for path in objects(root)} == {"r0", "r1"}
 
 
 @pytest.mark.skipif(not CHOOSES_REPLICAS, reason="a request cannot name its engine")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_tier.rank.opening import describe, open_rank
+from vllm.v1.kv_tier.rank.opening import common_objects, describe, open_rank
 from vllm.v1.kv_tier.stores.elsewhere import WrittenElsewhere
 from vllm.v1.kv_tier.stores.fs import FsConfig
 from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
@@ -371,6 +371,26 @@ def test_ranks_that_hold_the_same_have_objects_in_common() -> None:
     ]
     names = [store[0] for store in stores]
     assert names[0] == names[1] != names[2] == names[3]
+
+
+def test_ranks_have_objects_in_common_if_they_name_them_alike() -> None:
+    alike, other = worker(), WORKERS["attention backend"]()
+
+    def common(workers: list[Bag], told: int) -> int:
+        wrappers = [Bag(worker=each) for each in workers]
+
+        def collective_rpc(method: Callable[..., Any], args: tuple) -> list[Any]:
+            return [method(wrapper, *args) for wrapper in wrappers]
+
+        return common_objects(Bag(collective_rpc=collective_rpc), NUM_BLOCKS, told)
+
+    assert common([alike] * 4, 4) == 4
+    # Stages may differ.
+    assert common([alike, alike, other, other], 2) == 2
+    assert common([alike, alike, other, other], 4) == 1
+    assert common([alike, other], 2) == 1
+    assert common([alike] * 3, 2) == 1
+    assert common_objects(None, NUM_BLOCKS, 1) == 1
 
 
 def test_a_rank_that_reads_only_writes_nothing(tmp_path: Path) -> None:
