@@ -18,10 +18,14 @@ class Host:
     """A policy with hints, and the clock behind it."""
 
     def __init__(
-        self, num_slots: int, policy: EvictionPolicy | str = "lru", **quotas: float
+        self,
+        num_slots: int,
+        policy: EvictionPolicy | str = "lru",
+        num_keys: int = 1000,
+        **quotas: float,
     ) -> None:
         self.now = 0.0
-        self.said = Said(1000, lambda: self.now)
+        self.said = Said(num_keys, lambda: self.now)
         if isinstance(policy, str):
             policy = make_policy(policy, num_slots)
         self.hinted = Hinted(policy, self.said, quotas)
@@ -168,6 +172,22 @@ def test_a_flood_with_a_quota_evicts_its_own() -> None:
             host.evict()
         host.say([key], 100, tenant="b")
         host.insert([key])
+    assert set("abc") <= host.resident
+
+
+def test_a_flood_of_words_takes_nothing_from_a_share() -> None:
+    """What was said of `a`'s keys is forgotten over it, and whose they are is not."""
+    host = Host(8, num_keys=16, a=0.5)
+    host.say("abc", tenant="a")
+    host.insert("abc")
+    # Of what is not to be stored.
+    host.say(range(100, 116), tenant="b")
+    for key in range(100):
+        if len(host.resident) == 8:
+            host.evict()
+        host.say([key], 100, tenant="b")
+        host.insert([key])
+    assert host.said.get("a") is None
     assert set("abc") <= host.resident
 
 

@@ -13,6 +13,7 @@ the lowest priority goes, the oldest first.
 """
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 
 from vllm.v1.kv_tier.eviction.base import NO_HINT, EvictionPolicy, Key
@@ -37,7 +38,8 @@ class Share:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.resident: dict[Key, None] = {}
+        # The first of a dict is slow to find when many before it have left.
+        self.resident: OrderedDict[Key, None] = OrderedDict()
         """The oldest first."""
         self.kept = ByPriority()
 
@@ -154,12 +156,13 @@ class Hinted(EvictionPolicy):
         return None
 
     def _evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        evict, get = self._policy.evict, self._said.get
+        evict, get, share_of = self._policy.evict, self._said.get, self._share_of
         for _ in range(_MAX_ROUNDS):
             key = evict(is_pinned)
             if key is None:
                 break
-            if get(key) is None:
+            # What was said of a key may be forgotten: a flood says much.
+            if get(key) is None and key not in share_of:
                 return key
             if (victim := self._keep(key)) is not None:
                 return victim
@@ -178,16 +181,16 @@ class Hinted(EvictionPolicy):
         """The policy gave `key` up. Returns what goes instead, maybe `key`; None: it is
         kept, and nothing goes for that."""
         about, share = self._said.get(key), self._share_of.get(key)
-        assert about is not None
-        is_retained = not self.orders_itself and self._said.is_retained(key)
-        priority = about.priority if is_retained else NO_HINT
-        if share is None and not is_retained:
+        priority = NO_HINT
+        if about is not None and not self.orders_itself and self._said.is_retained(key):
+            priority = about.priority
+            if about.until < float("inf"):
+                self._expires(key, about.until)
+            if share is None:
+                self._kept.add(key, priority, about.tenant)
+                return self._kept.pop() if len(self._kept) > self._max_kept else None
+        elif share is None:
             return key
-        if is_retained and about.until < float("inf"):
-            self._expires(key, about.until)
-        if share is None:
-            self._kept.add(key, priority, about.tenant)
-            return self._kept.pop() if len(self._kept) > self._max_kept else None
         share.kept.add(key, priority)
         return share.kept.pop() if share.excess > 0 else None
 

@@ -91,7 +91,13 @@ class TieredBlockPool(BlockPool):
             else Cleaner(*common, self._draft, self.storer, self.costs, tuning)
         )
         self.retaining = Retaining(
-            *common, prefetches, self.costs, num_keys, config.quotas or {}, stats
+            *common,
+            prefetches,
+            self.admission,
+            self.costs,
+            num_keys,
+            config.quotas or {},
+            stats,
         )
         self.releasing = Releasing(
             *common, self.storer, prefetches, self.retaining, num_keys, stats

@@ -13,9 +13,11 @@ from collections.abc import Hashable, Iterable, Mapping
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.eviction.hinted import KEPT_PART, Hinted
 from vllm.v1.kv_tier.eviction.said import Said
 from vllm.v1.kv_tier.hints import NO_HINT, Hints, Retain
+from vllm.v1.kv_tier.scheduling.admission import Admission
 from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
@@ -34,6 +36,7 @@ class Retaining:
         free: Its free blocks.
         table: The slots.
         prefetches: Blocks that wait for a request are left alone.
+        admission: Imitates the order of eviction; None: nobody does.
         costs: Knows the time.
         num_keys: Blocks of which is remembered what was said.
         quotas: Parts of the slots, by tenant.
@@ -47,6 +50,7 @@ class Retaining:
         free: FreeBlocks,
         table: SlotTable,
         prefetches: Prefetches,
+        admission: Admission | None,
         costs: Costs,
         num_keys: int,
         quotas: Mapping[str, float],
@@ -56,6 +60,7 @@ class Retaining:
         self._free = free
         self._table = table
         self._prefetches = prefetches
+        self._admission = admission
         self._stats = stats
         self.quotas = quotas
         """Parts of the slots, by tenant."""
@@ -74,9 +79,14 @@ class Retaining:
 
     def _wrap(self) -> Hinted:
         if self.hinted is None:
-            self.hinted = self._table.wrap_policy(
-                lambda policy: Hinted(policy, self.said, self.quotas)
-            )
+
+
+            def wrap(policy: EvictionPolicy) -> Hinted:
+                return Hinted(policy, self.said, self.quotas)
+
+            self.hinted = self._table.wrap_policy(wrap)
+            if self._admission is not None:
+                self._admission.wrap_policies(wrap)
         return self.hinted
 
     def begin_step(self) -> None:
