@@ -280,7 +280,9 @@ def arguments() -> argparse.Namespace:
         help="of what they say",
     )
     add("--flood", type=float, default=0.0, metavar="TIMES", help="as many tokens")
-    add("--quota", type=float, nargs="+", default=[0.0], metavar="PART", help="no flood")
+    add(
+        "--quota", type=float, nargs="+", default=[0.0], metavar="PART", help="no flood"
+    )
     _add_below(add)
     before = parser.add_mutually_exclusive_group()
     before.add_argument("--before", type=Path, help="a trace that runs before")

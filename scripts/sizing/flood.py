@@ -21,7 +21,7 @@ _OUTPUT_TOKENS = 100
 
 
 def flooded(work: Work, times: float) -> Work:
-    """`work`, with `times` as many prompt tokens of the flood beside what is counted."""
+    """`work`, with `times` as many prompt tokens of a flood beside what is counted."""
     calls: list[Call] = list(work.calls[: work.num_before])
     # Ids below 0 are answers.
     next_id = 1 + max((i for call in work.calls for i in call.hash_ids), default=0)

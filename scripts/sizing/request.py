@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.kv_tier.hints import KEY as HINTS
+from vllm.v1.request import RequestStatus
 
 from .trace import Call
 
@@ -41,6 +42,12 @@ class Request:
         self.blocks: list[KVCacheBlock] = []
         self.num_hits = 0
         self.has_ended = False
+
+    @property
+    def status(self) -> RequestStatus:
+        """Of all that there are, those that the tier tells apart."""
+        ended = RequestStatus.FINISHED_STOPPED
+        return ended if self.has_ended else RequestStatus.RUNNING
 
     def is_finished(self) -> bool:
         return self.has_ended

@@ -267,7 +267,7 @@ def _evict(host: Host) -> None:
     expired = {
         key
         for key in host.resident
-        if host.hinted._is_kept(key) and not host.said.is_retained(key)
+        if key in host.hinted.kept and not host.said.is_retained(key)
     } - host.hinted._share_of.keys()
     lows = {key for key in host.resident if host.said.is_low(key)}
     victim = host.hinted.evict(lambda key: False)
@@ -277,8 +277,9 @@ def _evict(host: Host) -> None:
         assert victim in expired
     elif lows:
         assert victim in lows
-    kept = [key for key in host.resident if host.hinted._is_kept(key)]
-    assert len(kept) <= host.hinted.num_slots
+    hinted = host.hinted
+    kept = {*hinted._kept}.union(*(share.kept for share in hinted.shares.values()))
+    assert hinted.kept == kept <= host.resident
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -8,6 +8,7 @@ import pytest
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.policy import POLICIES
+from vllm.v1.request import RequestStatus
 
 from .tier import BLOCK, Asking, Tier, assert_nothing_leaks, hashes, stores
 
@@ -23,6 +24,11 @@ class Turn(Asking):
         self.cache_salt: str | None = None
         self.num_prompt_tokens = len(tokens) * BLOCK
         self.has_ended = False
+
+    @property
+    def status(self) -> RequestStatus:
+        ended = RequestStatus.FINISHED_STOPPED
+        return ended if self.has_ended else RequestStatus.RUNNING
 
     def is_finished(self) -> bool:
         return self.has_ended
