@@ -31,7 +31,7 @@ async def answer(request: Request) -> StreamingResponse:
 
     async def stream() -> Any:
         said = heard.get()
-        yield json.dumps([body, said.hints, said.prewarm])
+        yield json.dumps([body, said.hints])
 
     return StreamingResponse(stream())
 
@@ -101,10 +101,10 @@ def ask(app: Starlette, path: str, parts: int = 1, **body: Any) -> tuple[int, An
 @pytest.mark.parametrize("path", PATHS)
 def test_an_endpoint_gets_the_body_and_what_it_says(path: str, parts: int) -> None:
     body = {"prompt": "é", "kv_transfer_params": {"kv_tier": {"release": True}}}
-    status, (sent, hints, prewarm) = ask(make_app(), path, parts, **body)
+    status, (sent, hints) = ask(make_app(), path, parts, **body)
     assert status == 200
     assert json.loads(sent) == body
-    assert (hints, prewarm) == ({"release": True}, False)
+    assert hints == {"release": True}
     assert heard.get() is NOTHING
 
 

@@ -90,8 +90,10 @@ class TieredBlockPool(BlockPool):
             if self._writes_through
             else Cleaner(*common, self._draft, self.storer, self.costs, tuning)
         )
-        saying = prefetches, self.admission, self.costs, num_keys
-        self.retaining = Retaining(*common, *saying, config.quotas or {}, stats)
+        quotas = config.quotas or {}
+        self.retaining = Retaining(
+            *common, prefetches, self.admission, self.costs, num_keys, quotas, stats
+        )
         self.releasing = Releasing(
             *common, self.storer, prefetches, self.retaining, num_keys, stats
         )

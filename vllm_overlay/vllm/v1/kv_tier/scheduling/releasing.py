@@ -26,6 +26,7 @@ from vllm.v1.kv_tier.hints import CAPS, KEY, Hints
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
 from vllm.v1.kv_tier.scheduling.owners import Owners
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
+from vllm.v1.kv_tier.scheduling.prewarms import Prewarms
 from vllm.v1.kv_tier.scheduling.retaining import Retaining
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.scheduling.storing import BlockStorer
@@ -86,6 +87,7 @@ class Releasing:
         self.retaining = retaining
         self._num_keys = num_keys
         self._owners = Owners(num_keys)
+        self._prewarms = Prewarms(num_keys, stats)
         self._quotas = retaining.quotas
         self._stats = stats
         # None: what it says is not understood.
@@ -123,6 +125,9 @@ class Releasing:
         ) -> None:
             numbers = num_cached_blocks, num_full_blocks
             cache_full_blocks(request, blocks, *numbers, block_size, *args, **kwargs)
+            if self._prewarms.pending:
+                keys = [block.block_hash for block in blocks[slice(*numbers)]]
+                self._prewarms.computed(request, keys)
             if self.speaks(request):
                 new = blocks[slice(*numbers)]
                 self.computed(request, new, num_cached_blocks, block_size)
@@ -245,7 +250,8 @@ class Releasing:
         speaker = self.follow(request) if self.speaks(request) else None
         owner = None if speaker is None else speaker.owner
         storer, retaining = self._storer, self.retaining
-        is_marked = self._owners or storer.released or storer.forbidden
+        pending = self._prewarms.pending
+        is_marked = self._owners or storer.released or storer.forbidden or pending
         if speaker is None and not (is_marked or retaining.said):
             return
         # What one client does not want to be stored is so for others who cap, too.
@@ -256,8 +262,10 @@ class Releasing:
                 storer.released.difference_update(ids)
                 if lifts:
                     storer.forbidden.difference_update(ids)
-            if self._owners:
-                self._owners.hit([block.block_hash for block in group], owner)
+            if self._owners or pending:
+                keys = [block.block_hash for block in group]
+                self._owners.hit(keys, owner)
+                self._prewarms.hit(request, keys)
             if speaker is None:
                 retaining.used_in_silence(group)
             else:
@@ -315,6 +323,8 @@ class Releasing:
             self._stats.hints[kind] = self._stats.hints.get(kind, 0) + 1
         if hints.release:
             self._last[request.request_id] = request
+        if hints.prewarm:
+            self._prewarms.ask(request)
         if hints.conversation is not None:
             owner = speaker.owner
             self._turns[owner] = self._turns.pop(owner, 0) + 1

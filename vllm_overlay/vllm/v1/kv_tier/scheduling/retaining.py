@@ -10,6 +10,7 @@ over, so that it has another round of the queue.
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -157,7 +158,9 @@ class Retaining:
         tenant, said = about.tenant, self.said
         if about.priority <= NO_HINT or hinted.orders_itself or tenant in hinted.shares:
             return False
-        stay = {b.block_id: key for b in blocks if (key := b.block_hash) is not None}
+        stay: dict[int, Any] = {
+            b.block_id: key for b in blocks if (key := b.block_hash) is not None
+        }
         keys = stay.values()
         # There are few that differ.
         for old in set(map(said.get, keys)):
@@ -165,9 +168,9 @@ class Retaining:
                 return False
         said.renew(keys, about)
         if not hinted.kept.isdisjoint(keys):
-            for key in hinted.kept.intersection(keys):
-                if self._table.is_ordered(key):
-                    hinted.changed(key)
+            for kept in hinted.kept.intersection(keys):
+                if self._table.is_ordered(kept):  # type: ignore[arg-type]
+                    hinted.changed(kept)
         self._stay(stay)
         return True
 
