@@ -105,6 +105,12 @@ class KVTierStats:
     """Slots that made room though they were retained."""
     tenant_slots: dict[str, int] = field(default_factory=dict)
     """What each tenant with a quota has."""
+    prewarmed_blocks: int = 0
+    """Full blocks of prompts that are to be prewarmed."""
+    prewarmed_used_blocks: int = 0
+    """Of these, what another request hit."""
+    prewarmed_late_blocks: int = 0
+    """Of these, what another request computed before the prewarm had ended."""
     slots_used: int = 0
     slots_total: int = 0
     slot_bytes: int = 0
