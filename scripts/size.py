@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from sizing import replay as replay_module
 from sizing.below import DEADLINE_MS, STORE_FROM_USE, Below
+from sizing.flood import flooded
 from sizing.kv_bytes import ITEM_BYTES, kv_bytes_per_token
 from sizing.picture import draw
 from sizing.pod import PERIOD_S, memory_gib, startup_failures
@@ -50,6 +51,7 @@ def tiers(
     stores: Sequence[StorePolicy],
     from_uses: Sequence[FromUse] = (1,),
     senders: Senders = NOBODY,
+    quotas: Sequence[float] = (0.0,),
     stores_below: Sequence[Below | None] = (None,),
 ) -> list[Tier]:
     """What to try, the longest first. Without a tier there is one case."""
@@ -60,10 +62,11 @@ def tiers(
             continue
         num_bytes = int(size * GiB)
         cases += [
-            Tier(num_bytes, policy, store, from_use, senders, below)
+            Tier(num_bytes, policy, store, from_use, senders, below, quota)
             for policy in policies
             for store in stores
             for from_use in from_uses
+            for quota in quotas
             for below in stores_below
         ]
     return cases
@@ -223,14 +226,22 @@ def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         if not getattr(args, name) > 0:
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} must be above 0, got {getattr(args, name)}")
-    for name in ("release_told", "release_wrong"):
-        if not 0 <= getattr(args, name) <= 1:
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} must be from 0 to 1, got {getattr(args, name)}")
-    sizes = {"--host-gib": args.host_gib, "--below-gib": args.below_gib}
-    for flag, values in (
-        sizes | {"--below-latency-ms": [args.below_latency_ms]}
-    ).items():
+    parts = {
+        "--release-told": [args.release_told],
+        "--release-wrong": [args.release_wrong],
+        "--quota": args.quota,
+    }
+    for flag, values in parts.items():
+        for value in values:
+            if not 0 <= value <= 1:
+                parser.error(f"{flag} must be from 0 to 1, got {value}")
+    from_0 = {
+        "--host-gib": args.host_gib,
+        "--below-gib": args.below_gib,
+        "--below-latency-ms": [args.below_latency_ms],
+        "--flood": [args.flood],
+    }
+    for flag, values in from_0.items():
         if min(values) < 0:
             parser.error(f"{flag} {min(values):g} is below 0")
     if max(args.below_gib) and not keys_are_bytes():
@@ -268,6 +279,10 @@ def arguments() -> argparse.Namespace:
         metavar="PART",
         help="of what they say",
     )
+    add("--flood", type=float, default=0.0, metavar="TIMES", help="as many tokens")
+    add(
+        "--quota", type=float, nargs="+", default=[0.0], metavar="PART", help="no flood"
+    )
     _add_below(add)
     before = parser.add_mutually_exclusive_group()
     before.add_argument("--before", type=Path, help="a trace that runs before")
@@ -293,7 +308,7 @@ def arguments() -> argparse.Namespace:
     try:
         for policy in args.eviction_policy:
             make_policy(policy, 1)
-        args.work = _work(args)
+        args.work = flooded(_work(args), args.flood)
         args.note = ""
         if args.model is not None:
             args.kv_bytes_per_token, args.note = kv_bytes_per_token(
@@ -323,6 +338,7 @@ def main() -> None:
         args.store_policy,
         args.store_from_use,
         Senders(args.release_told, args.release_wrong),
+        args.quota,
         stores_below(args),
     )
     print(
@@ -352,6 +368,7 @@ def main() -> None:
         "trace": args.trace.name,
         "requests": len(args.work.counted),
         "requests_before": args.work.num_before,
+        "flood": args.flood,
         "kv_bytes_per_token": args.kv_bytes_per_token,
         "note": args.note,
         "engine": asdict(engine),

@@ -10,7 +10,9 @@ engines    What one server has computed, another one is asked for, both ways.
 replicas   The same with two data parallel engines of one server.
 slow       Files that take as long as computing, longer, and so long that it hurts,
            beside a server without a tier. The first request of each delay is told
-           apart: it meets a store of which the engine thinks better.
+           apart: it meets a store of which the engine thinks better. How long requests
+           wait before they are computed is told too, which a busy machine hardly
+           changes.
 stopped    A Valkey server that stands still (SIGSTOP) and goes on, in turns: requests
            meanwhile, and the scheduler's steps.
 
@@ -28,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +190,18 @@ def slow(bench: Bench) -> None:
                 time.sleep(31)
             delay_file.write_text(str(part * seconds * 1e3 / bench.blocks))
             times: list[tuple[float, float, int]] = []
+            waits = [queue_s(server)]
             for i in range(bench.rounds):
                 computed = ask(plain, bench.prompt("slow", p, i))[0]
                 times.append((computed, *ask(server, bench.prompt("slow", p, i))))
+                waits.append(queue_s(server))
             (a, b, n), *rest = times
+            waited, *others = (end - begin for begin, end in pairwise(waits))
             print(
                 f" an object takes {part:g} of computing it: first {b / a:.2f} "
                 f"({n} tokens found), later {sum(n for _, _, n in rest) / len(rest):g}"
+                f"; waited before: {waited * 1e3:.0f} ms, later "
+                f"{statistics.median(others) * 1e3:.0f} ms"
             )
             later = [b / a for a, b, _ in rest]
             bench.tell("of computing, later", statistics.median(later), SLOW_BAR)
@@ -250,10 +258,15 @@ def decode(server: Server, steps: Path) -> float:
 
 def queued(server: Server, tokens: list[int]) -> float:
     """Seconds that a request waits until it is scheduled."""
-    name = "vllm:request_queue_time_seconds_sum"
-    before = server.metrics(name)[name]
+    before = queue_s(server)
     server.complete(tokens, max_tokens=1)
-    return server.metrics(name)[name] - before
+    return queue_s(server) - before
+
+
+def queue_s(server: Server) -> float:
+    """Seconds that all requests have waited."""
+    name = "vllm:request_queue_time_seconds_sum"
+    return server.metrics(name)[name]
 
 
 PARTS = {f.__name__: f for f in (engines, replicas, slow, stopped)}

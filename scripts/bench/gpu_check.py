@@ -17,6 +17,11 @@ Times to first token of an evicted prefix on the idle engine are printed too.
 With `--tp` or `--pp` an engine has several GPUs, and its caches are as large all
 together. With `--dp` so many replicas run side by side, each on GPUs of its own and
 with conversations of its own, as the replicas of a dense model do.
+
+Those that begin with `shared` have ranks that share host slots: they need
+`--tp 2 --size 1b-one-kv-head`, whose ranks hold the same KV, and run if they are named.
+In `shared_slow` and `shared_race` the rank that stores is late; in the latter no other
+waits for it, which the comparison must notice.
 """
 
 import argparse
@@ -32,6 +37,13 @@ from typing import Any
 
 from suite.model import INDEX, SHAPES, write_model
 from suite.options import add_parallel_options, parallel
+from suite.plants import (
+    delay_copies,
+    delay_stores,
+    refuse_to_pin,
+    remove_fences,
+    wait_for_no_peer,
+)
 
 TIER = {"kv_offloading_backend": "core"}
 
@@ -40,6 +52,7 @@ def tier(**options: Any) -> dict[str, Any]:
     return {"llm": TIER | {"kv_offloading_config": options}}
 
 
+SHARED = tier(share_replicas=True)
 CONFIGS: dict[str, dict[str, Any]] = {
     "large": {"device_scale": 8},
     "none": {},
@@ -51,13 +64,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dma": tier(copy_engine="dma"),
     "kernel": tier(copy_engine="kernel"),
     "torch": tier(copy_engine="torch"),
-    "slow": tier() | {"delay": True},
-    "slow_ahead": tier(max_load_stall_ms=0) | {"delay": True},
-    "race": tier() | {"delay": True, "no_fences": True},
-    "race_ahead": tier(max_load_stall_ms=0) | {"delay": True, "no_fences": True},
+    "slow": tier() | {"plants": (delay_copies,)},
+    "slow_ahead": tier(max_load_stall_ms=0) | {"plants": (delay_copies,)},
+    "race": tier() | {"plants": (delay_copies, remove_fences)},
+    "race_ahead": tier(max_load_stall_ms=0) | {"plants": (delay_copies, remove_fences)},
     "verify": tier(verify=True),
-    "slow_verify": tier(verify=True, max_load_stall_ms=0) | {"delay": True},
-    "unpinned": tier() | {"unpinned": True},
+    "slow_verify": tier(verify=True, max_load_stall_ms=0) | {"plants": (delay_copies,)},
+    "unpinned": tier() | {"plants": (refuse_to_pin,)},
+    "shared": SHARED,
+    "shared_verify": tier(share_replicas=True, verify=True),
+    "shared_slow": SHARED | {"plants": (delay_stores,)},
+    "shared_race": SHARED | {"plants": (delay_stores, wait_for_no_peer)},
     "v1": tier() | {"env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
     "OffloadingConnector": {"llm": {"kv_offloading_backend": "native"}},
     "SimpleCPUOffload": {
@@ -65,7 +82,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "env": {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"},
     },
 }
-RACES = ("race", "race_ahead")
+RACES = ("race", "race_ahead", "shared_race")
 MAY_DIFFER = ("none", *RACES)
 """Computed in other pieces than the reference, or wrong on purpose."""
 
@@ -75,12 +92,8 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
     from vllm import LLM
 
     config = CONFIGS[name]
-    if config.get("no_fences"):
-        _remove_fences()
-    if config.get("delay"):
-        _delay_copies()
-    if config.get("unpinned"):
-        _refuse_to_pin()
+    for plant in config.get("plants", ()):
+        plant()
     llm_kwargs: dict[str, Any] = dict(config.get("llm", {}))
     if llm_kwargs:
         llm_kwargs["kv_offloading_size"] = args.host_gib
@@ -191,56 +204,6 @@ def _count_failed_loads(core: Any) -> list[Any]:
     return found
 
 
-def _remove_fences() -> None:
-    from vllm.v1.kv_tier.rank.copy_thread import Job
-    from vllm.v1.kv_tier.rank.streams import CudaStreams
-
-    def begin_step(self: Any, plan: Any, copies: Any, layerwise: bool) -> None:
-        if plan.store_slots:
-            self._store_thread.submit(Job(copies.store, [], len(plan.store_slots)))
-        if plan.load_slots:
-            self._load_thread.launch(Job(copies.load, [], len(plan.load_slots)))
-        if plan.ahead_slots:
-            self._load_thread.submit(Job(copies.load_ahead, [], len(plan.ahead_slots)))
-        if plan.clean_slots:
-            self._store_thread.submit(Job(copies.clean, [], len(plan.clean_slots)))
-
-    CudaStreams.begin_step = begin_step  # type: ignore[method-assign]
-
-
-def _refuse_to_pin() -> None:
-    """Make the driver's registration of host memory fail, as a memlock limit does."""
-    import torch
-
-    real = torch.cuda.cudart
-
-    class Refusing:
-        def cudaHostRegister(self, *args: int) -> int:
-            return 2  # cudaErrorMemoryAllocation
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real(), name)
-
-    torch.cuda.cudart = Refusing  # type: ignore[assignment]
-
-
-def _delay_copies() -> None:
-    """Keep every copy waiting on the device, for longer than its launch takes."""
-    import torch
-
-    from vllm.v1.kv_tier.rank.copier import Copier
-
-    def delayed(copy: Any) -> Any:
-        def run(*args: Any) -> None:
-            torch.cuda._sleep(200_000_000)  # cycles: about 100 ms
-            copy(*args)
-
-        return run
-
-    for name in ("store", "load", "load_ahead", "clean"):
-        setattr(Copier, name, delayed(getattr(Copier, name)))
-
-
 class Run:
     """One configuration on one replica, in a process of its own."""
 
@@ -277,9 +240,10 @@ def devices(args: argparse.Namespace, replica: int) -> dict[str, str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--size", default="1b", choices=["tiny", "1b", "8b"])
+    parser.add_argument("--size", default="1b", choices=list(SHAPES))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--configs", default=",".join(CONFIGS))
+    alone = [name for name in CONFIGS if not name.startswith("shared")]
+    parser.add_argument("--configs", default=",".join(alone))
     parser.add_argument("--device-gib", type=float, default=2.0)
     parser.add_argument("--host-gib", type=float, default=16.0)
     parser.add_argument("--block-size", type=int, default=128)

@@ -43,6 +43,8 @@ class Setup:
     extra_config: tuple[tuple[str, Any], ...] = ()
     has_store: bool = False
     """Below the tier, an empty one that takes nothing."""
+    has_hints: bool = False
+    """Every request but those that fill the caches has hints."""
 
     @property
     def has_host(self) -> bool:
@@ -77,6 +79,7 @@ class Load:
         self._worker = ConnectorWorker()
         self._num_requests = 0
         self._num_steps = 0
+        self._sends_hints = False
         self.wait_for_turn: Callable[[], object] = lambda: None
         """Is called before each window."""
         # As the engine does when it has started: what is there by now is not the
@@ -85,6 +88,7 @@ class Load:
         gc.freeze()
         self._num_prefixes = self._fill()
         self._known = self._known_prefixes()
+        self._sends_hints = setup.has_hints
         for i in range(NUM_REQUESTS):
             prompt = [-1 - i] * (4 * BLOCK_SIZE + i % BLOCK_SIZE)
             self._add(prompt, MAX_MODEL_LEN - len(prompt))
@@ -142,7 +146,8 @@ class Load:
     def _add(self, prompt: list[int], max_tokens: int) -> None:
         name = str(self._num_requests)
         self._num_requests += 1
-        self._scheduler.add_request(make_request(name, prompt, max_tokens))
+        hints = _hints(name) if self._sends_hints else None
+        self._scheduler.add_request(make_request(name, prompt, max_tokens, hints))
 
     def _step(self) -> Step:
         if self._num_steps % WINDOW == 0:
@@ -196,6 +201,16 @@ def _refused(output: SchedulerOutput) -> StepReport | None:
         return None
     results = [SecondaryResult(j.number, [False] * len(j.slots), 0.0) for j in jobs]
     return StepReport(secondary=results)
+
+
+def _hints(name: str) -> dict[str, Any]:
+    """What a client may say with each request: all that costs something by block."""
+    return {
+        "conversation": name,
+        "tenant": "a tenant",
+        "retain": {"priority": 75, "ttl": 3600, "answer": True},
+        "release": True,
+    }
 
 
 def _prefix(number: int) -> list[int]:

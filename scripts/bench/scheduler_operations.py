@@ -2,7 +2,7 @@
 """How many operations of Python the host tier adds to a scheduler step.
 
     PYTHONPATH=scripts:scripts/bench build/env/v0.32.0/bin/python \
-      scripts/bench/scheduler_operations.py [--workload admit] [--top 20]
+      scripts/bench/scheduler_operations.py [--workload admit] [--top 20] [--of off]
 
 Counts what `scheduler_step.py` times: bytecode operations of `schedule()` and
 `update_from_output()`. The count is the same on every machine, however busy, and says
@@ -69,13 +69,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workload", choices=("decode", "admit"), default="decode")
     parser.add_argument("--top", type=int, default=0, help="functions to list")
+    parser.add_argument("--of", choices=TIERS, default="off", help="beside what")
+    parser.add_argument("--configs", choices=TIERS, nargs="+", default=TIERS[1:])
     args = parser.parse_args()
-    off = count("off", args.workload)
-    for config in TIERS[1:]:
+    off = count(args.of, args.workload)
+    for config in args.configs:
         tier = count(config, args.workload)
         ratio = tier.total() / off.total()
         print(
-            f"{config}, {args.workload}: {tier.total()} operations, {ratio:.4f} of off"
+            f"{config}, {args.workload}: {tier.total()} operations, {ratio:.4f} of "
+            f"{args.of}"
         )
         more = {name: tier[name] - off[name] for name in {*tier, *off}}
         for name in sorted(more, key=lambda name: -abs(more[name]))[: args.top]:

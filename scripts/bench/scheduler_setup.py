@@ -149,8 +149,14 @@ def _tensor(size: int) -> KVCacheTensor:
     return KVCacheTensor(size=size, **shared)
 
 
-def make_request(request_id: str, prompt: list[int], max_tokens: int) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+def make_request(
+    request_id: str,
+    prompt: list[int],
+    max_tokens: int,
+    hints: dict[str, Any] | None = None,
+) -> Request:
+    extra: Any = {"kv_transfer_params": {"kv_tier": hints}} if hints else None
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
     params.update_from_generation_config({}, 2)
     older: Any = {
         name: None

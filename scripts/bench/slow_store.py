@@ -24,7 +24,12 @@ class SlowStore(FsStore):
     def __init__(self, config: SlowConfig, *args: object) -> None:
         super().__init__(config, *args)  # type: ignore[arg-type]
         self._delay_file = Path(config.delay_file)
+        self._longest_s = config.deadline_ms / 1e3
 
     def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        time.sleep(len(keys) * float(self._delay_file.read_text()) / 1e3)
+        seconds = len(keys) * float(self._delay_file.read_text()) / 1e3
+        # As every store: what has not come by the deadline does not come.
+        time.sleep(min(seconds, self._longest_s))
+        if seconds > self._longest_s:
+            return [False] * len(keys)
         return super().get(keys, rows)

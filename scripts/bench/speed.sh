@@ -31,9 +31,13 @@ calls=("$@")
 here=$(dirname "$0")
 python=${PYTHON:-python}
 limit=${LIMIT:-560}
-# Without torch.compile, and with graphs for decoding only: engines start in less time,
-# and all of them alike. Without TRACE, compare.py says what lacks one.
-llm=${LLM-'{"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}'}
+# What `vllm serve` captures graphs for on this GPU, up to 512 tokens, but fewer of them,
+# so that engines start in less time. `max_num_seqs` of the scale would end them at 128:
+# a step in which a request joins with 250 tokens would be launched kernel by kernel,
+# and most of what is measured would be that (docs/benchmarks.md). Without TRACE,
+# compare.py says what lacks one.
+sizes='[1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 264, 272, 288, 320, 384, 448, 512]'
+llm=${LLM-'{"compilation_config": {"cudagraph_capture_sizes": '$sizes'}}'}
 read -ra parallel <<<"${PARALLEL:-}"
 common=(--time-limit "$limit" --scale "${SCALE:-h200}" --device "${DEVICE:-cuda}")
 common+=(--llm "$llm" ${TRACE:+--trace "$TRACE"} "${parallel[@]}")

@@ -40,7 +40,7 @@ from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
 from vllm.v1.kv_tier.plan import CopyTime, StepPlan, StepReport, Times
 from vllm.v1.outputs import ModelRunnerOutput
 
-WORKLOADS = ("agent", "multiturn", "fits", "no_reuse")
+WORKLOADS = ("agent", "multiturn", "rotate", "overfull", "fits", "no_reuse")
 SCALE = SCALES["h200"]
 SLOT_BYTES = 2 << 20
 VOCAB = 1000
@@ -315,10 +315,15 @@ def talk(model: Model, work: Sessions) -> tuple[float, list[Answer]]:
     def ask(i: int, turn: int, max_tokens: int, at: float) -> None:
         model.send(f"{i}.{turn}", prompts[i][turn], max_tokens, at)
 
+    # Conversations take turns where only some may run at a time.
+    line: deque[tuple[int, int]] = deque()
+
     def next_turn(answer: Answer) -> None:
         i, turn = map(int, answer.key.split("."))
         if turn + 1 < work.turns:
-            ask(i, turn + 1, work.output, answer.times[-1])
+            line.append((i, turn + 1))
+        if line:
+            ask(*line.popleft(), work.output, answer.times[-1])
 
     first = 0
     if work.contexts_first:
@@ -328,8 +333,9 @@ def talk(model: Model, work: Sessions) -> tuple[float, list[Answer]]:
         model.counts = Counts()
         first = 1
     started = model.now
-    for i in range(work.sessions):
-        ask(i, first, work.output, started)
+    line.extend((i, first) for i in range(work.sessions))
+    for _ in range(min(work.at_once or work.sessions, work.sessions)):
+        ask(*line.popleft(), work.output, started)
     return started, model.run(next_turn)
 
 

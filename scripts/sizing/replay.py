@@ -22,9 +22,7 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
-from vllm.v1.kv_tier.hints import KEY as HINTS
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
 from vllm.v1.kv_tier.pool import make_block_pool
 from vllm.v1.kv_tier.scheduling.fetching import StoredBlock
@@ -32,19 +30,15 @@ from vllm.v1.kv_tier.scheduling.slots import HostSlot
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 
 from .below import Below, SimulatedStore, Traffic
+from .flood import HINTS as FLOOD_HINTS
+from .request import Request
 from .trace import NOBODY, Call, Senders, conversations
 
 GiB = 1 << 30
+TENANT = "trace"
+"""Who sends the requests of the trace, where there are quotas."""
 _LOOK_S = 0.05
 """An engine that only waits for the store looks at its queue so often."""
-
-
-def _block_hash(number: int) -> BlockHash:
-    if hasattr(BlockHash, "hash_value"):
-        # The first releases have the tokens beside a number.
-        make: Any = BlockHash
-        return make(number, ())
-    return BlockHash(number.to_bytes(12, "big", signed=True))
 
 
 @dataclass(frozen=True)
@@ -71,6 +65,8 @@ class Tier:
     store_from_use: int | Literal["auto"] = 1
     senders: Senders = NOBODY
     below: Below | None = None
+    quota: float = 0.0
+    """Part of the slots for the tenant whose requests the trace has; 0: no quota."""
 
     @property
     def label(self) -> str:
@@ -80,7 +76,8 @@ class Tier:
         use = self.store_from_use
         uses = "" if use == 1 else f", from use {use}"
         below = f", {self.below.num_bytes / GiB:.4g} GiB below" if self.below else ""
-        return f"{self.eviction_policy}, {self.store_policy}{uses}{below}"
+        quota = f", quota {self.quota:g}" if self.quota else ""
+        return f"{self.eviction_policy}, {self.store_policy}{uses}{quota}{below}"
 
 
 @dataclass(frozen=True)
@@ -124,35 +121,6 @@ class Outcome:
         return fields.pop("tier") | fields | rates
 
 
-class _Request:
-    """A request, and what the tier must know of it. It remembers those that wait."""
-
-    num_preemptions = 0
-
-    def __init__(
-        self, number: int, call: Call, block_size: int, hints: dict[str, Any]
-    ) -> None:
-        num_tokens = call.input_tokens + call.output_tokens
-        ids = call.block_ids(block_size)
-        # Blocks that only the answer fills take room, and nobody hits them.
-        num_answer = max(0, num_tokens // block_size - len(ids))
-        answer = [-1 - number * 2**20 - i for i in range(num_answer)]
-        self.number = number
-        self.call = call
-        self.num_prompt_tokens = call.input_tokens
-        self.num_prompt_blocks = len(ids)
-        self.num_blocks = -(-num_tokens // block_size)
-        self.request_id = str(number)
-        self.block_hashes = [_block_hash(i) for i in ids + answer]
-        self.kv_transfer_params = {HINTS: hints} if hints else None
-        self.blocks: list[KVCacheBlock] = []
-        self.num_hits = 0
-        self.has_ended = False
-
-    def is_finished(self) -> bool:
-        return self.has_ended
-
-
 class Replay:
     """One tier of one engine, through one trace."""
 
@@ -176,8 +144,8 @@ class Replay:
                 block_size=engine.block_size, get_num_skipped_tokens=lambda _: 0
             )
         ]
-        self._waiting: deque[_Request] = deque()
-        self._running: list[tuple[float, int, _Request]] = []  # by when they end
+        self._waiting: deque[Request] = deque()
+        self._running: list[tuple[float, int, Request]] = []  # by when they end
         # What came from below and has not been hit since.
         self._fetched: set[bytes] = set()
         self._fetching: dict[int, list[bytes]] = {}
@@ -192,6 +160,7 @@ class Replay:
             tier.store_from_use,
             tier.eviction_policy,
             max_load_stall_ms=None,
+            quotas={TENANT: tier.quota} if tier.quota else None,
         )
         load_s = engine.block_bytes / engine.link_bytes_per_s
         more: dict[str, Any] = {"load_s": load_s}
@@ -238,20 +207,27 @@ class Replay:
             self._traffic(self.now - begin),
         )
 
-    def _requests(self, calls: Sequence[Call]) -> Iterator[_Request]:
+    def _requests(self, calls: Sequence[Call]) -> Iterator[Request]:
         """Those that can run at all."""
-        names = conversations(calls)
-        last = self.tier.senders.last_calls(names)
-        is_told = {names[place] for place in last}
-        for place, (call, name) in enumerate(zip(calls, names)):
-            hints: dict[str, Any] = {}
-            if name in is_told:
-                hints = {"conversation": str(name), "release": place in last}
-            request = _Request(place, call, self.engine.block_size, hints)
+        hints = iter(self._hints([call for call in calls if not call.floods]))
+        for place, call in enumerate(calls):
+            said = FLOOD_HINTS if call.floods else next(hints)
+            request = Request(place, call, self.engine.block_size, said)
             if request.num_blocks < self.pool.num_gpu_blocks:
                 yield request
             else:
                 self._too_long += 1
+
+    def _hints(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+        """What each call of the trace says."""
+        names = conversations(calls)
+        last = self.tier.senders.last_calls(names)
+        is_told = {names[place] for place in last}
+        for place, name in enumerate(names):
+            hints: dict[str, Any] = {"tenant": TENANT} if self.tier.quota else {}
+            if name in is_told:
+                hints |= {"conversation": str(name), "release": place in last}
+            yield hints
 
     def _traffic(self, seconds: float) -> Traffic | None:
         if self._store is None:
@@ -259,7 +235,7 @@ class Replay:
         (stats,) = self.pool.take_stats().secondary.values()
         return self._store.traffic(stats, seconds)
 
-    def _next(self) -> _Request | None:
+    def _next(self) -> Request | None:
         """The request that is admitted now: the first that does not wait for the store
         and whose blocks there are."""
         for place, request in enumerate(self._waiting):
@@ -275,7 +251,7 @@ class Replay:
             self._step()
         return None
 
-    def _prefill(self, request: _Request) -> float:
+    def _prefill(self, request: Request) -> float:
         """Let an admitted request run; returns when its prefill ends."""
         engine, call = self.engine, request.call
         computed = max(0, call.input_tokens - request.num_hits * engine.block_size)
@@ -319,7 +295,7 @@ class Replay:
         self._count(request, len(hits), slots)
         return True
 
-    def _count(self, request: _Request, num_hits: int, slots: list[HostSlot]) -> None:
+    def _count(self, request: Request, num_hits: int, slots: list[HostSlot]) -> None:
         below = {
             key
             for slot in slots
@@ -328,7 +304,7 @@ class Replay:
         }
         self._fetched -= below
         request.num_hits = num_hits
-        if request.number < self._num_before:
+        if request.number < self._num_before or request.call.floods:
             return
         self._prompt_blocks += request.num_prompt_blocks
         self._device_hits += num_hits - len(slots)

@@ -24,7 +24,7 @@ class Work:
 
     @property
     def counted(self) -> tuple[Call, ...]:
-        return self.calls[self.num_before :]
+        return tuple(c for c in self.calls[self.num_before :] if not c.floods)
 
 
 def shifted(before: Sequence[Call], calls: Sequence[Call]) -> Work:

@@ -25,6 +25,8 @@ class Call:
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
+    floods: bool = False
+    """Of another tenant, see `flood`, and not counted."""
 
     def block_ids(self, block_size: int) -> list[int]:
         """Numbers of the prompt's blocks; equal ones mean equal prefixes.

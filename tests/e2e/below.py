@@ -43,6 +43,7 @@ def serving(
     log: Path,
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    **settings: Any,
 ) -> Iterator[Server]:
     """A server, which is killed.
 
@@ -53,13 +54,14 @@ def serving(
         log: Of the server.
         flags: Further ones.
         env: Further variables.
+        settings: Further ones of the tier.
 
     """
     # Slow machines are no part of these tests, and small models computed fast.
     more = {"store_from_use": 1, "deadline_ms": 20_000, "fetch": "always"}
     tiers: dict[str, Any] = {"secondary_tiers": [more | entry for entry in entries]}
     tiers["store_from_use"] = 1
-    options = ["--kv-offloading-config", json.dumps(tiers)]
+    options = ["--kv-offloading-config", json.dumps(tiers | settings)]
     server = Server(
         model,
         [*SERVE, *CORE, *SIZE, *options, *flags],

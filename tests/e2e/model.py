@@ -85,7 +85,7 @@ def make_tokenizer(folder: Path, special_tokens: Sequence[str] = ()) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def make_llama(folder: Path, seed: int = 0) -> Path:
+def make_llama(folder: Path, seed: int = 0, kv_heads: int | None = None) -> Path:
     """Write a Llama whose greedy outputs depend on the whole prompt.
 
     Weights are large enough for attention to be sharp: with the usual small
@@ -93,11 +93,12 @@ def make_llama(folder: Path, seed: int = 0) -> Path:
     cache cannot fail.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    config = LLAMA | ({"num_key_value_heads": kv_heads} if kv_heads else {})
+    (folder / "config.json").write_text(json.dumps(config))
     make_tokenizer(folder)
     g = torch.Generator().manual_seed(seed)
     hidden, inner = LLAMA["hidden_size"], LLAMA["intermediate_size"]
-    kv = LLAMA["num_key_value_heads"] * LLAMA["head_dim"]
+    kv = config["num_key_value_heads"] * LLAMA["head_dim"]
 
     def normal(*shape: int, std: float) -> torch.Tensor:
         return torch.randn(*shape, generator=g) * std

@@ -2,7 +2,7 @@
 """Files below the host of an engine with several ranks, and of several engines.
 
 Each rank has an object of its own for a block, and a block counts if all ranks have
-theirs.
+theirs. Ranks that hold the same may have one in common.
 """
 
 import statistics
@@ -66,6 +66,40 @@ def test_a_block_counts_if_all_ranks_have_their_part(
                 content[-1] ^= 1
                 path.write_bytes(content)
             elif path.parent.parent.name == "r1":
+                path.unlink()
+        found = [ask(server, prompt) for prompt in PROMPTS[3:]]
+        assert [answer for answer, _ in found] == texts[3:]
+        assert sum(hits for _, hits in found) == 0
+
+
+@WITH_RANKS
+def test_ranks_that_hold_the_same_have_one_object(tmp_path: Path) -> None:
+    """One head of keys and values, which both ranks have, as they all have MLA's."""
+    model = make_llama(tmp_path / "model", kv_heads=1)
+    make_tokenizer(model)
+    root = tmp_path / "kv"
+    entries = [directory(root)]
+    flags = ["--tensor-parallel-size", "2"]
+    with serving(
+        model, entries, tmp_path / "log1", flags, share_replicas=True
+    ) as server:
+        texts = [ask(server, prompt)[0] for prompt in PROMPTS]
+        writes(server, 5 * len(PROMPTS), before=0)
+        assert "have one object of a block below" in server.log()
+    assert len(set(texts)) == len(PROMPTS)
+    assert {path.parent.parent.name for path in objects(root)} == {"r0"}
+    with serving(
+        model, entries, tmp_path / "log2", flags, share_replicas=True
+    ) as server:
+        found = [ask(server, prompt) for prompt in PROMPTS[:3]]
+        assert [answer for answer, _ in found] == texts[:3]
+        assert [hits for _, hits in found] == [HIT] * 3
+        for i, path in enumerate(objects(root)):
+            if i % 2:
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 1
+                path.write_bytes(content)
+            else:
                 path.unlink()
         found = [ask(server, prompt) for prompt in PROMPTS[3:]]
         assert [answer for answer, _ in found] == texts[3:]

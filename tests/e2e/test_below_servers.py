@@ -4,9 +4,11 @@
 What each store does when its server fails is in tests/unit/test_store_servers.py.
 """
 
+import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from random import Random
 from threading import Event, Thread
@@ -71,36 +73,51 @@ MANY = prompts(2000, NUM_SLOTS // 5 + 12)
 """More than the host holds."""
 
 
+HARM = ("stopped", "killed")
 MENDED = "works again"
+TAKES_MINUTES = pytest.mark.skipif(
+    os.environ.get("KV_TIER_STORES") != "all", reason="KV_TIER_STORES=all runs it"
+)
 
 
-def harm(valkey: Valkey, ends: Event, done: list[str]) -> None:
-    """Stop the server and let it go on, or kill it and start it anew, on and on."""
+def harm(servers: Servers, longest_stop: float, ends: Event, done: list[str]) -> None:
+    """Stop each process and let it go on, or kill it and start it anew, on and on."""
     rng = Random(7)
-    while not ends.wait(rng.uniform(0.1, 0.6)):
-        if len(done) % 3 == 2:
-            valkey.kill("server")
-            done.append("killed")
+    for i in count():
+        if ends.wait(rng.uniform(0.1, 0.6)):
+            return
+        name = servers.names[i // 3 % len(servers.names)]
+        if i % 3 == 2:
+            servers.kill(name)
+            done.append(f"{name} killed")
             time.sleep(rng.uniform(0, 0.5))
-            valkey.start()
+            servers.start()
         else:
-            valkey.send("server", signal.SIGSTOP)
-            done.append("stopped")
-            # Shorter and longer than its timeout of 0.7 s.
-            time.sleep(rng.uniform(0.05, 1.2))
-            valkey.send("server", signal.SIGCONT)
+            servers.send(name, signal.SIGSTOP)
+            done.append(f"{name} stopped")
+            time.sleep(rng.uniform(0.05, longest_stop))
+            servers.send(name, signal.SIGCONT)
 
 
+@pytest.mark.parametrize(
+    "kind, longest_stop, patience",
+    [
+        # Shorter and longer than its timeout of 0.7 s.
+        (Valkey, 1.2, 60),
+        pytest.param(Mooncake, 4, 240, marks=TAKES_MINUTES),
+    ],
+)
 def test_a_server_that_stops_and_dies_in_the_middle_of_gets_and_puts(
-    tmp_path: Path,
+    kind: type[Servers], longest_stop: float, patience: float, tmp_path: Path
 ) -> None:
     model = make_llama(tmp_path / "model")
     make_tokenizer(model)
-    valkey = Valkey()
+    servers = kind()
     ends, done = Event(), list[str]()
-    entry = valkey.entry | {"deadline_ms": 3000}
+    all_harm = {f"{name} {how}" for name in servers.names for how in HARM}
+    entry = servers.entry | {"deadline_ms": 3000}
     try:
-        valkey.start()
+        servers.start()
         with serving(model, [entry], tmp_path / "log") as server:
 
             def answer(i: int) -> str:
@@ -113,14 +130,12 @@ def test_a_server_that_stops_and_dies_in_the_middle_of_gets_and_puts(
             right = [answer(i) for i in range(len(MANY))]
             writes(server, 1, before=0)
             before = counted(server, "secondary_loaded_blocks")
-            harming = Thread(target=harm, args=(valkey, ends, done))
+            harming = Thread(target=harm, args=(servers, longest_stop, ends, done))
             harming.start()
-            first, limit = 0, time.monotonic() + 120
+            first, limit = 0, time.monotonic() + 2 * patience
             with ThreadPoolExecutor(4) as clients:
-                # Fast machines have asked all of it before the server is killed.
-                while not (
-                    {"killed", "stopped"} <= set(done) and MENDED in server.log()
-                ):
+                # Fast machines have asked all of it before a process is killed.
+                while not (all_harm <= set(done) and MENDED in server.log()):
                     assert time.monotonic() < limit, (done, server.log())
                     first += len(MANY)
                     numbers = range(first, first + len(MANY))
@@ -133,10 +148,10 @@ def test_a_server_that_stops_and_dies_in_the_middle_of_gets_and_puts(
             troubles, mends = log.count("is in trouble"), log.count(MENDED)
             assert 0 < mends <= troubles <= 4 * len(done)
             loaded = counted(server, "secondary_loaded_blocks")
-            limit = time.monotonic() + 60
+            limit = time.monotonic() + patience
             while counted(server, "secondary_loaded_blocks") == loaded:
                 assert time.monotonic() < limit, "it is not used again"
                 assert [answer(i) for i in range(len(MANY))] == right
     finally:
         ends.set()
-        valkey.close()
+        servers.close()

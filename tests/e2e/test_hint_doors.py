@@ -209,7 +209,8 @@ def test_what_still_runs_is_told_of(doors: Doors) -> None:
     )
     next(iter(answer))
     assert doors.close("runs")["running_requests"] == 1
-    assert len(list(answer)) > 300
+    # On a busy machine a part has several tokens.
+    assert sum(len(part.choices[0].text.split()) for part in answer) > 300
 
 
 def refused(doors: Doors, body: Any, key: str = "secret") -> tuple[int, str]:
@@ -281,10 +282,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 def openai_kept(seconds: int) -> str:
     """What the log says of a prompt that is retained for so long."""
-    return (
-        f"{{'retain': {{'priority': 75, 'ttl': {seconds}, 'end': None}}}}, "
-        "prewarm False."
-    )
+    return f"{{'retain': {{'priority': 75, 'ttl': {seconds}, 'end': None}}}}."
 
 
 def test_fields_of_openai_are_hints(doors: Doors, api: str) -> None:
@@ -299,7 +297,7 @@ def test_fields_of_openai_are_hints(doors: Doors, api: str) -> None:
     options = {"prompt_cache_options": {"ttl": "30m"}}
     assert said(**options) == [openai_kept(HOUR // 2)]
     # What the client says in the tier's own words counts more.
-    own = "{'retain': {'priority': 10}}, prewarm False."
+    own = "{'retain': {'priority': 10}}."
     # Where the endpoint knows the field, nothing has to be added.
     assert said(**options, **tier_hints(retain={"priority": 10})) in ([], [own])
 
@@ -360,8 +358,8 @@ def test_where_cache_control_ends(doors: Doors) -> None:
 
     # One token is before the block; two are behind it wherever a message ends there.
     hour = kept(HOUR, 1 + 40 + 2)
-    assert said("1h", None) == [f"{{'retain': [{hour}]}}, prewarm False."]
-    both = f"{{'retain': [{kept(300, None)}, {hour}]}}, prewarm False."
+    assert said("1h", None) == [f"{{'retain': [{hour}]}}."]
+    both = f"{{'retain': [{kept(300, None)}, {hour}]}}."
     assert said("1h", "5m") == [both]
     assert said(None, None) == []
     with pytest.raises(anthropic.BadRequestError) as found:
@@ -370,12 +368,25 @@ def test_where_cache_control_ends(doors: Doors) -> None:
     assert words_of_it in str(found.value)
 
 
+def test_own_words_prewarm_at_every_door(doors: Doors, api: str) -> None:
+    """And the turn that follows has all of it from the device."""
+    prompt = doors.prompt()
+    usage = doors.ask(api, prompt, **tier_hints(prewarm=True)).usage
+    answered = getattr(usage, "output_tokens", None)
+    assert (answered or usage.completion_tokens) == 1
+    assert doors.hits(api, prompt, "device") == FULL
+
+
 def test_prewarm_computes_and_keeps(doors: Doors) -> None:
     prompt = doors.prompt()
+    names = [f"prewarmed_{name}blocks_total" for name in ("", "used_", "late_")]
+    before = [doors.metric(name) for name in names]
     warmed = doors.ask("completions", prompt, prompt_cache_options={"prewarm": True})
     assert warmed.usage.completion_tokens == 1
     doors.flood(16)
     assert doors.hits("completions", prompt) == FULL
+    found = [doors.metric(name) - number for name, number in zip(names, before)]
+    assert found == [NUM_BLOCKS, NUM_BLOCKS, 0]
     answer = doors.ask("completions", prompt, ignore_eos=True)
     assert answer.usage.completion_tokens == 8
     assert answer.choices[0].text.startswith(warmed.choices[0].text)

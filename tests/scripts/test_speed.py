@@ -88,7 +88,7 @@ def test_every_call_is_understood_and_has_its_limit(
         if file != "gpu_check.py":
             assert args.time_limit + 30 < 600 and args.fresh
             assert args.trace == Path("t.jsonl")
-            assert args.llm["compilation_config"]["mode"] == 0
+            assert 512 in args.llm["compilation_config"]["cudagraph_capture_sizes"]
             workloads[file] |= {*args.workloads}
     # All but what needs a disk, and a trace at its arrival times.
     left_out = {"below", "trace"}

@@ -218,7 +218,7 @@ class Engine:
         }
         events["released"] += bool(self._pool.storer.released)
         hinted = self._pool.retaining.hinted
-        events["retained"] += hinted is not None and bool(hinted.num_kept)
+        events["retained"] += hinted is not None and bool(hinted.kept)
         events["forbidden"] += bool(self._pool.storer.forbidden)
         events["failed"] += bool(step.fail and copies[step.fail])
 

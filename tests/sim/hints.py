@@ -32,11 +32,11 @@ class WatchedHints:
 
         def watched_computed(request: Any, blocks: Any, *others: Any) -> None:
             computed(request, blocks, *others)
-            if releasing._follow(request) is None:
+            if (speaker := releasing.follow(request)) is None:
                 return
             for block in blocks:
                 if (key := block.block_hash) is not None:
-                    users.setdefault(key, set()).add(releasing._owner(request))
+                    users.setdefault(key, set()).add(speaker.owner)
                     self._begin_anew(key)
             # Of too many owners the oldest are forgotten.
             for key in users.keys() - releasing._owners._owner.keys():
@@ -45,8 +45,8 @@ class WatchedHints:
         def watched_hit(request: Any, groups: Any, managers: Any) -> None:
             hit(request, groups, managers)
             speaks = releasing.speaks(request)
-            speaks = speaks and releasing._follow(request) is not None
-            user = releasing._owner(request) if speaks else None
+            speaker = releasing.follow(request) if speaks else None
+            user = None if speaker is None else speaker.owner
             for block in (block for group in groups for block in group):
                 if block.block_hash in users:
                     users[block.block_hash].add(user)

@@ -188,6 +188,8 @@ def random_hints(rng: Random) -> dict[str, Any] | None:
     for cap in ("max_load_tokens", "max_offload_tokens"):
         if rng.random() < 0.15:
             hints[cap] = rng.choice([0, 4, 8, 100])
+    if rng.random() < 0.2:
+        hints["prewarm"] = True
     return hints
 
 

@@ -5,12 +5,14 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from vllm.v1.kv_tier.rank.copy_thread import CopyThread, Done, Job
+from vllm.v1.kv_tier.rank.copy_thread import CopyThread, Done, Gate, Job
+from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING
 
 from .fake_cuda import FakeCuda, Pace
 from .stream_play import collect_fast as collect_fast
@@ -93,6 +95,59 @@ def test_the_end_is_not_waited_for_beyond_a_limit(
         # It comes, as somebody asks for it again and again.
         assert done.ends_within(30.0) is True
         assert done.ends_within(0.0) is True
+
+
+@pytest.mark.parametrize("what", ["opens", "is in a hurry", "comes late"])
+def test_nobody_looks_again_and_again_behind_a_gate(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look would take Python's lock from a step that is being launched."""
+    cuda = FakeCuda("late")
+    looks: list[float] = []
+    rest = Job.rest
+
+    def counted(job: Job, timeout_s: float) -> None:
+        looks.append(timeout_s)
+        rest(job, timeout_s)
+
+    with monkeypatch.context() as inner:
+        cuda.install(inner)
+        inner.setattr(Job, "rest", counted)
+        gate = Gate()
+        gate.close()
+        thread = CopyThread(
+            "kv-tier-store",
+            torch.device("cpu"),
+            gate=lambda job: gate.wait(job, 0.3 if what == "comes late" else 60.0),
+        )
+        job = thread.submit(Job(lambda _: None, (), 1))
+        assert not Done.wait_for_launch(job, 0.2 if what != "comes late" else 0.01)
+        assert len(looks) == 1
+        if what == "opens":
+            gate.open()
+        elif what == "is in a hurry":
+            job.hurry()
+        assert Done.wait_for_launch(job, 10.0)
+        # One more, since a lock may be had a little before its time.
+        assert len(looks) <= 2
+        del thread
+        end_threads(cuda)
+
+
+def test_a_hurry_ends_the_wait_for_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda("late")
+    tuning = replace(DEFAULT_TUNING, fence_look_s=60.0)
+    with monkeypatch.context() as inner:
+        cuda.install(inner)
+        computed = Done()
+        computed.record(torch.cuda.current_stream())
+        thread = CopyThread("kv-tier-store", torch.device("cpu"), tuning=tuning)
+        job = thread.submit(Job(lambda _: None, (computed,), 1))
+        assert not Done.wait_for_launch(job, 0.1)
+        job.hurry()
+        assert Done.wait_for_launch(job, 10.0)
+        del thread
+        end_threads(cuda)
 
 
 def test_a_closed_thread_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,14 @@
 """What the pool counts is what happened, and nothing goes down."""
 
 from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import asdict, replace
 from random import Random
 from typing import Any
 
 import pytest
+
+from vllm.v1.kv_tier.scheduling.prewarms import Prewarms
 
 from .engine import Engine
 from .scheduler import Setup
@@ -82,6 +85,9 @@ def test_what_is_counted_is_what_happened() -> None:
         # A load is called off where its request is preempted in its own step.
         loads = counted["loaded_blocks"] + counted["loaded_ahead_blocks"]
         assert counted["promoted_blocks"] >= loads
+        # Each block of a prewarm comes to be of use once, if at all.
+        used = counted["prewarmed_used_blocks"] + counted["prewarmed_late_blocks"]
+        assert used <= counted["prewarmed_blocks"], "prewarmed blocks"
         total += counted
     # Simulated time is another one, and a slot is rarely wanted twice.
     rare = {"refused_pinned", "request_hits", "recomputed_lookups"}
@@ -103,4 +109,15 @@ def test_a_wrong_count_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Engine, "step", forget)
     with pytest.raises(AssertionError, match="stored_blocks"):
+        test_what_is_counted_is_what_happened()
+
+
+def test_prewarmed_blocks_that_are_used_again_and_again_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hit(self: Prewarms, request: object, keys: Iterable[Hashable]) -> None:
+        self._stats.prewarmed_used_blocks += len(self.pending.keys() & keys)
+
+    monkeypatch.setattr(Prewarms, "hit", hit)
+    with pytest.raises(AssertionError, match="prewarmed blocks"):
         test_what_is_counted_is_what_happened()

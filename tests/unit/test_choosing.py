@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.eviction.hinted import Hinted
+from vllm.v1.kv_tier.eviction.said import Said
 from vllm.v1.kv_tier.policy import LRU
 from vllm.v1.kv_tier.scheduling.admission import Admission
 from vllm.v1.kv_tier.scheduling.choosing import (
@@ -84,6 +86,29 @@ def test_what_is_over_is_in_nobodys_way() -> None:
                 if admission is told:
                     admission.release(once[first : first + 10])
     assert told.admits_all and not untold.admits_all
+
+
+def test_a_flood_beside_a_quota_does_not_choose() -> None:
+    """A tenant's own share has more hits from the second use on, whatever others do
+    with the rest."""
+
+    def chosen_with(*tenants: str) -> bool:
+        admission, said = chosen(256), Said(10_000, lambda: 0.0)
+        admission.wrap_policies(
+            lambda policy: Hinted(policy, said, dict.fromkeys(tenants, 0.25))
+        )
+        theirs = once_and_again(0, rounds=20)
+        for i, key in enumerate(theirs):
+            said.tell(key, None, tenant="a")
+            admission.use(key)
+            # Twice, so that it does not stand back.
+            for flood in 10**6 + 2 * i, 10**6 + 2 * i + 1:
+                said.tell(flood, 100, tenant="b")
+                use(admission, (flood, flood))
+        return admission.admits_all
+
+    assert not chosen_with("a")
+    assert chosen_with()
 
 
 def test_a_new_tier_stores_all() -> None:

@@ -147,6 +147,14 @@ def test_the_first_prefill_counts_in_full_and_later_ones_by_and_by() -> None:
     assert 0.25 < policy.prefill_s < 0.75
 
 
+def test_a_slow_first_prefill_is_soon_forgotten() -> None:
+    policy, _ = make_policy()
+    prefill(policy, 9.0)
+    for _ in range(4):
+        prefill(policy, 1.0)
+    assert policy.prefill_s < 2.0
+
+
 def test_nothing_measured_changes_nothing() -> None:
     policy, _ = make_policy()
     prefill(policy, 2.0)

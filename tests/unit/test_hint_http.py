@@ -31,7 +31,7 @@ async def answer(request: Request) -> StreamingResponse:
 
     async def stream() -> Any:
         said = heard.get()
-        yield json.dumps([body, said.hints, said.prewarm])
+        yield json.dumps([body, said.hints])
 
     return StreamingResponse(stream())
 
@@ -101,10 +101,10 @@ def ask(app: Starlette, path: str, parts: int = 1, **body: Any) -> tuple[int, An
 @pytest.mark.parametrize("path", PATHS)
 def test_an_endpoint_gets_the_body_and_what_it_says(path: str, parts: int) -> None:
     body = {"prompt": "é", "kv_transfer_params": {"kv_tier": {"release": True}}}
-    status, (sent, hints, prewarm) = ask(make_app(), path, parts, **body)
+    status, (sent, hints) = ask(make_app(), path, parts, **body)
     assert status == 200
     assert json.loads(sent) == body
-    assert (hints, prewarm) == ({"release": True}, False)
+    assert hints == {"release": True}
     assert heard.get() is NOTHING
 
 
@@ -112,12 +112,12 @@ def test_an_endpoint_gets_the_body_and_what_it_says(path: str, parts: int) -> No
     "body", [b'{"prompt": "cache_control"}', b"[", b'["prompt_cache_retention"]']
 )
 def test_what_names_no_hint_is_handed_on(body: bytes) -> None:
-    assert post(make_app(), CHAT, body) == (200, [body.decode(), {}, False])
+    assert post(make_app(), CHAT, body) == (200, [body.decode(), {}])
 
 
 def test_other_paths_are_left_alone() -> None:
     wrong = {"kv_transfer_params": {"kv_tier": {"relase": True}}}
-    assert ask(make_app(), "/other", **wrong)[1][1:] == [{}, False]
+    assert ask(make_app(), "/other", **wrong)[1][1:] == [{}]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -136,7 +136,7 @@ def test_a_bad_hint_is_refused_in_the_words_of_the_api(path: str) -> None:
 def test_own_words_count_more_than_fields_of_other_apis() -> None:
     own = {"kv_transfer_params": {"kv_tier": {"tenant": "t"}}}
     fields = {"prompt_cache_retention": "24h"}
-    _, (_, hints, _) = ask(make_app(), CHAT, **own, **fields)
+    _, (_, hints) = ask(make_app(), CHAT, **own, **fields)
     kept = {"priority": 75, "ttl": 86400, "end": None}
     assert hints == {"retain": kept, "tenant": "t"}
 
@@ -160,12 +160,12 @@ def test_the_server_itself_counts_what_comes_before_a_breakpoint() -> None:
     prefix = json.loads(json.dumps(MESSAGE))
     prefix["messages"][0]["content"].pop()
     end = len(json.dumps(prefix))
-    _, (_, hints, _) = ask(counted, MESSAGES, **MESSAGE)
+    _, (_, hints) = ask(counted, MESSAGES, **MESSAGE)
     assert hints == {"retain": [{"priority": 75, "ttl": 300, "end": end}]}
 
 
 def test_where_nobody_counts_all_of_a_message_is_retained() -> None:
-    _, (_, hints, _) = ask(make_app(), MESSAGES, **MESSAGE)
+    _, (_, hints) = ask(make_app(), MESSAGES, **MESSAGE)
     assert hints == {"retain": [{"priority": 75, "ttl": 300, "end": None}]}
 
 

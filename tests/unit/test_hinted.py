@@ -18,10 +18,14 @@ class Host:
     """A policy with hints, and the clock behind it."""
 
     def __init__(
-        self, num_slots: int, policy: EvictionPolicy | str = "lru", **quotas: float
+        self,
+        num_slots: int,
+        policy: EvictionPolicy | str = "lru",
+        num_keys: int = 1000,
+        **quotas: float,
     ) -> None:
         self.now = 0.0
-        self.said = Said(1000, lambda: self.now)
+        self.said = Said(num_keys, lambda: self.now)
         if isinstance(policy, str):
             policy = make_policy(policy, num_slots)
         self.hinted = Hinted(policy, self.said, quotas)
@@ -171,6 +175,22 @@ def test_a_flood_with_a_quota_evicts_its_own() -> None:
     assert set("abc") <= host.resident
 
 
+def test_a_flood_of_words_takes_nothing_from_a_share() -> None:
+    """What was said of `a`'s keys is forgotten over it, and whose they are is not."""
+    host = Host(8, num_keys=16, a=0.5)
+    host.say("abc", tenant="a")
+    host.insert("abc")
+    # Of what is not to be stored.
+    host.say(range(100, 116), tenant="b")
+    for key in range(100):
+        if len(host.resident) == 8:
+            host.evict()
+        host.say([key], 100, tenant="b")
+        host.insert([key])
+    assert host.said.get("a") is None
+    assert set("abc") <= host.resident
+
+
 def test_what_a_tenant_does_not_fill_others_have() -> None:
     host = Host(8, a=0.5)
     host.insert("stuvwxyz")
@@ -247,7 +267,7 @@ def _evict(host: Host) -> None:
     expired = {
         key
         for key in host.resident
-        if host.hinted._is_kept(key) and not host.said.is_retained(key)
+        if key in host.hinted.kept and not host.said.is_retained(key)
     } - host.hinted._share_of.keys()
     lows = {key for key in host.resident if host.said.is_low(key)}
     victim = host.hinted.evict(lambda key: False)
@@ -257,8 +277,9 @@ def _evict(host: Host) -> None:
         assert victim in expired
     elif lows:
         assert victim in lows
-    kept = [key for key in host.resident if host.hinted._is_kept(key)]
-    assert len(kept) <= host.hinted.num_slots
+    hinted = host.hinted
+    kept = {*hinted._kept}.union(*(share.kept for share in hinted.shares.values()))
+    assert hinted.kept == kept <= host.resident
 
 
 @pytest.mark.parametrize("policy", POLICIES)

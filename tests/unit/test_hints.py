@@ -55,7 +55,7 @@ def test_caps_have_two_places() -> None:
     ("given", "words"),
     [
         ("release", ["kv_transfer_params.kv_tier", "object", "'release'"]),
-        ({"relase": True}, ["relase", "True", "conversation, release, retain"]),
+        ({"relase": True}, ["relase", "True", "conversation, release, prewarm"]),
         ({"release": 1}, ["kv_tier.release", "true or false", "1"]),
         ({"release": "yes"}, ["kv_tier.release", "'yes'"]),
         ({"conversation": 7}, ["kv_tier.conversation", "1 to 256", "7"]),
@@ -63,6 +63,7 @@ def test_caps_have_two_places() -> None:
         ({"conversation": "c" * 257}, ["kv_tier.conversation"]),
         ({"tenant": ""}, ["kv_tier.tenant", "1 to 256", "''"]),
         ({"store": None}, ["kv_tier.store", "true or false", "None"]),
+        ({"prewarm": 1}, ["kv_tier.prewarm", "true or false", "1"]),
         ({"version": 2}, ["kv_tier.version", "1", "2"]),
         ({"version": True}, ["kv_tier.version", "True"]),
         ({"max_load_tokens": -1}, ["kv_tier.max_load_tokens", "0 on", "-1"]),

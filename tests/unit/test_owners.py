@@ -19,7 +19,7 @@ def owners() -> Owners:
 
 
 def test_a_conversation_gets_what_it_computed(owners: Owners) -> None:
-    owners.hit(2, "a")
+    owners.hit([2], "a")
     owners.computed(4, "b")
     assert owners.release("a") == [1, 2, 3]
     assert owners.release("a") == []
@@ -28,8 +28,8 @@ def test_a_conversation_gets_what_it_computed(owners: Owners) -> None:
 
 @pytest.mark.parametrize("user", ["b", None])
 def test_what_others_have_hit_is_nobodys(owners: Owners, user: str | None) -> None:
-    owners.hit(2, user)
-    owners.hit(2, "a")
+    owners.hit([2], user)
+    owners.hit([2], "a")
     assert owners.release("a") == [1, 3]
 
 
@@ -40,7 +40,7 @@ def test_what_others_have_computed_too_is_nobodys(owners: Owners) -> None:
 
 
 def test_what_was_there_before_is_nobodys(owners: Owners) -> None:
-    owners.hit(9, "a")
+    owners.hit([9], "a")
     assert owners.release("a") == [1, 2, 3]
 
 
@@ -75,7 +75,7 @@ def test_as_a_plain_model_says(actions: list[tuple[str, int, str]]) -> None:
             owners.computed(key, name)
             users[key] = users.get(key, set()) | {name}
         elif action == "hit":
-            owners.hit(key, name)
+            owners.hit([key], name)
             if key in users:
                 users[key] |= {name}
         else:

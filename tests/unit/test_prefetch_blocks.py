@@ -74,6 +74,22 @@ def test_a_request_that_lacks_blocks_begins_to_load() -> None:
     assert admit(tier, "ab").compute_after_loads == plan.seq
 
 
+def test_loads_of_the_step_have_the_link_to_themselves() -> None:
+    tier = make_tier(6, tuning={"min_prefetch": 1})
+    tier.demoted("abcdef")
+    tier.begin()
+    (group,) = tier.promote(tier.find("ab"), among_others=False)
+    tier.pool.touch(group)
+    managers = [SimpleNamespace(block_size=BLOCK, get_num_skipped_tokens=lambda n: 0)]
+    tier.pool.load_ahead(managers, (tier.find("cd"),), 2 * BLOCK)
+    plan = tier.end()
+    assert len(loads(plan)) == 2
+    assert not loads_ahead(plan)
+    # The next step, which loads nothing, begins.
+    assert loads_ahead(load_ahead(tier, "cd")) == places(tier, "cd")
+    tier.free(group)
+
+
 def test_a_long_hit_is_loaded_as_far_as_blocks_go() -> None:
     tier = make_tier(4, tuning={"min_prefetch": 2})
     tier.demoted("abcd")

@@ -8,6 +8,7 @@ import pytest
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.policy import POLICIES
+from vllm.v1.request import RequestStatus
 
 from .tier import BLOCK, Asking, Tier, assert_nothing_leaks, hashes, stores
 
@@ -23,6 +24,11 @@ class Turn(Asking):
         self.cache_salt: str | None = None
         self.num_prompt_tokens = len(tokens) * BLOCK
         self.has_ended = False
+
+    @property
+    def status(self) -> RequestStatus:
+        ended = RequestStatus.FINISHED_STOPPED
+        return ended if self.has_ended else RequestStatus.RUNNING
 
     def is_finished(self) -> bool:
         return self.has_ended
@@ -269,3 +275,57 @@ def test_what_still_runs_is_released_when_it_ends() -> None:
     }
     turn.has_ended = True
     assert victims(tier, 5, "abcdef") == "cdef"
+
+
+def prewarmed(tier: Tier) -> tuple[int, int, int]:
+    """Blocks asked for, used, and late, since the last call."""
+    stats = tier.pool.take_stats()
+    return (
+        stats.prewarmed_blocks,
+        stats.prewarmed_used_blocks,
+        stats.prewarmed_late_blocks,
+    )
+
+
+def test_what_was_prewarmed_is_of_use_once() -> None:
+    tier = Tier(8)
+    serve(tier, Turn("1", "abcd", prewarm=True), "abcd")
+    assert prewarmed(tier) == (4, 0, 0)
+    # Wherever it lies by now.
+    victims(tier, 8, "")
+    serve(tier, Turn("2", "abcx"), "abcx", 3)
+    assert prewarmed(tier) == (0, 3, 0)
+    serve(tier, Turn("3", "abcd"), "abcd", 4)
+    assert prewarmed(tier) == (0, 1, 0)
+    serve(tier, Turn("4", "abcd"), "abcd", 4)
+    assert prewarmed(tier) == (0, 0, 0)
+
+
+def test_a_prewarm_is_late_for_who_computes_meanwhile() -> None:
+    tier = Tier(16)
+    late = Turn("1", "abcd", prewarm=True)
+    tier.begin()
+    assert not tier.pool.is_loading(late, False)  # type: ignore[arg-type]
+    tier.end()
+    serve(tier, Turn("2", "ab"), "ab")
+    assert prewarmed(tier) == (4, 0, 2)
+    # It has no use of what another one has computed before, nor of its own.
+    serve(tier, late, "abcd", 2)
+    assert prewarmed(tier) == (0, 0, 0)
+
+
+def test_a_prewarm_that_has_ended_is_not_late() -> None:
+    tier = Tier(8)
+    serve(tier, Turn("1", "abcd", prewarm=True, store=False), "abcd")
+    victims(tier, 8, "")
+    serve(tier, Turn("2", "abcd"), "abcd")
+    assert prewarmed(tier) == (4, 0, 0)
+
+
+def test_as_many_blocks_as_owners_are_followed() -> None:
+    tier = Tier(8)
+    prewarms, limit = tier.pool.releasing._prewarms, tier.pool.releasing._num_keys
+    for i in range(limit):
+        names = f"{chr(1000 + 2 * i)}{chr(1001 + 2 * i)}"
+        prewarms.ask(Turn(str(i), names))  # type: ignore[arg-type]
+    assert len(prewarms.pending) == limit

@@ -214,14 +214,19 @@ def test_what_is_not_to_be_loaded(beside: bool) -> None:
 )
 def test_blocks_of_a_range(retain: Retain, blocks: list[int]) -> None:
     """Blocks of four tokens; the prompt ends in the middle of the third."""
-    found = [i for i in range(5) if covering([retain], 4 * i, 4 * i + 4, 10)]
-    assert found == blocks
+    found = covering([retain], 0, 5, 4, 10)
+    assert [i for i in range(5) if found[i] == 0] == blocks
+    # Wherever it is looked at from.
+    for first in range(7):
+        part = covering([retain], first, 2, 4, 10)
+        here = range(first, first + 2)
+        expected = [i in blocks or (i > 4 and retain.answer) for i in here]
+        assert [found == 0 for found in part] == expected
 
 
 def test_of_ranges_that_overlap_the_last_counts() -> None:
     first, last = Retain(90), Retain(10, end=4)
-    assert covering([first, last], 0, 4, 10) is last
-    assert covering([first, last], 4, 8, 10) is first
+    assert covering([first, last], 0, 4, 4, 10) == [1, 0, 0, -1]
 
 
 def test_hints_are_counted_by_kind() -> None:

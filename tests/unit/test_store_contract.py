@@ -125,6 +125,8 @@ def test_what_is_put_comes_back(client: Client) -> None:
     assert client.put(*range(n)) == [True] * n
     client.store.delete(KEYS[: n // 2])
     assert client.get(*range(n)) == [False] * (n // 2) + [True] * (n - n // 2)
+    client.store.delete(KEYS[n // 2 : n : 3])
+    assert client.put(*range(2 * n)) == client.get(*range(2 * n)) == [True] * 2 * n
     assert client.put() == client.get() == client.exists() == []
 
 
@@ -196,6 +198,19 @@ def test_damage_is_a_miss_and_is_removed(
     assert client.put(1) == [True] and client.get(1) == [True]
 
 
+def test_damage_among_many(servers: Servers, client: Client) -> None:
+    assert all(client.put(*range(NUM_ROWS)))
+    damaged = (0, 7, 40, NUM_ROWS - 1)
+    for i in damaged:
+        name = servers.object_name(NAMESPACE, 0, KEYS[i])
+        content = servers.read(name)
+        assert content is not None
+        servers.write(name, flip(-1)(content))
+    expected = [i not in damaged for i in range(NUM_ROWS)]
+    assert client.get(*range(NUM_ROWS)) == expected
+    assert client.exists(*range(NUM_ROWS)) == expected
+
+
 def test_an_object_of_another_name_is_a_miss(servers: Servers, client: Client) -> None:
     others = [client, Client(servers, rank=1), Client(servers, namespace=OTHER)]
     for other in others:
@@ -252,7 +267,7 @@ def test_a_process_that_stands_still(
     servers: Servers, client: Client, process: str
 ) -> None:
     """Calls end in time, nothing is written to rows later, and it is used again."""
-    n = 16
+    n = NUM_ROWS // 2
     work(client, n)
     servers.send(process, signal.SIGSTOP)
     in_seconds(12, client.get, *range(n))
@@ -272,11 +287,11 @@ def test_putting_and_asking_end_in_time(
 ) -> None:
     work(client, 2)
     servers.send(process, signal.SIGSTOP)
-    in_seconds(15, client.put, *range(2, 18))
+    in_seconds(15, client.put, *range(2, 34))
     servers.send(process, signal.SIGCONT)
     until(lambda: client.exists(1) == [True] or client.put(1) == [True], 30)
     servers.send(process, signal.SIGSTOP)
-    in_seconds(3, client.exists, *range(2, 18))
+    in_seconds(3, client.exists, *range(2, 34))
 
 
 def test_a_process_that_is_killed(

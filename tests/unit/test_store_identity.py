@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_tier.start import _describe, _open_rank
+from vllm.v1.kv_tier.rank.opening import describe
 from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
 
 
@@ -241,7 +241,7 @@ WORKERS: dict[str, Callable[[], Bag]] = {
 @pytest.mark.parametrize("shape", WORKERS)
 def test_what_only_a_rank_knows_changes_its_name(shape: str) -> None:
     def name(worker: Bag) -> str:
-        return rank_namespace("ab", 0, _describe(worker, NUM_BLOCKS))
+        return rank_namespace("ab", 0, describe(worker, NUM_BLOCKS))
 
     assert name(worker()) == name(worker())
     assert name(WORKERS[shape]()) != name(worker())
@@ -249,7 +249,7 @@ def test_what_only_a_rank_knows_changes_its_name(shape: str) -> None:
 
 def test_the_number_of_blocks_is_no_part_of_a_ranks_name() -> None:
     few, many = (
-        _describe(worker(kv=a_kv(2, num_blocks, 16, 8, 4)), num_blocks)
+        describe(worker(kv=a_kv(2, num_blocks, 16, 8, 4)), num_blocks)
         for num_blocks in (NUM_BLOCKS, 7 * NUM_BLOCKS)
     )
     assert rank_namespace("ab", 0, few) == rank_namespace("ab", 0, many)
@@ -327,25 +327,3 @@ def test_random_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert name_of(tmp_path)
     monkeypatch.setenv("PYTHONHASHSEED", "random")
     assert "PYTHONHASHSEED=0" in refused(tmp_path, lambda c, kv: None)
-
-
-def test_ranks_of_several_machines_have_objects_of_their_own() -> None:
-    """Executors number the workers of each machine from 0 on."""
-
-    def opened(rank: int) -> tuple[str, int]:
-        stores: list[tuple[str, int]] = []
-        entry = Bag(open=lambda name, rank, num_bytes: (name, rank))
-        buffer = Bag(slots=torch.zeros(2, 8))
-        wrapper = Bag(
-            kv_tier=Bag(buffer=buffer, open_secondary=stores.extend),
-            worker=worker(),
-            rpc_rank=0,
-        )
-        wrapper.worker.rank = rank
-        entries: Any = [entry]
-        _open_rank(wrapper, entries, "ab", NUM_BLOCKS)
-        (store,) = stores
-        return store
-
-    (first, rank), (other, other_rank) = opened(0), opened(2)
-    assert first != other and (rank, other_rank) == (0, 2)

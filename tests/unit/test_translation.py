@@ -37,7 +37,7 @@ HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
         ({"prompt_cache_options": {"ttl": "12h"}}, Heard({"retain": retain(DAY / 2)})),
         (
             {"prompt_cache_options": {"prewarm": True}},
-            Heard({"retain": retain(1800)}, prewarm=True),
+            Heard({"prewarm": True, "retain": retain(1800)}),
         ),
         (
             {
@@ -208,13 +208,19 @@ def test_a_bad_hint_ends_the_request() -> None:
 
 def test_the_clients_own_words_count_most() -> None:
     own = params({"kv_tier": {"retain": {"priority": 1}}, "do_remote_prefill": True})
-    token = heard.set(Heard({"retain": retain(5), "tenant": "t", "store": False}, True))
+    said = {"retain": retain(5), "tenant": "t", "store": False, "prewarm": True}
+    token = heard.set(Heard(said))
     try:
         found = frontend.with_hints(config(), own, envelope({"tenant": "u"}))
     finally:
         heard.reset(token)
     assert found.extra_args["kv_transfer_params"] == {
-        "kv_tier": {"retain": {"priority": 1}, "tenant": "u", "store": False},
+        "kv_tier": {
+            "retain": {"priority": 1},
+            "tenant": "u",
+            "store": False,
+            "prewarm": True,
+        },
         "do_remote_prefill": True,
     }
     assert (found.max_tokens, found.min_tokens) == (1, 0)

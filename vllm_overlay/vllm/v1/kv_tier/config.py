@@ -86,7 +86,8 @@ class KVTierConfig:
     share_replicas: bool = False
     """Hold KV that several tensor parallel ranks have (MLA, or fewer heads than ranks)
     once on the host, in memory that they share: with MLA on two ranks the same size
-    holds twice the tokens. Off, since it has not run on GPUs yet."""
+    holds twice the tokens. With `secondary_tiers`, hold it once in these, and on the
+    host for each rank. Off, since it has run on two GPUs only."""
 
     secondary_tiers: list[dict[str, Any]] | None = None
     """Where blocks go on to live below the host, in the order in which they are asked.

@@ -50,12 +50,13 @@ def with_hints(
     said = heard.get()
     own = given.get(KEY) or {}
     hints = {**said.hints, **from_envelope(envelope), **own}
-    if hints == own and not said.prewarm:
+    prewarms = hints.get("prewarm", False)
+    if hints == own and not prewarms:
         return params
-    logger.debug("KV tier: a request says %s, prewarm %s.", hints, said.prewarm)
+    logger.debug("KV tier: a request says %s.", hints)
     params = copy.copy(params)
     params.extra_args = {**extra, PARAMS: {**given, KEY: hints}}
-    if said.prewarm:
+    if prewarms:
         params.max_tokens, params.min_tokens = 1, 0
     return params
 

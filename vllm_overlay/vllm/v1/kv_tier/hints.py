@@ -109,6 +109,10 @@ class Hints:
     that only this conversation has used are evicted before all others, on the device
     and on the host, and are not stored any more. They serve hits until then."""
 
+    prewarm: bool = False
+    """The prompt is to be computed or loaded only, for a request to come. The front end
+    ends the answer after one token."""
+
     retain: tuple[Retain, ...] = ()
     """What to keep longer, or less long. Where ranges overlap, the last one counts. In
     requests it is a range, or a list of at most `MAX_RANGES`."""
@@ -183,7 +187,7 @@ class Hints:
                     f"{_WHERE}.{name} must be a string of 1 to {MAX_NAME} characters, "
                     f"got {value!r}."
                 )
-        for name in ("release", "store"):
+        for name in ("release", "prewarm", "store"):
             _check_bool(getattr(hints, name), f"{_WHERE}.{name}")
         for name in CAPS:
             if (value := getattr(hints, name)) is not None:

@@ -177,16 +177,15 @@ METRICS = (
         "counter",
         "KV blocks, on the device or the host, of conversations that a hint released.",
     ),
-    Metric(
-        "refused_hints",
-        "counter",
-        "Requests whose hints were not understood, and ignored.",
-    ),
+    Metric("refused_hints", "counter", "Requests with hints that were not understood."),
     Metric(
         "hints", "counter", "Hints by kind, of requests and after them.", "kind", KINDS
     ),
     Metric("retained_blocks", "counter", "KV blocks that requests asked to keep."),
     Metric("yielded_slots", "counter", "Host slots evicted though retained."),
+    Metric("prewarmed_blocks", "counter", "KV blocks that were to be prewarmed."),
+    Metric("prewarmed_used_blocks", "counter", "Of these, hit by another request."),
+    Metric("prewarmed_late_blocks", "counter", "Of these, computed by one meanwhile."),
     Metric("tenant_slots", "gauge", "Host slots of a tenant with a quota.", "tenant"),
     Metric(
         "cleaner_backlog_blocks",

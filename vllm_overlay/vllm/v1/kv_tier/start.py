@@ -22,9 +22,10 @@ from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.layer_waits import set_layer_waits
 from vllm.v1.kv_tier.memory.giving_back import blocks_per_page
 from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
-from vllm.v1.kv_tier.memory.regions import build_regions, flatten
+from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.memory.replicas import held_once, kv_replicas
 from vllm.v1.kv_tier.rank.layers import make_layer_waits
+from vllm.v1.kv_tier.rank.opening import common_objects, open_rank
 from vllm.v1.kv_tier.rank.sharing import may_share, share_slots, take_shared
 from vllm.v1.kv_tier.scheduling.asking import Asker
 from vllm.v1.kv_tier.scheduling.below import (
@@ -36,7 +37,7 @@ from vllm.v1.kv_tier.scheduling.below import (
 )
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, pages_of_ranks
 from vllm.v1.kv_tier.stores.by_name import check_entry
-from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
+from vllm.v1.kv_tier.stores.identity import namespace
 from vllm.v1.kv_tier.stores.settings import ALWAYS, StoreConfig
 from vllm.v1.kv_tier.worker import HostTier
 
@@ -96,11 +97,7 @@ def start_kv_tier(
         tokens_per_block=_tokens_per_block(vllm_config, kv_cache_config),
         layerwise=all(layerwise for _, layerwise in ranks),
         secondary=_open_secondary(
-            config.secondary_tiers or [],
-            vllm_config,
-            executor,
-            kv_cache_config,
-            num_slots,
+            config, vllm_config, executor, kv_cache_config, num_slots
         ),
         elastic=_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
     )
@@ -232,7 +229,7 @@ def _elastic(
 
 
 def _open_secondary(
-    tiers: Sequence[dict[str, Any]],
+    config: KVTierConfig,
     vllm_config: "VllmConfig",
     executor: Any,
     kv_cache_config: Any,
@@ -244,14 +241,18 @@ def _open_secondary(
         ValueError: It cannot be used. The message names the setting and the mend.
 
     """
-    if not tiers:
+    if not (tiers := config.secondary_tiers or []):
         return None
     entries = [check_entry(tier, index) for index, tier in enumerate(tiers)]
     for entry in entries:
         entry.check()
     space = namespace(vllm_config, kv_cache_config, about()["tag"])
+    num_blocks, replicas = kv_cache_config.num_blocks, 1
+    if config.share_replicas:
+        told = kv_replicas(vllm_config, kv_cache_config)
+        replicas = common_objects(executor, num_blocks, told)
     ranks = executor.collective_rpc(
-        _open_rank, args=(entries, space, kv_cache_config.num_blocks)
+        open_rank, args=(entries, space, num_blocks, replicas)
     )
     opened = []
     for entry, label in zip(entries, labels([tier["type"] for tier in tiers])):
@@ -261,7 +262,7 @@ def _open_secondary(
                 name=entry.name,
                 label=label,
                 locality=entry.locality,
-                asker=Asker(_exists_on_all(entry, ranks)),
+                asker=Asker(_exists_on_all(entry, ranks[::replicas], replicas)),
                 store_from_use=entry.store_from_use,
                 deadline_s=entry.deadline_ms / 1e3,
                 fetches_always=entry.fetch == ALWAYS,
@@ -280,10 +281,12 @@ def _open_secondary(
     return opened_layout
 
 
-def _exists_on_all(entry: StoreConfig, ranks: Sequence[tuple[str, int]]) -> Exists:
+def _exists_on_all(
+    entry: StoreConfig, writers: Sequence[tuple[str, int]], replicas: int
+) -> Exists:
     stores = [
-        entry.open(rank_space, rank, num_bytes)
-        for rank, (rank_space, num_bytes) in enumerate(ranks)
+        entry.open(rank_space, i * replicas, num_bytes)
+        for i, (rank_space, num_bytes) in enumerate(writers)
         if num_bytes
     ]
 
@@ -361,40 +364,3 @@ def _start_rank(
         load_s += check_s
     # Nobody waits for a rank without KV memory.
     return load_s, waits is not None or not regions
-
-
-def _open_rank(
-    wrapper: Any, entries: Sequence[StoreConfig], space: str, num_blocks: int
-) -> tuple[str, int]:
-    """Open the stores of this rank. Returns its namespace, and the bytes of an object:
-    0 where the rank has no KV memory."""
-    tier, worker = wrapper.kv_tier, wrapper.worker
-    num_bytes = tier.buffer.slots.shape[1]
-    # Not the wrapper's, which is that of its machine: ranks of two would share objects.
-    rank = worker.rank
-    name = rank_namespace(space, rank, _describe(worker, num_blocks))
-    if num_bytes:
-        tier.open_secondary([each.open(name, rank, num_bytes) for each in entries])
-    return name, num_bytes
-
-
-def _describe(worker: Any, num_blocks: int) -> list[object]:
-    """What shapes the bytes of a slot beside the model and its settings: what writes
-    them, and the order in which they lie."""
-    runner = worker.model_runner
-    caches = [
-        (
-            str(tensor.dtype),
-            ["blocks" if n % num_blocks == 0 else n for n in tensor.shape[:2]],
-            list(tensor.shape[2:]),
-            # Which dimension varies fastest.
-            sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)),
-        )
-        for tensor in flatten(runner.kv_caches)
-    ]
-    layers = worker.vllm_config.compilation_config.static_forward_context
-    writers = [
-        f"{name}: {type(getattr(layer, 'impl', layer)).__qualname__}"
-        for name, layer in layers.items()
-    ]
-    return [type(runner).__module__, caches, writers]

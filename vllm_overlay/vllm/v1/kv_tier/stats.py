@@ -112,6 +112,12 @@ class KVTierStats:
     device_mapped_bytes: int = 0
     device_unmapped_bytes: int = 0
     """Of device memory, on all ranks together."""
+    prewarmed_blocks: int = 0
+    """Full blocks of prompts that are to be prewarmed."""
+    prewarmed_used_blocks: int = 0
+    """Of these, what another request hit."""
+    prewarmed_late_blocks: int = 0
+    """Of these, what another request computed before the prewarm had ended."""
     slots_used: int = 0
     slots_total: int = 0
     slot_bytes: int = 0

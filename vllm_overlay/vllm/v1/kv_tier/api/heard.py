@@ -17,9 +17,6 @@ class Heard:
     hints: dict[str, Any] = field(default_factory=dict)
     """Fields of `vllm.v1.kv_tier.hints.Hints`, checked."""
 
-    prewarm: bool = False
-    """Whether the prompt is to be computed only: one token ends the answer."""
-
 
 NOTHING = Heard()
 heard: ContextVar[Heard] = ContextVar("kv_tier_heard", default=NOTHING)

@@ -88,7 +88,7 @@ class HintsOfRequests:
             said = Heard(await self._retained(body, scope))
         else:
             said = from_openai(body)
-        return Heard({**said.hints, **own}, said.prewarm)
+        return Heard({**said.hints, **own})
 
     async def _retained(self, body: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
         ranges = []

@@ -58,9 +58,10 @@ def from_openai(body: Mapping[str, Any]) -> Heard:
     prewarm = options.get("prewarm")
     if prewarm is not None and not isinstance(prewarm, bool):
         raise ValueError(f"{where}.prewarm must be true or false, got {prewarm!r}.")
-    if prewarm:
-        ttl = ttl or _OPTION_TTL["30m"]
-    return Heard({"retain": retain(ttl)} if ttl else {}, prewarm=bool(prewarm))
+    hints: dict[str, Any] = {"prewarm": True} if prewarm else {}
+    if ttl := ttl or (_OPTION_TTL["30m"] if prewarm else 0):
+        hints["retain"] = retain(ttl)
+    return Heard(hints)
 
 
 def _one_of(

@@ -13,6 +13,7 @@ the lowest priority goes, the oldest first.
 """
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 
 from vllm.v1.kv_tier.eviction.base import NO_HINT, EvictionPolicy, Key
@@ -37,7 +38,8 @@ class Share:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.resident: dict[Key, None] = {}
+        # The first of a dict is slow to find when many before it have left.
+        self.resident: OrderedDict[Key, None] = OrderedDict()
         """The oldest first."""
         self.kept = ByPriority()
 
@@ -75,14 +77,12 @@ class Hinted(EvictionPolicy):
             name: Share(int(part * self.num_slots)) for name, part in quotas.items()
         }
         self._share_of: dict[Key, Share] = {}
+        self.kept: set[Key] = set()
+        """Keys that would not be here but for what was said, or for a quota. Public,
+        since asking of each block of a prefix must cost nothing."""
         # When what is kept expires. Of keys that left since, too.
         self._ends: list[tuple[float, int, Key]] = []
         self._num_ends = 0
-
-    @property
-    def num_kept(self) -> int:
-        """Keys that would not be here but for what was said, or for a quota."""
-        return len(self._kept) + sum(len(s.kept) for s in self.shares.values())
 
     # ------------------------------------------------------------- as a policy
 
@@ -92,13 +92,13 @@ class Hinted(EvictionPolicy):
             self._classify(key)
 
     def hit(self, key: Key) -> None:
-        if self._is_kept(key):
+        if key in self.kept:
             self._discard(key)
             self._policy.insert(key)
         self._policy.hit(key)
 
     def remove(self, key: Key) -> None:
-        if self._is_kept(key):
+        if key in self.kept:
             self._discard(key)
         else:
             self._policy.remove(key)
@@ -106,7 +106,7 @@ class Hinted(EvictionPolicy):
 
     def changed(self, key: Key) -> None:
         """Something new was said of resident `key`, which is being used."""
-        if self._is_kept(key):
+        if key in self.kept:
             self._discard(key)
             self._policy.insert(key)
         self._classify(key)
@@ -116,7 +116,14 @@ class Hinted(EvictionPolicy):
         if key is None and self._low:
             key = self._pop_low()
         if key is None:
-            key = self._evict(is_pinned)
+            key = self._policy.evict(is_pinned)
+            if key is not None:
+                # What was said of a key may be forgotten: a flood says much.
+                if self._said.get(key) is None and key not in self._share_of:
+                    return key
+                key = self._keep(key)
+            if key is None:
+                key = self._evict(is_pinned)
         if key is not None:
             self._left(key)
             self.num_yielded += self._said.is_retained(key)
@@ -138,7 +145,9 @@ class Hinted(EvictionPolicy):
             share.resident[key] = None
 
     def _left(self, key: Key) -> None:
-        self._low.discard(key)
+        if self._low:
+            self._low.discard(key)
+        self.kept.discard(key)
         if (share := self._share_of.pop(key, None)) is not None:
             del share.resident[key]
 
@@ -154,12 +163,13 @@ class Hinted(EvictionPolicy):
         return None
 
     def _evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        evict, get = self._policy.evict, self._said.get
+        """The policy gave up one that is kept, and gives up others."""
+        evict, get, share_of = self._policy.evict, self._said.get, self._share_of
         for _ in range(_MAX_ROUNDS):
             key = evict(is_pinned)
             if key is None:
                 break
-            if get(key) is None:
+            if get(key) is None and key not in share_of:
                 return key
             if (victim := self._keep(key)) is not None:
                 return victim
@@ -178,16 +188,18 @@ class Hinted(EvictionPolicy):
         """The policy gave `key` up. Returns what goes instead, maybe `key`; None: it is
         kept, and nothing goes for that."""
         about, share = self._said.get(key), self._share_of.get(key)
-        assert about is not None
-        is_retained = not self.orders_itself and self._said.is_retained(key)
-        priority = about.priority if is_retained else NO_HINT
-        if share is None and not is_retained:
+        priority = NO_HINT
+        if about is not None and not self.orders_itself and self._said.is_retained(key):
+            priority = about.priority
+            if about.until < float("inf"):
+                self._expires(key, about.until)
+            if share is None:
+                self.kept.add(key)
+                self._kept.add(key, priority, about.tenant)
+                return self._kept.pop() if len(self._kept) > self._max_kept else None
+        elif share is None:
             return key
-        if is_retained and about.until < float("inf"):
-            self._expires(key, about.until)
-        if share is None:
-            self._kept.add(key, priority, about.tenant)
-            return self._kept.pop() if len(self._kept) > self._max_kept else None
+        self.kept.add(key)
         share.kept.add(key, priority)
         return share.kept.pop() if share.excess > 0 else None
 
@@ -203,13 +215,8 @@ class Hinted(EvictionPolicy):
 
     # -------------------------------------------------------------- what is kept
 
-    def _is_kept(self, key: Key) -> bool:
-        if key in self._kept:
-            return True
-        share = self._share_of.get(key)
-        return share is not None and key in share.kept
-
     def _discard(self, key: Key) -> None:
+        self.kept.remove(key)
         if not self._kept.discard(key):
             self._share_of[key].kept.discard(key)
 
@@ -217,7 +224,7 @@ class Hinted(EvictionPolicy):
         if len(self._ends) >= 2 * self.num_slots:
             # What was used since has another end, or none.
             last = {end[2]: end for end in sorted(self._ends)}
-            self._ends = [end for key, end in last.items() if self._is_kept(key)]
+            self._ends = [end for key, end in last.items() if key in self.kept]
             heapq.heapify(self._ends)
         # Not before that: the key is about to be kept. Keys have no order of their own.
         self._num_ends += 1

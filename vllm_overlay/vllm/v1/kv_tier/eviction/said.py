@@ -3,7 +3,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 from vllm.v1.kv_tier.eviction.base import NO_HINT, About, Key
 
@@ -88,6 +88,19 @@ class Said:
             if len(self._about) > self._num_keys:
                 self._about.popitem(last=False)
         return about
+
+    def renew(self, keys: Collection[Key], about: About) -> None:
+        """A request says `about`, of a priority or a tenant, of all of `keys`, of which
+        nobody else has said anything.
+
+        It is `tell` without what that costs for each block of a long prefix.
+        """
+        abouts = self._about
+        for key in abouts.keys() & keys:
+            del abouts[key]
+        abouts.update(dict.fromkeys(keys, about))
+        for _ in range(len(abouts) - self._num_keys):
+            abouts.popitem(last=False)
 
     def used_in_silence(self, key: Key) -> bool:
         """A request uses `key` that says nothing. Returns whether that changes what was

@@ -94,7 +94,7 @@ def obstacle(
     if not is_one_machine:
         return "they are on several machines"
     if has_below:
-        return "tiers below the host have an object for each rank"
+        return "each rank reads tiers below the host into slots of its own"
     if not all(layouts):
         return "some ranks have no KV memory"
     if len(layouts) % replicas:

@@ -88,6 +88,7 @@ class Job(Done):
         self._begun: torch.cuda.Event | None = None
         self.is_urgent = False
         """Somebody waits for the launch: no time for gates."""
+        self._woken = threading.Event()
         self.before: Job | None = None
         """The job that its thread launches first, if it has not yet."""
 
@@ -103,8 +104,18 @@ class Job(Done):
             job = jobs.pop()
             if not job.is_urgent:
                 job.is_urgent = True
+                job.wake()
                 before = (*job.after, job.before)
                 jobs.extend(each for each in before if isinstance(each, Job))
+
+    def rest(self, timeout_s: float) -> None:
+        """Let its thread sleep so long, or until somebody calls `wake`."""
+        self._woken.wait(timeout_s)
+        self._woken.clear()
+
+    def wake(self) -> None:
+        """Something that its thread may wait for is so now."""
+        self._woken.set()
 
     def forget(self) -> None:
         """It was launched. Without it, jobs would keep all before them."""
@@ -134,6 +145,36 @@ class Job(Done):
         if self._begun is not None:
             spans.append((self._begun, self.event))
         return sum(begun.elapsed_time(ended) for begun, ended in spans) / 1e3
+
+
+class Gate:
+    """What keeps a thread from launching copies for a while. It is open at first.
+
+    Nobody looks again and again whether it is open: each look would take Python's lock
+    from the step whose launch closed the gate.
+    """
+
+    def __init__(self) -> None:
+        self._is_open = True
+        self._waiting: Job | None = None
+
+    def close(self) -> None:
+        self._is_open = False
+
+    def open(self) -> None:
+        self._is_open = True
+        if (job := self._waiting) is not None:
+            job.wake()
+
+    def wait(self, job: Job, timeout_s: float) -> None:
+        """Until it is open, or `job` urgent, or so much time is over. One thread."""
+        ends = time.monotonic() + timeout_s
+        self._waiting = job
+        while not (self._is_open or job.is_urgent):
+            if (left_s := ends - time.monotonic()) <= 0:
+                break
+            job.rest(left_s)
+        self._waiting = None
 
 
 class CopyThread:
@@ -221,7 +262,7 @@ class _Launcher:
                     # What waits on the device fills the launch queue. But somebody may
                     # come to wait for the launch of this job, or of one behind it.
                     while not (job.is_urgent or done.has_come()):
-                        time.sleep(self._tuning.look_s)
+                        job.rest(self._tuning.fence_look_s)
                 done.wait(self.stream)
             if not job.is_urgent:
                 self._gate(job)

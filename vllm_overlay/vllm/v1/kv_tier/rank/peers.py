@@ -119,6 +119,7 @@ class Peers:
     def _wait(self, index: int, ends: Mapping[int, int], what: str) -> None:
         row = self._board[index]
         limit = time.monotonic() + self._tuning.limit_s
+        look_s = self._tuning.peer_look_s
         while True:
             has_left = self._has_left(index)
             if all(row[kind] >= seq for kind, seq in ends.items()):
@@ -131,7 +132,9 @@ class Peers:
                     f"The rank that {what} has not come so far in "
                     f"{self._tuning.limit_s:g} s. This rank copies no more."
                 )
-            time.sleep(self._tuning.peer_look_s)
+            time.sleep(look_s)
+            # What takes long need not be seen at once, see `fence_look_s`.
+            look_s = min(2 * look_s, self._tuning.fence_look_s)
 
     def _has_left(self, index: int) -> bool:
         return bool(self._board[index, _LEFT])
@@ -194,7 +197,7 @@ class _Watch:
         self._tell = weakref.WeakMethod(tell)
         self._fail = weakref.WeakMethod(fail)
         self._device = device
-        self._look_s = tuning.look_s
+        self._look_s = tuning.fence_look_s
         self._lock = threading.Lock()
         # By column: what has not ended, oldest first, and the last plan that begun.
         self._under_way = [deque[tuple[int, Callable[[], bool]]]() for _ in KINDS]

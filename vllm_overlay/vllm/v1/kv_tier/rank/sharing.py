@@ -77,6 +77,21 @@ def may_share(
     return None
 
 
+def find_replicas(executor: Any, num_blocks: int, replicas: int | None) -> int:
+    """How many consecutive ranks hold the same KV; 1: none do.
+
+    Args:
+        executor: Reaches all ranks.
+        num_blocks: Blocks of the device cache.
+        replicas: From `kv_replicas`; None to ask the ranks.
+
+    """
+    if replicas is None:
+        facts = executor.collective_rpc(_facts, args=(num_blocks, True))
+        replicas = math.gcd(*(each.head_replicas for each in facts))
+    return replicas
+
+
 def share_slots(
     executor: Any,
     num_blocks: int,

@@ -3,7 +3,6 @@
 
 import math
 import sys
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +11,7 @@ import torch
 
 from vllm.v1.kv_tier.plan import CopyTime, PrefillTime, StepPlan, Times
 from vllm.v1.kv_tier.rank.copy_order import Copies, Copy, CopyHangs, CopyOrder
-from vllm.v1.kv_tier.rank.copy_thread import CopyThread, Done, Job
+from vllm.v1.kv_tier.rank.copy_thread import CopyThread, Done, Gate, Job
 from vllm.v1.kv_tier.rank.layers import LayerWaits
 from vllm.v1.kv_tier.rank.peers import Peers
 from vllm.v1.kv_tier.rank.timing import LoadWait, PrefillTimer
@@ -51,8 +50,7 @@ class CudaStreams(CopyOrder):
         self._tuning = tuning
         sys.setswitchinterval(min(sys.getswitchinterval(), tuning.switch_interval_s))
         # Open while no step is being launched.
-        self._gate = threading.Event()
-        self._gate.set()
+        self._gate = Gate()
         # Loads of the newest step, if loads ahead may wait for them.
         self._last_load = list[Job]()
         self._store_thread = CopyThread(
@@ -94,7 +92,7 @@ class CudaStreams(CopyOrder):
     # ------------------------------------------------------------------ a step
 
     def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
-        self._gate.clear()
+        self._gate.close()
         self._forget_ended()
         self._check_oldest()
         compute = torch.cuda.current_stream(self._device)
@@ -127,7 +125,7 @@ class CudaStreams(CopyOrder):
         self._fence_compute(plan, compute)
 
     def end_step(self) -> bool:
-        self._gate.set()
+        self._gate.open()
         self._prefill.end_step()
         if self._layer_waits is None or not self._layer_waits.is_armed:
             return True
@@ -338,16 +336,9 @@ class CudaStreams(CopyOrder):
 # Threads outlive the streams, so their gates must not hold these.
 
 
-def _step_first(gate: threading.Event, tuning: RankTuning) -> Callable[[Job], None]:
+def _step_first(gate: Gate, tuning: RankTuning) -> Callable[[Job], None]:
     """Launches of the step come before those of stores: both want the driver."""
-
-    def wait_for_step(job: Job) -> None:
-        ends = time.monotonic() + tuning.gate_s
-        while not (job.is_urgent or gate.wait(tuning.gate_look_s)):
-            if time.monotonic() >= ends:
-                return
-
-    return wait_for_step
+    return lambda job: gate.wait(job, tuning.gate_s)
 
 
 def _loads_first(last_load: list[Job]) -> Callable[[Job], None]:

@@ -2,7 +2,9 @@
 """Which blocks have been used often enough for a host slot."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 
 
 class Admission:
@@ -45,3 +47,7 @@ class Admission:
 
     def release(self, keys: Iterable[Hashable]) -> None:
         """Clients say that nobody will ask for `keys` again."""
+
+    def wrap_policies(self, wrap: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
+        """The host's order of eviction becomes that of what `wrap` makes of its policy:
+        whoever imitates the host does the same."""

@@ -90,8 +90,9 @@ class TieredBlockPool(BlockPool):
             if self._writes_through
             else Cleaner(*common, self._draft, self.storer, self.costs, tuning)
         )
+        quotas = config.quotas or {}
         self.retaining = Retaining(
-            *common, prefetches, self.costs, num_keys, config.quotas or {}, stats
+            *common, prefetches, self.admission, self.costs, num_keys, quotas, stats
         )
         self.releasing = Releasing(
             *common, self.storer, prefetches, self.retaining, num_keys, stats
@@ -224,7 +225,7 @@ class TieredBlockPool(BlockPool):
         if self.retaining.on_device:
             self.retaining.make_way(num_blocks)
         if prefetches.unclaimed and (is_kept := prefetches.kept()):
-            self.free.pass_over(num_blocks, is_kept)
+            self.free.pass_over(num_blocks, prefetches.unclaimed.keys(), is_kept)
         self._num_taken += num_blocks
         self._demoting = True
         try:
@@ -273,6 +274,7 @@ class TieredBlockPool(BlockPool):
         """As upstream; remembers which steps may still use the blocks."""
         blocks = list(ordered_blocks)
         self._draft.free(blocks)
+        self.releasing.some_were_freed = True
         if self._draft.in_step:
             self.free.leave_place(blocks)
         super().free_blocks(blocks, **kwargs)
@@ -295,7 +297,7 @@ class TieredBlockPool(BlockPool):
         if self.admission is not None:
             self.admission.use(key)
         if self._writes_through:
-            self.writer.used(block)
+            self.writer.used((block,))
 
     # ------------------------------------------------------------ what is void
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`store_from_use: "auto"`: whether to store all, or what is used a second time."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.eviction.by_name import make_policy
 from vllm.v1.kv_tier.scheduling.admission import Admission
 from vllm.v1.kv_tier.scheduling.shadow import Shadow, ShadowHost
@@ -118,6 +119,10 @@ class ChosenAdmission(SecondUses):
         for key in keys:
             if hash(key) % self._one_in == 0:
                 self._shadow.release(key)
+
+    def wrap_policies(self, wrap: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
+        for host in (self._all, self._again):
+            host.wrap_policy(wrap)
 
     def _sample(self, keys: Iterable[Hashable]) -> None:
         # Only the scheduler chooses, so hashes need not be the same in two processes.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device's free queue, whose order is that of eviction."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, KeysView
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -99,6 +99,7 @@ class FreeBlocks:
     def pass_over(
         self,
         num_blocks: int,
+        candidates: KeysView[int],
         is_kept: Callable[[KVCacheBlock], bool],
         max_looks: int | None = None,
     ) -> bool:
@@ -106,6 +107,7 @@ class FreeBlocks:
 
         Args:
             num_blocks: That will be taken.
+            candidates: Ids of blocks, all that are kept among them.
             is_kept: Whether others shall go before a block.
             max_looks: At so many blocks. None: at all that are free.
 
@@ -114,13 +116,30 @@ class FreeBlocks:
 
         """
         passed = []
-        for block in self.first(len(self) if max_looks is None else max_looks):
-            if num_blocks == 0:
-                break
-            if is_kept(block):
+        queue = self._pool.free_block_queue
+        num_looks = len(self) if max_looks is None else min(max_looks, len(self))
+        block = queue.fake_free_list_head.next_free_block
+        assert block is not None, "the tail of the queue is always there"
+        if num_blocks == 1 and block.block_id not in candidates:
+            return True
+        if num_blocks <= num_looks:
+            # Each block that is taken comes by here, and mostly none is kept.
+            ids: list[int] = []
+            one: KVCacheBlock | None = block
+            for _ in range(num_blocks):
+                assert one is not None, "so many are free"
+                ids.append(one.block_id)
+                one = one.next_free_block
+            if candidates.isdisjoint(ids):
+                return True
+        while num_blocks and num_looks:
+            if block.block_id in candidates and is_kept(block):
                 passed.append(block)
             else:
                 num_blocks -= 1
+            num_looks -= 1
+            block = block.next_free_block
+            assert block is not None, "so many are free"
         if passed:
             self.remove(passed)
             self.append(passed)

@@ -2,7 +2,7 @@
 """Which blocks only one conversation has used."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 
 class Owners:
@@ -41,10 +41,15 @@ class Owners:
             for old in keys:
                 del self._owner[old]
 
-    def hit(self, key: Hashable, user: Hashable | None) -> None:
-        """A request of conversation `user` hits the block of `key`; None: of none."""
-        if key in self._owner and self._owner[key] != user:
-            self._forget(key)
+    def hit(self, keys: Iterable[Hashable], user: Hashable | None) -> None:
+        """A request of conversation `user` hits the blocks of `keys`; None: of none."""
+        # Each block of a long prefix comes by here.
+        if self._owner.keys().isdisjoint(keys):
+            return
+        get = self._owner.get
+        for key in keys:
+            if (owner := get(key)) is not None and owner != user:
+                self._forget(key)
 
     def release(self, owner: Hashable) -> list[Hashable]:
         """Forget conversation `owner`.

@@ -214,8 +214,10 @@ class Promotion:
 
         """
         # A request that can run soon would wait for all loads of the plan, and with
-        # those of its step for all loads before them.
-        if self._draft.prefetches or self._waiting.num_waited_for():
+        # those of its step for all loads before them. Nor do they share the link with
+        # the loads of this step, which it waits for: there is time in the next one.
+        draft = self._draft
+        if draft.loads or draft.prefetches or self._waiting.num_waited_for():
             return
         if self._room_to_prefetch(()) < self._min_prefetch:
             return
@@ -271,7 +273,6 @@ class Promotion:
         if self._admission is None:
             return
         for group in groups:
-            hashed = [block for block in group if block.block_hash is not None]
-            self._admission.hit([block.block_hash for block in hashed])
-            for block in hashed:
-                self._writer.used(block)
+            keys = [key for block in group if (key := block.block_hash) is not None]
+            self._admission.hit(keys)
+            self._writer.used(b for b in group if b.block_hash is not None)

@@ -10,7 +10,9 @@ client wants to be kept is a matter of `Retaining`.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import compress
+from operator import attrgetter
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from vllm.logger import init_logger
@@ -24,16 +26,31 @@ from vllm.v1.kv_tier.hints import CAPS, KEY, Hints
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
 from vllm.v1.kv_tier.scheduling.owners import Owners
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
+from vllm.v1.kv_tier.scheduling.prewarms import Prewarms
 from vllm.v1.kv_tier.scheduling.retaining import Retaining
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.scheduling.storing import BlockStorer
 from vllm.v1.kv_tier.stats import KVTierStats
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 logger = init_logger(__name__)
 
 
 _KEYS = frozenset((KEY, *CAPS))
+_STATUS = attrgetter("status")
+
+
+class Speaker(NamedTuple):
+    """A request that speaks."""
+
+    hints: Hints
+    owner: Hashable
+    """Its conversation; of itself, if it names none."""
+    tenant: Hashable
+
+
+_UNKNOWN = Speaker(Hints(), None, None)
+"""Stands for a request that was not heard before."""
 
 
 class Releasing:
@@ -70,13 +87,19 @@ class Releasing:
         self.retaining = retaining
         self._num_keys = num_keys
         self._owners = Owners(num_keys)
+        self._prewarms = Prewarms(num_keys, stats)
         self._quotas = retaining.quotas
         self._stats = stats
-        self._hints: WeakKeyDictionary[Request, Hints | None] = WeakKeyDictionary()
+        # None: what it says is not understood.
+        self._speakers: WeakKeyDictionary[Request, Speaker | None]
+        self._speakers = WeakKeyDictionary()
         # Requests after whose end there is something to do, by id.
         self._last: dict[str, Request] = {}
         # Requests so far, by conversation; those used last.
         self._turns: OrderedDict[Hashable, int] = OrderedDict()
+        self.some_were_freed = False
+        """Whether blocks were freed since the last step, as they are when a request
+        ends. Public, since it is set for each."""
         self.is_listening = False
         """Whether this hears of what is computed."""
         if self._quotas:
@@ -102,6 +125,9 @@ class Releasing:
         ) -> None:
             numbers = num_cached_blocks, num_full_blocks
             cache_full_blocks(request, blocks, *numbers, block_size, *args, **kwargs)
+            if self._prewarms.pending:
+                keys = [block.block_hash for block in blocks[slice(*numbers)]]
+                self._prewarms.computed(request, keys)
             if self.speaks(request):
                 new = blocks[slice(*numbers)]
                 self.computed(request, new, num_cached_blocks, block_size)
@@ -114,8 +140,8 @@ class Releasing:
             request: Request, block: KVCacheBlock, *args: Any, **kwargs: Any
         ) -> Any:
             # It may never be full.
-            hints = self._follow(request) if self.speaks(request) else None
-            if hints is not None and hints.offload_limit is not None:
+            speaker = self.follow(request) if self.speaks(request) else None
+            if speaker is not None and speaker.hints.offload_limit is not None:
                 self._storer.forbidden.add(block.block_id)
             return cache_partial(request, block, *args, **kwargs)
 
@@ -124,14 +150,18 @@ class Releasing:
     def begin_step(self) -> None:
         """Put first what requests have released that ended since the last step."""
         self.retaining.begin_step()
-        if not self._last:
+        if not (self.some_were_freed and self._last):
             return
-        for request in [r for r in self._last.values() if r.is_finished()]:
-            del self._last[request.request_id]
+        self.some_were_freed = False
+        # All that run may be among them.
+        last = self._last
+        have_ended = map(RequestStatus.is_finished, map(_STATUS, last.values()))
+        for request in list(compress(last.values(), have_ended)):
+            del last[request.request_id]
             self.retaining.ended(request.request_id)
-            hints = self._hints[request]
-            if hints is not None and hints.release:
-                self._release(self._owners.release(self._owner(request)))
+            speaker = self._speakers[request]
+            if speaker is not None and speaker.hints.release:
+                self._release(self._owners.release(speaker.owner))
 
     def hear(self, conversation: str, cache_salt: str | None) -> dict[str, int]:
         """`conversation` is over. What its running requests use follows when they end.
@@ -143,14 +173,15 @@ class Releasing:
         self._stats.hints["release"] = self._stats.hints.get("release", 0) + 1
         owner = conversation, cache_salt
         running = [
-            request
-            for request in self._hints
-            if self._owner(request) == owner and not request.is_finished()
+            (request, speaker)
+            for request, speaker in self._speakers.items()
+            if speaker is not None
+            and speaker.owner == owner
+            and not request.is_finished()
         ]
-        for request in running:
-            hints = self._hints[request]
-            assert hints is not None
-            self._hints[request] = replace(hints, release=True)
+        for request, speaker in running:
+            hints = replace(speaker.hints, release=True)
+            self._speakers[request] = speaker._replace(hints=hints)
             self._last[request.request_id] = request
         before = self._stats.released_blocks
         self._release(self._owners.release(owner))
@@ -172,8 +203,8 @@ class Releasing:
         None: for all."""
         if not self.is_listening:
             self.listen()
-        hints = self._follow(request)
-        if hints is None or hints.max_load_tokens is None:
+        speaker = self.follow(request)
+        if speaker is None or (limit := speaker.hints.max_load_tokens) is None:
             return None
         get = self._pool.cached_block_hash_to_block.get_one_block
         hashes, num_blocks = request.block_hashes, 0
@@ -182,7 +213,7 @@ class Releasing:
                 break
             num_blocks += 1
         assert self._pool.hash_block_size is not None
-        num_blocks += hints.max_load_tokens // self._pool.hash_block_size
+        num_blocks += limit // self._pool.hash_block_size
         allowed = frozenset(hashes[:num_blocks])
         # In some releases the hash of a block of several is made of all of theirs.
         size = len(hashes[0]) if hashes else 1
@@ -197,14 +228,13 @@ class Releasing:
     ) -> None:
         """The step in the making computes `blocks`, from index `first` on, for
         `request`, which speaks."""
-        if (hints := self._follow(request)) is None:
+        if (speaker := self.follow(request)) is None:
             return
-        owner = self._owner(request)
         for block in blocks:
-            if block.block_hash is not None:
-                self._owners.computed(block.block_hash, owner)
-        self._tell(request, hints, blocks, first, block_size)
-        if (limit := hints.offload_limit) is not None:
+            if (key := block.block_hash) is not None:
+                self._owners.computed(key, speaker.owner)
+        self._tell(request, speaker, blocks, first, block_size)
+        if (limit := speaker.hints.offload_limit) is not None:
             num_stored = max(0, limit // block_size - first)
             self._storer.forbidden.update(
                 block.block_id for block in blocks[num_stored:] if not block.is_null
@@ -217,24 +247,29 @@ class Releasing:
         managers: Iterable[Any],
     ) -> None:
         """`request` is admitted with device blocks in `groups` that it hit."""
-        hints = self._follow(request) if self.speaks(request) else None
-        owner = None if hints is None else self._owner(request)
+        speaker = self.follow(request) if self.speaks(request) else None
+        owner = None if speaker is None else speaker.owner
         storer, retaining = self._storer, self.retaining
-        is_marked = self._owners or storer.released or storer.forbidden
-        if hints is None and not (is_marked or retaining.said):
+        pending = self._prewarms.pending
+        is_marked = self._owners or storer.released or storer.forbidden or pending
+        if speaker is None and not (is_marked or retaining.said):
             return
         # What one client does not want to be stored is so for others who cap, too.
-        lifts = hints is None or hints.offload_limit is None
+        lifts = speaker is None or speaker.hints.offload_limit is None
         for group, manager in zip(groups, managers, strict=True):
-            for block in group:
-                storer.released.discard(block.block_id)
+            if storer.released or storer.forbidden:
+                ids = [block.block_id for block in group]
+                storer.released.difference_update(ids)
                 if lifts:
-                    storer.forbidden.discard(block.block_id)
-                self._owners.hit(block.block_hash, owner)
-            if hints is None:
+                    storer.forbidden.difference_update(ids)
+            if self._owners or pending:
+                keys = [block.block_hash for block in group]
+                self._owners.hit(keys, owner)
+                self._prewarms.hit(request, keys)
+            if speaker is None:
                 retaining.used_in_silence(group)
             else:
-                self._tell(request, hints, group, 0, manager.block_size)
+                self._tell(request, speaker, group, 0, manager.block_size)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> None:
         """`blocks` are about to hold something else."""
@@ -245,17 +280,17 @@ class Releasing:
     def _tell(
         self,
         request: Request,
-        hints: Hints,
-        blocks: Iterable[KVCacheBlock],
+        speaker: Speaker,
+        blocks: Sequence[KVCacheBlock],
         first: int,
         block_size: int,
     ) -> None:
         retaining = self.retaining
         retaining.tell(
             request.request_id,
-            hints,
-            self._tenant(request, hints),
-            self._turns.get(self._owner(request), 1),
+            speaker.hints,
+            speaker.tenant,
+            self._turns.get(speaker.owner, 1),
             request.num_prompt_tokens,
             blocks,
             first,
@@ -266,9 +301,11 @@ class Releasing:
 
     # ----------------------------------------------------------- what they say
 
-    def _follow(self, request: Request) -> Hints | None:
-        if request in self._hints:
-            return self._hints[request]
+    def follow(self, request: Request) -> Speaker | None:
+        """Who `request` is, which speaks. None: what it says is not understood."""
+        speaker = self._speakers.get(request, _UNKNOWN)
+        if speaker is not _UNKNOWN:
+            return speaker
         hints = None
         try:
             hints = Hints.from_params(request.kv_transfer_params)
@@ -278,31 +315,22 @@ class Releasing:
         except ValueError as e:
             self._stats.refused_hints += 1
             logger.warning_once("KV tier: hints of a request are ignored. %s", str(e))
-        self._hints[request] = hints
         if hints is None:
+            self._speakers[request] = None
             return None
+        speaker = self._speakers[request] = _speaker(request, hints)
         for kind in hints.kinds():
             self._stats.hints[kind] = self._stats.hints.get(kind, 0) + 1
         if hints.release:
             self._last[request.request_id] = request
+        if hints.prewarm:
+            self._prewarms.ask(request)
         if hints.conversation is not None:
-            owner = self._owner(request)
+            owner = speaker.owner
             self._turns[owner] = self._turns.pop(owner, 0) + 1
             if len(self._turns) > self._num_keys:
                 self._turns.popitem(last=False)
-        return hints
-
-    def _tenant(self, request: Request, hints: Hints) -> Hashable:
-        if hints.tenant is not None:
-            return hints.tenant
-        return getattr(request, "cache_salt", None)
-
-    def _owner(self, request: Request) -> Hashable:
-        hints = self._hints[request]
-        name = hints.conversation if hints is not None else None
-        if name is None:
-            return request.request_id
-        return name, getattr(request, "cache_salt", None)
+        return speaker
 
     def _release(self, keys: Sequence[Hashable]) -> None:
         """Nobody will ask for `keys` again."""
@@ -331,3 +359,10 @@ def has_hints(request: Request) -> bool:
     # Tests of upstream have stand-ins.
     params = getattr(request, "kv_transfer_params", None)
     return params is not None and not _KEYS.isdisjoint(params)
+
+
+def _speaker(request: Request, hints: Hints) -> Speaker:
+    salt = getattr(request, "cache_salt", None)
+    name, tenant = hints.conversation, hints.tenant
+    owner = request.request_id if name is None else (name, salt)
+    return Speaker(hints, owner, salt if tenant is None else tenant)

@@ -9,13 +9,16 @@ over, so that it has another round of the queue.
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.eviction.base import About, EvictionPolicy
 from vllm.v1.kv_tier.eviction.hinted import KEPT_PART, Hinted
 from vllm.v1.kv_tier.eviction.said import Said
 from vllm.v1.kv_tier.hints import NO_HINT, Hints, Retain
+from vllm.v1.kv_tier.scheduling.admission import Admission
 from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
@@ -34,6 +37,7 @@ class Retaining:
         free: Its free blocks.
         table: The slots.
         prefetches: Blocks that wait for a request are left alone.
+        admission: Imitates the order of eviction; None: nobody does.
         costs: Knows the time.
         num_keys: Blocks of which is remembered what was said.
         quotas: Parts of the slots, by tenant.
@@ -47,6 +51,7 @@ class Retaining:
         free: FreeBlocks,
         table: SlotTable,
         prefetches: Prefetches,
+        admission: Admission | None,
         costs: Costs,
         num_keys: int,
         quotas: Mapping[str, float],
@@ -56,6 +61,7 @@ class Retaining:
         self._free = free
         self._table = table
         self._prefetches = prefetches
+        self._admission = admission
         self._stats = stats
         self.quotas = quotas
         """Parts of the slots, by tenant."""
@@ -74,9 +80,13 @@ class Retaining:
 
     def _wrap(self) -> Hinted:
         if self.hinted is None:
-            self.hinted = self._table.wrap_policy(
-                lambda policy: Hinted(policy, self.said, self.quotas)
-            )
+
+            def wrap(policy: EvictionPolicy) -> Hinted:
+                return Hinted(policy, self.said, self.quotas)
+
+            self.hinted = self._table.wrap_policy(wrap)
+            if self._admission is not None:
+                self._admission.wrap_policies(wrap)
         return self.hinted
 
     def begin_step(self) -> None:
@@ -92,7 +102,7 @@ class Retaining:
         tenant: Hashable,
         turn: int,
         num_prompt_tokens: int,
-        blocks: Iterable[KVCacheBlock],
+        blocks: Sequence[KVCacheBlock],
         first: int,
         block_size: int,
     ) -> None:
@@ -110,31 +120,105 @@ class Retaining:
 
         """
         ranges = hints.retain
-        if ranges:
-            self._wrap()
-        if (hinted := self.hinted) is None:
+        hinted = self._wrap() if ranges else self.hinted
+        if hinted is None:
             return
         if not (ranges or tenant in hinted.shares or hinted.orders_itself):
             self.used_in_silence(blocks)
             return
-        table, now = self._table, self.said.clock()
-        for place, block in enumerate(blocks, first):
+        now, num_blocks = self.said.clock(), len(blocks)
+        last = ranges[-1] if ranges else None
+        # Mostly all of them are in the last range.
+        if (
+            last is not None
+            and last.start == 0
+            and last.end is None
+            and (last.answer or (first + num_blocks) * block_size <= num_prompt_tokens)
+        ):
+            until = now + last.ttl if last.ttl else math.inf
+            about = About(last.priority, until, tenant, turn)
+            if self._retain_all(blocks, about, hinted):
+                return
+        abouts: list[About | None] = [
+            About(retain.priority, now + (retain.ttl or math.inf), tenant, turn)
+            for retain in ranges
+        ]
+        # At -1, for blocks in no range.
+        abouts.append(None)
+        where = first, num_blocks, block_size, num_prompt_tokens
+        wanted = map(abouts.__getitem__, covering(ranges, *where))
+        if lows := self._tell(blocks, wanted, hinted, tenant, turn):
+            self._low.setdefault(request_id, {}).update(lows)
+
+    def _retain_all(
+        self, blocks: Iterable[KVCacheBlock], about: About, hinted: Hinted
+    ) -> bool:
+        """Does what `_tell` does, with few calls, if all of `blocks` are to stay and
+        nobody else has said anything of them; else nothing, and returns False."""
+        tenant, said = about.tenant, self.said
+        if about.priority <= NO_HINT or hinted.orders_itself or tenant in hinted.shares:
+            return False
+        stay: dict[int, Any] = {
+            b.block_id: key for b in blocks if (key := b.block_hash) is not None
+        }
+        keys = stay.values()
+        # There are few that differ.
+        for old in set(map(said.get, keys)):
+            if old is not None and (old.tenant != tenant or old.priority < NO_HINT):
+                return False
+        said.renew(keys, about)
+        if not hinted.kept.isdisjoint(keys):
+            for kept in hinted.kept.intersection(keys):
+                if self._table.is_ordered(kept):  # type: ignore[arg-type]
+                    hinted.changed(kept)
+        self._stay(stay)
+        return True
+
+    def _tell(
+        self,
+        blocks: Iterable[KVCacheBlock],
+        wanted: Iterable[About | None],
+        hinted: Hinted,
+        tenant: Hashable,
+        turn: int,
+    ) -> dict[Hashable, int]:
+        """What is said of each of `blocks`; None: that they are used.
+
+        Returns:
+            Priorities of those that are to go first.
+
+        """
+        said, kept, has_slot = self.said, hinted.kept, self._table.get
+        is_told_all = hinted.orders_itself or tenant in hinted.shares
+        stay: dict[int, Hashable] = {}
+        lows: dict[Hashable, int] = {}
+        for block, about in zip(blocks, wanted):
             if (key := block.block_hash) is None:
                 continue
-            priority, until = None, math.inf
-            if ranges:
-                begin, end = place * block_size, (place + 1) * block_size
-                retain = covering(ranges, begin, end, num_prompt_tokens)
-                if retain is not None:
-                    priority = retain.priority
-                    until = now + (retain.ttl or math.inf)
-            about = self.said.tell(key, priority, until, tenant, turn)
-            if table.is_ordered(key):
-                hinted.changed(key)
+            old = said.get(key)
+            if about is None:
+                about = said.tell(key, None, math.inf, tenant, turn)
+            else:
+                about = said.tell(key, about.priority, about.until, tenant, turn)
             if about.priority > NO_HINT:
-                self._stays(block)
+                stay[block.block_id] = key
             elif about.priority < NO_HINT:
-                self._low.setdefault(request_id, {})[key] = about.priority
+                lows[key] = about.priority
+            # Most keys are told by the policy alone, whatever is retained.
+            if (
+                (
+                    key in kept
+                    or is_told_all
+                    or about.priority < NO_HINT
+                    or (old is not None and old.priority < NO_HINT)
+                )
+                and has_slot(key) is not None
+                and self._table.is_ordered(key)
+            ):
+                hinted.changed(key)
+        if stay:
+            self._stay(stay)
+        return lows
 
     def used_in_silence(self, blocks: Iterable[KVCacheBlock]) -> None:
         """A request hits `blocks` of which it says nothing."""
@@ -161,12 +245,14 @@ class Retaining:
 
     # -------------------------------------------------------------- the device
 
-    def _stays(self, block: KVCacheBlock) -> None:
-        self._stats.retained_blocks += 1
+    def _stay(self, blocks: Mapping[int, Hashable]) -> None:
+        """Keys of blocks, by their ids."""
+        self._stats.retained_blocks += len(blocks)
         on_device = self.on_device
-        on_device.pop(block.block_id, None)
-        on_device[block.block_id] = block.block_hash
-        if len(on_device) > self._max_on_device:
+        for block_id in on_device.keys() & blocks.keys():
+            del on_device[block_id]
+        on_device.update(blocks)
+        for _ in range(len(on_device) - self._max_on_device):
             on_device.popitem(last=False)
 
     def has_low(self, request_id: str) -> bool:
@@ -200,7 +286,9 @@ class Retaining:
             return
         max_looks = 2 * num_blocks + _MAX_PASSED
         # When all that is near is to stay, there is no second look in this step.
-        self._is_vain = not self._free.pass_over(num_blocks, self._is_kept, max_looks)
+        self._is_vain = not self._free.pass_over(
+            num_blocks, self.on_device.keys(), self._is_kept, max_looks
+        )
 
     def _is_kept(self, block: KVCacheBlock) -> bool:
         key = self.on_device.get(block.block_id)
@@ -210,14 +298,27 @@ class Retaining:
 
 
 def covering(
-    ranges: Iterable[Retain], begin: int, end: int, num_prompt_tokens: int
-) -> Retain | None:
-    """The last of `ranges` with a token of those from `begin` up to `end`."""
-    found = None
-    for retain in ranges:
+    ranges: Iterable[Retain],
+    first: int,
+    num_blocks: int,
+    block_size: int,
+    num_prompt_tokens: int,
+) -> list[int]:
+    """For each of `num_blocks` blocks of a request, from index `first` on, which one of
+    `ranges` is the last with a token of it; -1: none is."""
+    found = [-1] * num_blocks
+    last = first + num_blocks
+    for index, retain in enumerate(ranges):
         limit = num_prompt_tokens if retain.end is None else retain.end
-        if (begin < min(limit, num_prompt_tokens) and end > retain.start) or (
-            retain.answer and end > num_prompt_tokens
-        ):
-            found = retain
+        begin, end = retain.start // block_size, -(-limit // block_size)
+        if limit >= num_prompt_tokens:
+            end = last if retain.answer else -(-num_prompt_tokens // block_size)
+        elif retain.answer:
+            answer = max(num_prompt_tokens // block_size, first)
+            if answer < last:
+                found[answer - first :] = [index] * (last - answer)
+        if begin <= first and last <= end:
+            found = [index] * num_blocks
+        elif (begin := max(begin, first)) < (end := min(end, last)):
+            found[begin - first : end - first] = [index] * (end - begin)
     return found

@@ -52,6 +52,10 @@ class ShadowHost:
         self._policy.insert(key)
         keys.add(key)
 
+    def wrap_policy(self, wrap: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
+        """From now on the order of eviction is that of what `wrap` makes of it."""
+        self._policy = wrap(self._policy)
+
     def release(self, key: Hashable) -> None:
         """Clients say that nobody will ask for `key` again."""
         if key in self.keys:

@@ -35,8 +35,8 @@ from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 class Writer(Protocol):
     """Stores blocks before their eviction."""
 
-    def used(self, block: KVCacheBlock) -> None:
-        """A block got a key, or was hit."""
+    def used(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Blocks got a key, or were hit."""
 
     def allocated(self, num_blocks: int) -> None:
         """The step in the making takes so many blocks to compute them."""
@@ -75,8 +75,8 @@ class WriteThrough:
         # Blocks that were hashed or hit since they were last looked at.
         self._fresh: list[KVCacheBlock] = []
 
-    def used(self, block: KVCacheBlock) -> None:
-        self._fresh.append(block)
+    def used(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self._fresh.extend(blocks)
 
     def allocated(self, num_blocks: int) -> None:
         pass
@@ -163,7 +163,7 @@ class Cleaner:
         self._clean_steps = 0
         self._backlog = 0
 
-    def used(self, block: KVCacheBlock) -> None:
+    def used(self, blocks: Iterable[KVCacheBlock]) -> None:
         pass
 
     def allocated(self, num_blocks: int) -> None:

@@ -6,7 +6,8 @@ batch calls for several buffers, straight from and to the slots.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 
 from vllm.v1.kv_tier.stores.base import BlockStore
@@ -23,9 +24,11 @@ from vllm.v1.kv_tier.stores.settings import StoreConfig
 from vllm.v1.kv_tier.stores.threads import Threads
 
 GiB = 1 << 30
-_BATCH_BYTES = 32 << 20
-# Mooncake has threads of its own. With two of ours, one makes checksums while what the
-# other one has asked for is on its way.
+_BATCH_BYTES = 64 << 20
+# Of a batch, of which checksums are made at a time.
+_PART = MAX_BATCH // 8
+# Mooncake has threads of its own, and two calls at once disturb each other. So one of
+# ours calls, and the other one makes checksums meanwhile.
 _NUM_THREADS = 2
 # Mooncake's codes: it is not there, it was not read in time; no memory for it.
 _MISSES = _NOT_THERE, _LEASE_OVER = (-704, -707)
@@ -98,6 +101,10 @@ class MooncakeConfig(StoreConfig):
         self.check_above_0("timeout_ms")
         self.check_above_0("global_segment_gib", or_0=True)
 
+    def of_a_reader(self) -> "MooncakeConfig":
+        # It has the number of the rank that writes, which gives its memory.
+        return replace(self, global_segment_gib=0.0)
+
     def check(self) -> None:
         try:
             import_client()
@@ -143,7 +150,7 @@ class MooncakeStore(BlockStore):
         self._gives = rank == 0 and config.global_segment_gib > 0
         self._format = ObjectFormat(namespace, rank, slot_bytes)
         self._deadline_s = config.deadline_ms / 1e3
-        self._batch = max(1, min(MAX_BATCH, _BATCH_BYTES // slot_bytes) // _NUM_THREADS)
+        self._batch = min(MAX_BATCH, max(1, _BATCH_BYTES // slot_bytes))
         self._threads = Threads(_NUM_THREADS, "mooncake")
         self._client = SharedClient(config)
         self._giver: Client | None = None
@@ -161,13 +168,40 @@ class MooncakeStore(BlockStore):
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         if not self._writing.allows():
             return [False] * len(keys)
-        return self._threads.spread_batches(self._put, keys, rows, self._batch)
+        done = self.exists(keys)
+        missing = [i for i, is_there in enumerate(done) if not is_there]
+        batches = [
+            missing[i : i + self._batch] for i in range(0, len(missing), self._batch)
+        ]
+        headers = [
+            [
+                self._threads.begin(partial(self._headers, part, keys, rows))
+                for part in _parts(batch)
+            ]
+            for batch in batches
+        ]
+        for batch, parts in zip(batches, headers):
+            names = [self._name(keys[i]) for i in batch]
+            made = [header for part in parts for header in part()]
+            answers = self._put(names, made, [rows[i] for i in batch])
+            for i, is_there in zip(batch, answers):
+                done[i] = is_there
+        return done
 
     def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         deadline = monotonic() + self._deadline_s
-        return self._threads.spread_batches(
-            self._get, keys, rows, self._batch, deadline
-        )
+        damaged: list[str] = []
+        checks: list[Callable[[], list[bool]]] = []
+        for i in range(0, len(keys), self._batch):
+            if monotonic() > deadline:
+                break
+            batch = slice(i, i + self._batch)
+            checks += self._get(keys[batch], rows[batch], damaged)
+        # The helper has begun with the first ones.
+        parts = [check() for check in reversed(checks)]
+        self._remove(damaged)
+        answers = [answer for part in reversed(parts) for answer in part]
+        return answers + [False] * (len(keys) - len(answers))
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         names = [self._name(key) for key in keys]
@@ -186,33 +220,45 @@ class MooncakeStore(BlockStore):
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()
 
-    def _put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        there = self.exists(keys)
-        missing = [i for i, is_there in enumerate(there) if not is_there]
-        names = [self._name(keys[i]) for i in missing]
-        headers = [self._format.header(keys[i], rows[i]) for i in missing]
+    def _headers(
+        self, part: Sequence[int], keys: Sequence[bytes], rows: Sequence[memoryview]
+    ) -> list[bytes]:
+        return [self._format.header(keys[i], rows[i]) for i in part]
+
+    def _put(
+        self, names: list[str], headers: list[bytes], rows: Sequence[memoryview]
+    ) -> list[bool]:
+        """Keep the objects of a batch, which are not there. True: they are now."""
 
         def put(client: Client) -> list[int]:
             with client.headers() as places:
                 for place, header in zip(places, headers):
                     place[: len(header)] = header
                 return client.calls.batch_put_from_multi_buffers(
-                    names, *buffers(places, headers, [rows[i] for i in missing])
+                    names, *buffers(places, headers, rows)
                 )
 
-        codes = self._call(put, [0, _NO_ROOM]) if missing else []
-        for i, code in zip(missing, codes or []):
-            there[i] = code == 0
-        if codes and _NO_ROOM in codes:
+        codes = self._call(put, [0, _NO_ROOM]) or []
+        if _NO_ROOM in codes:
             self._writing.failed("it has no room")
-        elif codes and 0 in codes:
+        elif 0 in codes:
             self._writing.succeeded()
-        return there
+        return [code == 0 for code in codes or [_NO_ROOM] * len(names)]
 
-    def _get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+    def _get(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[memoryview],
+        damaged: list[str],
+    ) -> list[Callable[[], list[bool]]]:
+        """Read the objects of a batch.
+
+        Returns:
+            What gives the answers of some rows each, and adds names to `damaged`.
+
+        """
         names = [self._name(key) for key in keys]
         headers = [bytearray(self._format.header_bytes(key)) for key in keys]
-        damaged: list[str] = []
 
         def get(client: Client) -> list[int]:
             with client.headers() as places:
@@ -234,14 +280,22 @@ class MooncakeStore(BlockStore):
             return codes
 
         codes = self._call(get, _MISSES) or [_NOT_THERE] * len(keys)
-        answers = []
-        for i, (key, row) in enumerate(zip(keys, rows)):
-            is_read = codes[i] == self._format.size(key)
-            answers.append(is_read and self._format.is_right(headers[i], key, row))
-            if is_read and not answers[i]:
-                damaged.append(names[i])
-        self._remove(damaged)
-        return answers
+
+        def check(part: Sequence[int]) -> list[bool]:
+            answers = []
+            for i in part:
+                is_read = codes[i] == self._format.size(keys[i])
+                answers.append(
+                    is_read and self._format.is_right(headers[i], keys[i], rows[i])
+                )
+                if is_read and not answers[-1]:
+                    damaged.append(names[i])
+            return answers
+
+        return [
+            self._threads.begin(partial(check, part))
+            for part in _parts(range(len(keys)))
+        ]
 
     def _remove(self, names: list[str]) -> None:
         if names:
@@ -271,3 +325,7 @@ class MooncakeStore(BlockStore):
         else:
             self._breaker.succeeded()
         return codes
+
+
+def _parts(batch: Sequence[int]) -> list[Sequence[int]]:
+    return [batch[i : i + _PART] for i in range(0, len(batch), _PART)]

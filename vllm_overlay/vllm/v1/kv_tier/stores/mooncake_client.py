@@ -23,7 +23,7 @@ import numpy as np
 if TYPE_CHECKING:
     from vllm.v1.kv_tier.stores.mooncake import MooncakeConfig
 
-MAX_BATCH = 16
+MAX_BATCH = 32
 """Objects that are moved by one call. A call on a node that stands still takes so much
 longer as there are more of them."""
 

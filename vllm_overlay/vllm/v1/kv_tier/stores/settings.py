@@ -97,6 +97,10 @@ class StoreConfig(ABC):
                 f"{self.fetch!r}."
             )
 
+    def of_a_reader(self) -> Self:
+        """The settings for a rank whose objects another rank writes."""
+        return self
+
     @abstractmethod
     def check(self) -> None:
         """See that it can be used, once for all ranks, before they open it.

@@ -60,6 +60,15 @@ class Threads:
             helper.result()
         return [answers[i] for i in range(len(first))]
 
+    def begin(self, work: Callable[[], _Answer]) -> Callable[[], _Answer]:
+        """Have a helper do work. What is returned gives the answer, and does the work
+        itself where no helper has begun; it is to be called once."""
+        try:
+            helped = self._helpers.submit(work)
+        except RuntimeError:  # This process ends.
+            return work
+        return lambda: work() if helped.cancel() else helped.result()
+
     def spread_batches(
         self,
         work: Callable[[Sequence[bytes], Sequence[memoryview]], list[bool]],

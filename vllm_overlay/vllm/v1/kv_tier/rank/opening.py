@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the stores of ranks, and says which ranks have objects in common."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.memory.regions import flatten
+from vllm.v1.kv_tier.memory.replicas import owners
+from vllm.v1.kv_tier.rank.sharing import find_replicas
+from vllm.v1.kv_tier.stores.elsewhere import WrittenElsewhere
+from vllm.v1.kv_tier.stores.identity import rank_namespace
+from vllm.v1.kv_tier.stores.settings import StoreConfig
+
+logger = init_logger(__name__)
+
+
+def common_objects(executor: Any, num_blocks: int, told: int | None) -> int:
+    """How many consecutive ranks have their objects in common; 1: none have.
+
+    Args:
+        executor: Reaches all ranks.
+        num_blocks: Blocks of the device cache.
+        told: From `kv_replicas`; None to ask the ranks.
+
+    """
+    replicas = 1 if told == 1 else find_replicas(executor, num_blocks, told)
+    if replicas == 1:
+        return 1
+    names = executor.collective_rpc(_name, args=("", 0, num_blocks))
+    if len(names) % replicas or any(
+        names[rank] != names[owner] for rank, owner in owners(names, replicas)
+    ):
+        logger.info(
+            "KV tier: %d ranks hold the same KV each, but every rank has objects of "
+            "its own below the host: they do not lie alike, or other backends write "
+            "them.",
+            replicas,
+        )
+        return 1
+    logger.info(
+        "KV tier: %d ranks hold the same KV each, and have one object of a block below "
+        "the host.",
+        replicas,
+    )
+    return replicas
+
+
+# These run on the ranks. `wrapper` is a WorkerWrapperBase.
+
+
+def open_rank(
+    wrapper: Any,
+    entries: Sequence[StoreConfig],
+    space: str,
+    num_blocks: int,
+    replicas: int,
+) -> tuple[str, int]:
+    """Open the stores of this rank, which may be those of the first one that holds the
+    same. Returns its namespace, and the bytes of an object: 0 where the rank has no KV
+    memory."""
+    tier, rank = wrapper.kv_tier, wrapper.worker.rank
+    num_bytes = tier.buffer.slots.shape[1]
+    # Not the wrapper's rank, which is that of its machine: ranks of two would share.
+    writer = rank - rank % replicas
+    name = _name(wrapper, space, writer, num_blocks)
+    if num_bytes and rank == writer:
+        tier.open_secondary([each.open(name, rank, num_bytes) for each in entries])
+    elif num_bytes:
+        tier.open_secondary(
+            [
+                WrittenElsewhere(each.of_a_reader().open(name, writer, num_bytes))
+                for each in entries
+            ]
+        )
+    return name, num_bytes
+
+
+def _name(wrapper: Any, space: str, rank: int, num_blocks: int) -> str:
+    return rank_namespace(space, rank, describe(wrapper.worker, num_blocks))
+
+
+def describe(worker: Any, num_blocks: int) -> list[object]:
+    """What shapes the bytes of a slot beside the model and its settings: what writes
+    them, and the order in which they lie."""
+    runner = worker.model_runner
+    caches = [
+        (
+            str(tensor.dtype),
+            ["blocks" if n % num_blocks == 0 else n for n in tensor.shape[:2]],
+            list(tensor.shape[2:]),
+            # Which dimension varies fastest.
+            sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)),
+        )
+        for tensor in flatten(runner.kv_caches)
+    ]
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    writers = [
+        f"{name}: {type(getattr(layer, 'impl', layer)).__qualname__}"
+        for name, layer in layers.items()
+    ]
+    return [type(runner).__module__, caches, writers]

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store of a rank whose objects another rank writes."""
+
+from collections.abc import Sequence
+
+from vllm.v1.kv_tier.stores.base import BlockStore
+
+
+class WrittenElsewhere(BlockStore):
+    """The store of a rank that holds the same KV as the one that writes.
+
+    `put` does nothing and says yes: a block is there when all ranks have said so, and
+    the one that writes is among them.
+
+    Args:
+        store: With the namespace and the number of the rank that writes.
+
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+
+    def register(self, memory: memoryview) -> None:
+        self._store.register(memory)
+
+    def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+        return [True] * len(keys)
+
+    def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
+        return self._store.get(keys, rows)
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._store.exists(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self._store.delete(keys)
+
+    def take_evicted_bytes(self) -> int:
+        return self._store.take_evicted_bytes()
+
+    def close(self) -> None:
+        self._store.close()
