@@ -73,7 +73,7 @@ class SchedulingTuning:
 
     faster_prefill_weight: float = 0.5
     """As above, for prompts that were computed faster than known: the first ones of an
-    engine are slow, and so is what others disturb. What looks dear to compute is fetched
+    engine are slow, and so is what others disturb. What looks dear to compute is read
     from a store that takes longer, and is not computed again to be measured."""
 
     slow_join_weight: float = 0.05
