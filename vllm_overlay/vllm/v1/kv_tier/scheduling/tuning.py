@@ -76,6 +76,11 @@ class SchedulingTuning:
     engine are slow, and so is what others disturb. What looks dear to compute is read
     from a store that takes longer, and is not computed again to be measured."""
 
+    assumed_prefill_s: float = 1e-4
+    """Seconds to compute a token, as far as tiers below are concerned, while no long
+    prompt was computed: a slow GPU. Short ones are not measured, and would wait for a
+    store however slow it is."""
+
     slow_join_weight: float = 0.05
     """As above, for launches that took longer than known: what holds up a launch now
     and then hides no load."""
