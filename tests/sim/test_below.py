@@ -40,7 +40,7 @@ def with_below(script: Script, seed: int, delay: int) -> Script:
         below=(seed, delay),
         num_slots=4 + script.setup.num_slots // 4,
         store_from_use=1,
-        tuning=replace(script.setup.tuning, fetch_part=1.0),
+        tuning=replace(script.setup.tuning, fetch_part=1.0, assumed_prefill_s=1e3),
     )
     actions = [action for action in script.actions if not isinstance(action, Reset)]
     actions = script.actions if seed % 4 == 0 else [*actions, *actions]

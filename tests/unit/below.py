@@ -59,6 +59,7 @@ class Below:
         flush_s: float = 3.0,
         fetches_always: bool = False,
         miss_s: float = 0.0,
+        assumed_prefill_s: float = 1e3,
         **layout: Any,
     ) -> None:
         # The thread that asks holds it, and nothing else of the test.
@@ -92,7 +93,12 @@ class Below:
             num_slots,
             store_policy=store_policy,
             secondary=SecondaryLayout(**options | layout),
-            tuning={"settled_steps": SETTLED, "fetch_part": 1 / 2, "max_asks": 4},
+            tuning={
+                "settled_steps": SETTLED,
+                "fetch_part": 1 / 2,
+                "max_asks": 4,
+                "assumed_prefill_s": assumed_prefill_s,
+            },
         )
         self.pool = self.tier.pool
         self.backing = self.pool.backing

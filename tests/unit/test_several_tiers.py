@@ -154,6 +154,24 @@ def test_what_would_come_too_late_is_not_begun() -> None:
     assert below.where("f") == "nowhere"
 
 
+def test_short_prompts_do_not_wait_for_a_slow_store() -> None:
+    """They do not say what it takes to compute them."""
+    below = Below(num_slots=64, deadline_s=5.0, assumed_prefill_s=1e-4)
+    below.store.keys = {key(name) for name in "ab"}
+    request = Request("a")
+    job = below.begins_to_fetch(request, "a")
+    below.tier.now += 0.2
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    # A tenth of a second for a block, as is told.
+    below.end(job)
+    below.tier.drop("a")
+    below.asked(again := Request("b"))
+    below.tier.begin()
+    below.tier.try_promote(below.tier.find("b"), request=again)
+    assert not below.tier.end().secondary
+    assert not below.pool.is_loading(again, False)  # type: ignore[arg-type]
+
+
 def test_a_store_that_is_busy_is_not_taken_for_dead() -> None:
     below = Below(num_slots=64, deadline_s=5.0)
     below.store.keys = {key(name) for name in "abcdefghz"}

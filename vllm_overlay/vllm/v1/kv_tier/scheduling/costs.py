@@ -188,6 +188,11 @@ class Costs:
         return max(join_s, num_tokens / self._tokens_per_block * self.prefill_s)
 
     @property
+    def compute_s(self) -> float:
+        """Seconds to compute one block: as measured, or what is assumed until then."""
+        return self.prefill_s or self._tuning.assumed_prefill_s * self._tokens_per_block
+
+    @property
     def recompute(self) -> bool:
         """Whether computing a block takes less time than loading it."""
         return 0 < self.prefill_s < self.load_s

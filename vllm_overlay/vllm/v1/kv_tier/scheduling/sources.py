@@ -107,8 +107,8 @@ class Source:
 
     @property
     def _prefill_s(self) -> float:
-        """Seconds to compute a block; 0: unknown, or of no interest."""
-        return 0.0 if self._tier.fetches_always else self._costs.prefill_s
+        """Seconds to compute a block; 0: of no interest."""
+        return 0.0 if self._tier.fetches_always else self._costs.compute_s
 
     def came(self, done: Sequence[bool], seconds: float) -> None:
         """Blocks were fetched, or not, in so many seconds together."""

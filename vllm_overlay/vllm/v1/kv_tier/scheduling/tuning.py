@@ -76,9 +76,14 @@ class SchedulingTuning:
     """How fast measured costs follow the last measurement."""
 
     faster_prefill_weight: float = 0.5
-    """As above, for prompts that were computed faster than known: the first of an engine
-    are slow, and so is what others disturb. What looks dear to compute is fetched from
-    a store below that takes longer, and is not computed again to be measured."""
+    """As above, for prompts that were computed faster than known: the first ones of an
+    engine are slow, and so is what others disturb. What looks dear to compute is read
+    from a store that takes longer, and is not computed again to be measured."""
+
+    assumed_prefill_s: float = 1e-4
+    """Seconds to compute a token, as far as tiers below are concerned, while no long
+    prompt was computed: a slow GPU. Short ones are not measured, and would wait for a
+    store however slow it is."""
 
     slow_join_weight: float = 0.05
     """As above, for launches that took longer than known: what holds up a launch now
