@@ -20,7 +20,7 @@ class Violation(AssertionError):
     Args:
         kind: Which one: `device` or `host` (memory differs from its key), `read`
             (a forward pass reads a wrong value), `tokens`, `refs`, `slots`,
-            `plan`, `stuck`.
+            `plan`, `stuck`, `unmapped` (somebody touches what has no memory).
         message: What was found.
 
     """

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.kv_tier.pool import ElasticBlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from ..names import sha256
@@ -16,6 +17,7 @@ from .below import Below
 from .content import STOP_TOKEN, Sequence, Violation
 from .invariants import Invariants
 from .layouts import MAX_MODEL_LEN
+from .pages import Pages
 from .scheduler import Setup, make_scheduler
 from .step import Step
 from .worker import Worker
@@ -65,7 +67,7 @@ class Engine:
         self._epoch = 0
         self._in_flight: deque[Step] = deque()
         self.below = None if setup.below is None else Below(*setup.below)
-        self._scheduler = make_scheduler(setup, self.below)
+        self._scheduler = make_scheduler(setup, self.below, lambda: self._worker.device)
         self._num_steps = 0
         tier = self._scheduler.kv_cache_manager.kv_tier
         assert tier is not None
@@ -187,7 +189,8 @@ class Engine:
         for _ in range(1000):
             if not (self._live or self._in_flight or self._scheduler.has_requests()):
                 break
-            self.step()
+            # Copies end at last, though nobody waits for them.
+            self.step(rush=not self._live)
         else:
             raise Violation("stuck", f"{list(self._live)} do not end")
         self._invariants.check_idle()
@@ -201,6 +204,10 @@ class Engine:
 
     def _count(self, step: Step) -> None:
         plan, events = step.plan, self.events
+        if isinstance(self._pool, ElasticBlockPool):
+            mapper = self._pool.elastic.mapper
+            if isinstance(mapper, Pages):
+                events["unmapped"], events["mapped"] = mapper.counts
         events["stored"] += len(plan.store_slots) + len(plan.clean_slots)
         events["loaded"] += len(plan.load_slots)
         events["loaded ahead"] += len(plan.ahead_slots)

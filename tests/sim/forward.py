@@ -10,6 +10,7 @@ from ..names import cdiv
 from . import upstream
 from .content import EMPTY, GARBAGE, VOCAB, Sequence, Violation
 from .layouts import Group, Layout
+from .pages import DeviceMemory
 from .step import Step
 
 
@@ -40,7 +41,7 @@ class ForwardPasses:
         self._roots = roots
         self._layout = layout
         self._width = layout.block_size
-        self.device = [[EMPTY] * self._width for _ in range(num_blocks)]
+        self.device = DeviceMemory([EMPTY] * self._width for _ in range(num_blocks))
         self._requests: dict[str, _Request] = {}
 
     def _forward(self, step: Step) -> list[list[int]]:

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_tier.pool import TieredBlockPool
+from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
 from vllm.v1.request import Request
 
 from . import upstream
@@ -81,12 +81,26 @@ class Invariants:
             raise Violation(
                 "refs", f"{pool.get_num_free_blocks()} blocks count as free: {free}"
             )
+        missing = self._missing_blocks()
+        if pool.num_gpu_blocks != len(pool.blocks) - len(missing):
+            raise Violation("refs", f"{pool.num_gpu_blocks} without {missing}")
         for block in pool.blocks:
             if block.is_null or block.block_id in pool.lost.withdrawn:
+                continue
+            if block.block_id in missing:
+                if block.block_id in free or references[block.block_id]:
+                    raise Violation("refs", f"{block} is there, its page is not")
                 continue
             count = references[block.block_id]
             if block.ref_cnt != count or (block.block_id in free) != (count == 0):
                 raise Violation("refs", f"{block} is in {count} block tables")
+
+    def _missing_blocks(self) -> set[int]:
+        """Device blocks that nobody may have now, since memory was given back."""
+        pool = self._pool
+        if not isinstance(pool, ElasticBlockPool):
+            return pool.lost.withdrawn
+        return {block.block_id for block in pool.elastic.missing_blocks()}
 
     def _check_index(self) -> None:
         pool = self._pool

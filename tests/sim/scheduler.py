@@ -3,6 +3,7 @@
 
 import json
 import tempfile
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from vllm.config import (
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.scheduling.pages import ElasticLayout
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -25,13 +27,16 @@ from ..names import init_none_hash, sha256
 from . import upstream
 from .below import Below
 from .layouts import MAX_MODEL_LEN, Layout
+from .pages import DeviceMemory, Elastic, elastic_layout
 
 SLOT_BYTES = 1 << 20
 
 # Prefixes have few blocks here: let none be too few to be prefetched. And the device
 # has few: let all be for prefetches.
 # No more steps are in flight than five, and ranks tell of failed loads with their step.
-TUNING = SchedulingTuning(min_prefetch=1, spare=0.0, settled_steps=5, settled_outputs=0)
+TUNING = SchedulingTuning(
+    min_prefetch=1, spare=0.0, settled_steps=5, settled_outputs=0, idle_pause_s=0.0
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class Setup:
     below: tuple[int, int] | None = None
     """Seed and delay of a tier below."""
     kv_events: KVEventsConfig | None = None
+    elastic: Elastic | None = None
+    """Device memory that comes and goes."""
 
     @property
     def num_blocks(self) -> int:
@@ -141,8 +148,25 @@ def _secondary(layout: Layout, below: Below, max_known: int) -> SecondaryLayout:
     )
 
 
-def make_scheduler(setup: Setup, below: Below | None = None) -> Scheduler:
-    """A scheduler with a host tier, maybe one below it, and no engine."""
+def _elastic(
+    setup: Setup, device: Callable[[], DeviceMemory] | None
+) -> ElasticLayout | None:
+    if setup.elastic is None or device is None:
+        return None
+    return elastic_layout(
+        setup.elastic, setup.layout, setup.num_blocks, setup.token_budget, device
+    )
+
+
+def make_scheduler(
+    setup: Setup,
+    below: Below | None = None,
+    device: Callable[[], DeviceMemory] | None = None,
+) -> Scheduler:
+    """A scheduler with a host tier, maybe one below it, and no engine.
+
+    `device` has the memory of its rank, where that comes and goes.
+    """
     layout = setup.layout
     base, structured_output_manager = _base()
     config = copy(base)
@@ -189,6 +213,7 @@ def make_scheduler(setup: Setup, below: Below | None = None) -> Scheduler:
             layerwise=setup.join_time > 0,
             tuning=setup.tuning,
             secondary=None if below is None else _secondary(layout, below, max_known),
+            elastic=_elastic(setup, device),
         ),
     )
     scheduler = upstream.make_scheduler(

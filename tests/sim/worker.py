@@ -90,6 +90,17 @@ class _Nothing(Transfer):
         pass
 
 
+class _Simulated(InOrder):
+    """Copies end when the worker runs them."""
+
+    def __init__(self, worker: "Worker") -> None:
+        super().__init__()
+        self._worker = worker
+
+    def have_ended(self, stores: int, loads: int) -> bool:
+        return self._worker.have_ended(stores, loads)
+
+
 class Worker(ForwardPasses):
     """Memory of one rank, and what runs on it.
 
@@ -117,12 +128,14 @@ class Worker(ForwardPasses):
         self._stores: deque[_Stores] = deque()
         self._loads: deque[Step] = deque()
         self._ahead: deque[Step] = deque()
+        # Plans whose fences the next forward pass waits for.
+        self._owed: deque[StepPlan] = deque()
         self._computed = 0
         self._last_seq = 0
         self._recorders = [_Recorder(kind) for kind in ("loads", "ahead", "stores")]
         step_loads, loads, stores = self._recorders
         engines = CopyEngines(step_loads, loads, stores, 1.0, 1.0)
-        self._tier = HostTier([], engines, InOrder())
+        self._tier = HostTier([], engines, _Simulated(self))
         self._below = self._tier.secondary = below
 
     def submit(
@@ -132,6 +145,9 @@ class Worker(ForwardPasses):
         step = self._next_step(output, epoch, rush, fail)
         for recorder in self._recorders:
             recorder.step = step
+        for first, end in step.plan.unmap_blocks:
+            for block in range(first, end):
+                self.device[block] = [EMPTY] * self._width
         self._tier.begin_step(output)
         self._end_step(step)
         for pairs, queue in (
@@ -148,10 +164,11 @@ class Worker(ForwardPasses):
         if rush:
             self._run_ready()
         if self._below is not None:
-            self._below.run(self.host, self._have_ended, self._tier.report)
+            self._below.run(self.host, self.have_ended, self._tier.report)
         return step
 
-    def _have_ended(self, stores: int, loads: int) -> bool:
+    def have_ended(self, stores: int, loads: int) -> bool:
+        """As `CopyOrder.have_ended`."""
         return not (
             any(each.plan.seq <= stores for each in self._stores)
             or any(step.plan.seq <= loads for step in (*self._loads, *self._ahead))
@@ -179,8 +196,10 @@ class Worker(ForwardPasses):
             self._run_ready()
         if step in self._loads:
             self._run_loads(step.plan.seq)
-        self._run_stores(step.plan.compute_after_stores, step.plan)
-        self._run_ahead(step.plan.compute_after_loads)
+        self._owed.append(step.plan)
+        if step.output.num_scheduled_tokens:
+            # The output of a step that computes nothing waits for nothing.
+            self._pay(step.plan.seq)
         self._steps.popleft()
         for block in upstream.blocks_to_zero(step.output):
             self.device[block] = [EMPTY] * self._width
@@ -217,11 +236,12 @@ class Worker(ForwardPasses):
 
     def _copy(self) -> "Worker":
         new = copy(self)
-        new.device = [block.copy() for block in self.device]
+        new.device = self.device.copy()
         new.host = [block.copy() for block in self.host]
         new._stores = self._stores.copy()
         new._loads = self._loads.copy()
         new._ahead = self._ahead.copy()
+        new._owed = self._owed.copy()
         if self._steps:
             new._steps = deque(copy(step) for step in self._steps)
             for step in new._steps:
@@ -288,12 +308,28 @@ class Worker(ForwardPasses):
     def _need_compute(self, step: Step, seq: int) -> None:
         if seq > self._computed:
             raise Violation("plan", f"{step.plan} has copies that come too late")
+        self._pay(seq)
+
+    def _pay(self, seq: int) -> None:
+        """Run what forward passes up to `seq` wait for."""
+        while self._owed and self._owed[0].seq <= seq:
+            plan = self._owed.popleft()
+            self._run_stores(plan.compute_after_stores, plan)
+            self._run_ahead(plan.compute_after_loads)
+
+    @property
+    def _last_computed(self) -> int:
+        """The last forward pass that is over, with all that it waits for."""
+        return self._owed[0].seq - 1 if self._owed else self._computed
 
     def _run_ready(self) -> None:
         """Run whatever may run before the next forward pass, loads first."""
         progress = True
         while progress:
             progress = False
+            while self._owed and self._waits_for_nothing(self._owed[0]):
+                self._owed.popleft()
+                progress = True
             for queue, run in (
                 (self._loads, self._run_loads),
                 (self._ahead, self._run_ahead),
@@ -305,15 +341,20 @@ class Worker(ForwardPasses):
                 self._run_next_stores()
                 progress = True
 
+    def _waits_for_nothing(self, plan: StepPlan) -> bool:
+        if self._stores and self._stores[0].is_before(plan.compute_after_stores, plan):
+            return False
+        return not (self._ahead and self._ahead[0].plan.seq <= plan.compute_after_loads)
+
     def _may_store(self, stores: _Stores) -> bool:
         computed, loaded = stores.after
-        return computed <= self._computed and not any(
+        return computed <= self._last_computed and not any(
             queue and queue[0].plan.seq <= loaded
             for queue in (self._loads, self._ahead)
         )
 
     def _may_load(self, plan: StepPlan) -> bool:
-        if plan.load_after_compute > self._computed:
+        if plan.load_after_compute > self._last_computed:
             return False
         if self._stores and self._stores[0].is_before(plan.load_after_stores, plan):
             return False

@@ -113,6 +113,7 @@ def test_every_key_is_taken(model: str) -> None:
         "share_replicas": True,
         "secondary_tiers": [{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}],
         "quotas": {"tenant-a": 0.5},
+        "give_back_after_s": 5.0,
         "check_memory": False,
     }
     # Not all releases take this one.
@@ -380,3 +381,14 @@ def test_an_unsupported_platform(model: str, monkeypatch: pytest.MonkeyPatch) ->
         KVTierConfig.from_vllm_config(config)
     names_all(str(error.value), "--kv-offloading-backend core runs on CUDA, ROCm")
     names_all(str(error.value), "Remove the backend")
+
+
+def test_memory_is_given_back_on_cpus_only(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(model, kv_offloading_config={"give_back_after_s": 1})
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+    with pytest.raises(ValueError) as error:
+        KVTierConfig.from_vllm_config(config)
+    names_all(str(error.value), "give_back_after_s works on CPUs, not on", "Remove it")

@@ -12,8 +12,9 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
-from vllm.v1.kv_tier.pool import TieredBlockPool
+from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
+from vllm.v1.kv_tier.scheduling.pages import ElasticLayout
 from vllm.v1.kv_tier.scheduling.slots import HostSlot
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.scheduling.writing import Cleaner
@@ -54,6 +55,7 @@ class Tier:
         layerwise: bool = False,
         tuning: dict[str, Any] | None = None,
         secondary: SecondaryLayout | None = None,
+        elastic: ElasticLayout | None = None,
         **config: Any,
     ) -> None:
         # What they do is the easiest to foretell.
@@ -67,8 +69,10 @@ class Tier:
             layerwise=layerwise,
             tuning=SchedulingTuning(**tuning or {}),
             secondary=secondary,
+            elastic=elastic,
         )
-        self.pool = TieredBlockPool(
+        pool = TieredBlockPool if elastic is None else ElasticBlockPool
+        self.pool = pool(
             layout,
             num_gpu_blocks=num_blocks + 1,
             enable_caching=True,

@@ -101,6 +101,10 @@ METRICS = (
         "counter",
         "Times that a preempted request went on with blocks from the host KV tier.",
     ),
+    Metric("device_mapped_bytes", "gauge", "Device memory of blocks that is there."),
+    Metric("device_unmapped_bytes", "gauge", "Device memory that was given back."),
+    Metric("given_back_pages", "counter", "Device pages whose blocks were taken out."),
+    Metric("mapped_pages", "counter", "Of these, pages that were taken again."),
     Metric("stored_blocks", "counter", "KV blocks copied from device to host."),
     Metric("stored_bytes", "counter", "Bytes copied from device to host."),
     Metric(
@@ -304,10 +308,7 @@ class KVTierProm:
             if value is None:
                 continue
             child = self._child(metric.name, engine)
-            if metric.kind == "counter":
-                child.inc(value)
-            else:
-                child.set(value)
+            (child.inc if metric.kind == "counter" else child.set)(value)
         refused = {"no_slot": stats.refused_no_slot, "pinned": stats.refused_pinned}
         with_labels = ("failures", stats.failures), ("hints", stats.hints)
         for name, by_label in (("refused_stores", refused), *with_labels):

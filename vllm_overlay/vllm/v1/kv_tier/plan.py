@@ -93,6 +93,13 @@ class StepPlan:
     """The step runs nothing, and a request waits for the tier below: a rank may take a
     moment to see whether a job ends."""
 
+    tell_end: bool = False
+    """Tell, in `StepReport.ended`, when the stores, loads and forward passes of plans
+    up to this one have ended."""
+    unmap_blocks: tuple[tuple[int, int], ...] = ()
+    """Device blocks, each from one up to before another, whose memory goes back to the
+    machine before anything else of the plan. Nothing that is under way touches them."""
+
     def check(self) -> None:
         """Assert what holds for every plan, in time that does not grow with it.
 
@@ -192,6 +199,9 @@ class StepReport:
     """What a rank has not told of before."""
     secondary: list[SecondaryResult] = field(default_factory=list)
     """Jobs that ended, each as often as there are ranks that have told of it."""
+    ended: list[int] = field(default_factory=list)
+    """`seq` of plans with `tell_end`, each as often as there are ranks that have told:
+    once this report has come, all is over that plans up to it touched."""
     failures: Counter[str] = field(default_factory=Counter)
     """Steps in which copies failed, by kind (`store`, `load`), or a layer did not
     wait for its loads (`layer_wait`), or that were given up (`hang`)."""
@@ -215,6 +225,7 @@ def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
             merged.joins[size] = max(seconds, merged.joins.get(size, 0.0))
         merge_times(merged.times, report.times)
         merged.secondary += report.secondary
+        merged.ended += report.ended
         # Ranks mostly fail together.
         merged.failures |= report.failures
     return merged

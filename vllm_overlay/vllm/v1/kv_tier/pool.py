@@ -7,9 +7,19 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_tier.config import KVTierLayout
 from vllm.v1.kv_tier.scheduling.block_pool import TieredBlockPool
+from vllm.v1.kv_tier.scheduling.elastic_pool import (
+    ElasticBlockPool,
+    ElasticPublishingBlockPool,
+)
 from vllm.v1.kv_tier.scheduling.publishing import PublishingBlockPool
 
-__all__ = ["PublishingBlockPool", "TieredBlockPool", "kv_tier_of", "make_block_pool"]
+__all__ = [
+    "ElasticBlockPool",
+    "PublishingBlockPool",
+    "TieredBlockPool",
+    "kv_tier_of",
+    "make_block_pool",
+]
 
 _is_tiered = False
 """Whether the pool that was made last, for the manager that asks next, is tiered."""
@@ -27,9 +37,12 @@ def make_block_pool(kv_cache_config: Any, *args: Any, **kwargs: Any) -> BlockPoo
         return BlockPool(*args, **kwargs)
     # Releases do not agree on the order.
     kwargs = signature(BlockPool).bind(*args, **kwargs).arguments
-    if kwargs.get("enable_kv_cache_events"):
-        return PublishingBlockPool(layout, **kwargs)
-    return TieredBlockPool(layout, **kwargs)
+    publishes = bool(kwargs.get("enable_kv_cache_events"))
+    if layout.elastic is not None:
+        elastic = ElasticPublishingBlockPool if publishes else ElasticBlockPool
+        return elastic(layout, **kwargs)
+    tiered = PublishingBlockPool if publishes else TieredBlockPool
+    return tiered(layout, **kwargs)
 
 
 def kv_tier_of(pool: BlockPool) -> "TieredBlockPool | None":

@@ -8,10 +8,11 @@ it likes are gone: what no longer fits the rest ends with an error.
 import time
 from bisect import bisect_right
 from typing import TYPE_CHECKING
+from weakref import WeakMethod
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.kv_tier.pool import TieredBlockPool
+from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def end_what_cannot_fit(
     scheduler: "Scheduler", outputs: dict[int, list[EngineCoreOutput]]
 ) -> None:
     """End requests that need more device blocks than are left; they would wait for
-    ever. While no block is lost, it counts the outputs that the scheduler has taken.
+    ever. While no block is lost, it counts the outputs that the scheduler has taken,
+    and lets an engine without requests step on that has device memory to give back.
 
     Answers that grow beyond what fits end as at `max_model_len`, which is lowered.
 
@@ -70,6 +72,8 @@ def end_what_cannot_fit(
     tier = scheduler.kv_cache_manager.kv_tier
     if not isinstance(tier, TieredBlockPool):
         return
+    if isinstance(tier, ElasticBlockPool):
+        _step_on(scheduler, tier)
     if tier.backing is not None:
         # Each output of a step comes by here, its report before it.
         tier.backing.num_outputs += 1
@@ -101,6 +105,22 @@ def end_what_cannot_fit(
                 finish_reason=request.get_finished_reason(),
             )
         )
+
+
+def _step_on(scheduler: "Scheduler", pool: ElasticBlockPool) -> None:
+    """Let the engine step on while it has no requests and memory is due, or soon."""
+    if "has_requests" not in vars(scheduler):
+        # A scheduler that held itself would outlive its engine.
+        has_requests = WeakMethod(scheduler.has_requests)
+
+        def has_work() -> bool:
+            ask = has_requests()
+            return ask is not None and (ask() or pool.elastic.is_busy)
+
+        scheduler.has_requests = has_work  # type: ignore[method-assign]
+    if pool.elastic.is_waiting and not scheduler.requests:
+        # Else the engine would spin.
+        time.sleep(pool.elastic.pause_s)
 
 
 def _most_tokens(scheduler: "Scheduler") -> int:

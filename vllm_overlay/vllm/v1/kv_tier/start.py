@@ -20,6 +20,7 @@ from vllm.v1.kv_tier.config import (
 )
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.layer_waits import set_layer_waits
+from vllm.v1.kv_tier.memory.giving_back import blocks_per_page
 from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
 from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.memory.replicas import held_once, kv_replicas
@@ -34,6 +35,7 @@ from vllm.v1.kv_tier.scheduling.below import (
     labels,
     layout,
 )
+from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, pages_of_ranks
 from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.identity import namespace
 from vllm.v1.kv_tier.stores.settings import ALWAYS, StoreConfig
@@ -97,6 +99,7 @@ def start_kv_tier(
         secondary=_open_secondary(
             config, vllm_config, executor, kv_cache_config, num_slots
         ),
+        elastic=_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
     )
     logger.info(
         "KV tier: %d host slots (%.2f GiB on %d ranks%s) behind %d device blocks; "
@@ -207,6 +210,24 @@ def _num_slots(config: KVTierConfig, block_bytes: int, num_blocks: int) -> int:
     return num_slots
 
 
+def _elastic(
+    config: KVTierConfig,
+    vllm_config: "VllmConfig",
+    executor: Any,
+    kv_cache_config: Any,
+    per_rank: Sequence[tuple[HostMemory, int]],
+) -> ElasticLayout | None:
+    """Who maps device memory, if any of it is given back."""
+    if config.give_back_after_s is None:
+        return None
+    num_blocks = kv_cache_config.num_blocks
+    pages = executor.collective_rpc(_blocks_per_page, args=(num_blocks,))
+    sizes = [num_bytes for _, num_bytes in per_rank]
+    return pages_of_ranks(
+        vllm_config, kv_cache_config, max(pages), sizes, config.give_back_after_s
+    )
+
+
 def _open_secondary(
     config: KVTierConfig,
     vllm_config: "VllmConfig",
@@ -304,6 +325,11 @@ def _block_bytes(wrapper: Any, num_blocks: int) -> tuple[HostMemory, int]:
     """Host memory where this rank runs, and its part of a block, in bytes."""
     regions = build_regions(wrapper.worker.model_runner.kv_caches, num_blocks)
     return host_memory(), slot_bytes(regions)
+
+
+def _blocks_per_page(wrapper: Any, num_blocks: int) -> int:
+    regions = build_regions(wrapper.worker.model_runner.kv_caches, num_blocks)
+    return blocks_per_page(regions, num_blocks) if regions else 1
 
 
 def _start_rank(

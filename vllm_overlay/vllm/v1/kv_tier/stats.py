@@ -105,6 +105,13 @@ class KVTierStats:
     """Slots that made room though they were retained."""
     tenant_slots: dict[str, int] = field(default_factory=dict)
     """What each tenant with a quota has."""
+    given_back_pages: int = 0
+    """Pages of device memory whose blocks went to the host and out of the device."""
+    mapped_pages: int = 0
+    """Pages of device memory that were taken again."""
+    device_mapped_bytes: int = 0
+    device_unmapped_bytes: int = 0
+    """Of device memory, on all ranks together."""
     prewarmed_blocks: int = 0
     """Full blocks of prompts that are to be prewarmed."""
     prewarmed_used_blocks: int = 0

@@ -13,6 +13,7 @@ from vllm.v1.kv_tier.copying.calibrate import CopyEngines, choose_engines
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer
 from vllm.v1.kv_tier.memory.checksums import PeerChecksums, SlotChecksums
+from vllm.v1.kv_tier.memory.giving_back import give_back
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
 from vllm.v1.kv_tier.rank.copier import Copier
@@ -58,6 +59,7 @@ class HostTier:
         peers: Peers | None = None,
     ) -> None:
         self.engines = engines
+        self._regions = regions
         self.checksums = checksums
         self._tuning = tuning
         self._order = order
@@ -69,6 +71,8 @@ class HostTier:
         self.secondary: SecondaryIO | None = None
         """The tiers below, if there are any."""
         self._join = JoinTimer(tuning)
+        # Plans whose end is to be told.
+        self._to_tell: list[int] = []
         self._seq = 0
         self._is_off = False
 
@@ -154,6 +158,8 @@ class HostTier:
         if self._peers is not None and self._peers.is_lost:
             self._switch_off(plan)
             return
+        for first, end in plan.unmap_blocks:
+            give_back(self._regions, first, end)
         copies = self._copier.copies(plan)
         layerwise = bool(plan.load_slots) and self._can_wait_by_layer(scheduler_output)
         try:
@@ -165,11 +171,27 @@ class HostTier:
             self.secondary.begin_step(
                 plan, self._order.have_ended, self._copier.is_filled
             )
+        if plan.tell_end or self._to_tell:
+            self._tell_ends(plan)
         num_tokens = num_prefill_tokens(plan, scheduler_output, self._tuning)
         prefill = self._order.take_prefill_time(num_tokens)
         self.report.measured(prefill, self._order.take_copy_times())
         if self._layer_waits is not None and not copies.load_launches_long:
             self._join.begin(scheduler_output)
+
+    def _tell_ends(self, plan: StepPlan) -> None:
+        """Tell which plans are over, when the output of this step tells it: then the
+        forward passes before this one are over, too."""
+        ended = [
+            seq
+            for seq in self._to_tell
+            if seq < plan.seq and self._order.have_ended(seq, seq)
+        ]
+        if ended:
+            self.report.ended(ended)
+            self._to_tell = [seq for seq in self._to_tell if seq not in ended]
+        if plan.tell_end:
+            self._to_tell.append(plan.seq)
 
     def end_step(self, output: Any) -> Any:
         """The step's forward pass is queued. Returns `output`, maybe with a report."""

@@ -66,6 +66,11 @@ class ReportDraft:
         with self._lock:
             self._reported().secondary.append(result)
 
+    def ended(self, seqs: list[int]) -> None:
+        """All is over that plans up to these touched, or is with this step."""
+        with self._lock:
+            self._reported().ended += seqs
+
     def joined(self, size: int, seconds: float) -> None:
         """What `JoinTimer` measured."""
         with self._lock:

@@ -139,6 +139,15 @@ class PlanDraft:
         """A KV connector may write to blocks of this step when it likes."""
         self._plan.connector_writes = True
 
+    def tell_end(self) -> None:
+        """Have every rank tell when all is over that plans up to this one touch."""
+        self._plan.tell_end = True
+
+    def unmap(self, first: int, end: int) -> None:
+        """Have every rank give back the memory of the blocks from `first` to before
+        `end`, which nothing that is under way touches, before anything of this plan."""
+        self._plan.unmap_blocks = (*self._plan.unmap_blocks, (first, end))
+
     # --------------------------------------------------------------------- copies
 
     def store(

@@ -70,15 +70,25 @@ class FreeBlocks:
         self.leave_place(blocks)
         if need_no_store:
             self.num_first += len(blocks)
+        for block in reversed(blocks):
+            self._pool.free_block_queue.remove(block)
+            self._insert_first(block)
+
+    def insert_first(self, blocks: list[KVCacheBlock]) -> None:
+        """`blocks`, which are in no queue and need no store, become the next victims,
+        in this order."""
+        self.num_first += len(blocks)
+        for block in reversed(blocks):
+            self._insert_first(block)
+
+    def _insert_first(self, block: KVCacheBlock) -> None:
         queue = self._pool.free_block_queue
         head = queue.fake_free_list_head
-        for block in reversed(blocks):
-            queue.remove(block)
-            first = head.next_free_block
-            assert first is not None, "the tail of the queue is always there"
-            block.prev_free_block, block.next_free_block = head, first
-            head.next_free_block = first.prev_free_block = block
-            queue.num_free_blocks += 1
+        first = head.next_free_block
+        assert first is not None, "the tail of the queue is always there"
+        block.prev_free_block, block.next_free_block = head, first
+        head.next_free_block = first.prev_free_block = block
+        queue.num_free_blocks += 1
 
     def leave_place(self, blocks: list[KVCacheBlock]) -> None:
         """`blocks` go elsewhere: the cursor does not go with them."""

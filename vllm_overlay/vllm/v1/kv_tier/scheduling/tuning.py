@@ -42,6 +42,10 @@ class SchedulingTuning:
     idle_stores: int = 256
     """As above, in a step that runs nothing. A request that arrives waits for it."""
 
+    idle_pause_s: float = 0.005
+    """Seconds between two steps of an engine that runs nothing until device memory is
+    given back. A request that arrives waits for it."""
+
     stores_beside_loads: int = 32
     """As above, in a step that waits for loads: copies share the memory of the host."""
 

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block pool of an engine that gives device memory back, see `ElasticDevice`."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.config import KVTierLayout
+from vllm.v1.kv_tier.plan import StepPlan, StepReport
+from vllm.v1.kv_tier.scheduling.block_pool import TieredBlockPool
+from vllm.v1.kv_tier.scheduling.elastic import ElasticDevice
+from vllm.v1.kv_tier.scheduling.publishing import PublishingBlockPool
+from vllm.v1.kv_tier.stats import KVTierStats
+from vllm.v1.request import Request
+
+
+class ElasticBlockPool(TieredBlockPool):
+    """A `TieredBlockPool` some of whose blocks have no memory at times.
+
+    `num_gpu_blocks` counts those that it has now. Upstream's check of free blocks sees
+    no others, so memory is asked for before it comes to that check.
+    """
+
+    def __init__(self, layout: KVTierLayout, **kwargs: Any) -> None:
+        super().__init__(layout, **kwargs)
+        assert layout.elastic is not None, "ask for another pool"
+        self.elastic = ElasticDevice(
+            layout.elastic,
+            self,
+            self,
+            self.free,
+            self._draft,
+            self.storer,
+            self.prefetches,
+            layout.tuning,
+            lambda: self.costs.clock(),
+            self._stats,
+        )
+        self._block_sizes = layout.elastic.block_sizes
+        # Whether the request that was looked up last passed upstream's check of free
+        # blocks.
+        self._has_room = False
+
+    # ------------------------------------------------------------------ a step
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        if not self._is_unused:
+            self.elastic.need_headroom()
+
+    @property
+    def _is_unused(self) -> bool:
+        """Whether nobody holds a block but the null block."""
+        return self.num_gpu_blocks - len(self.free) == 1
+
+    def take_plan(self, is_idle: bool = False) -> StepPlan:
+        self.elastic.end_step(is_idle and self._is_unused)
+        return super().take_plan(is_idle)
+
+    def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
+        if super().is_loading(request, has_scheduled_reqs):
+            return True
+        num_blocks = sum(-(-request.num_tokens // size) for size in self._block_sizes)
+        self.elastic.need(num_blocks + self.elastic.headroom)
+        self._has_room = False
+        return False
+
+    def promote(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Sequence[KVCacheBlock], ...] | None:
+        self._has_room = True
+        return super().promote(*args, **kwargs)
+
+    def load_ahead(
+        self,
+        managers: Sequence[Any],
+        computed_blocks: tuple[Sequence[KVCacheBlock], ...],
+        num_tokens: int,
+    ) -> None:
+        super().load_ahead(managers, computed_blocks, num_tokens)
+        if not self._has_room:
+            self.elastic.refused()
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        self.elastic.spare_victims(num_blocks)
+        blocks = super().get_new_blocks(num_blocks)
+        self.elastic.need_headroom()
+        return blocks
+
+    def apply_report(self, report: StepReport) -> int | None:
+        if report.ended:
+            self.elastic.have_ended(report.ended)
+        return super().apply_report(report)
+
+    def _switch_off(self, lost_blocks: Iterable[int]) -> None:
+        self.elastic.close()
+        super()._switch_off(lost_blocks)
+
+    # --------------------------------------------------- blocks that come and go
+
+    def take_out(self, blocks: list[KVCacheBlock]) -> None:
+        """See `Taker`."""
+        self.free.put_first(blocks, need_no_store=False)
+        self._demoting = True
+        try:
+            taken = BlockPool.get_new_blocks(self, len(blocks))
+        finally:
+            self._demoting = False
+        assert taken == blocks, "others are in front of what was put first"
+        if self.storer.released or self.storer.forbidden:
+            self.releasing.taken(taken)
+        self.num_gpu_blocks -= len(taken)
+
+    def put_back(self, blocks: list[KVCacheBlock]) -> None:
+        """See `Taker`."""
+        self.num_gpu_blocks += len(blocks)
+        # What was stored of them may still be read.
+        self.free_blocks(blocks)
+
+    def put_in(self, blocks: list[KVCacheBlock]) -> None:
+        """See `Taker`."""
+        self.num_gpu_blocks += len(blocks)
+        for block in blocks:
+            block.ref_cnt = 0
+        self.free.insert_first(blocks)
+
+    # -------------------------------------------------------------------- stats
+
+    def get_usage(self) -> float:
+        """As upstream, of all blocks: those without memory count as free."""
+        num_blocks = len(self.blocks) - 1
+        if not num_blocks:
+            return 0.0
+        return (self.num_gpu_blocks - 1 - len(self.free)) / num_blocks
+
+    def take_stats(self) -> KVTierStats:
+        stats = super().take_stats()
+        self.elastic.report(stats)
+        return stats
+
+
+class ElasticPublishingBlockPool(ElasticBlockPool, PublishingBlockPool):
+    """The same with KV cache events."""

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who maps the device's pages: what the scheduler's side asks of it, and the ranks.
+
+A page is a run of device blocks whose memory comes and goes together, on all ranks.
+Page `p` has the blocks from `p * blocks_per_page` on; the last one may have fewer.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.v1.kv_tier.memory.limits import available_host_bytes, total_host_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Part of the machine's memory that shall stay free for others.
+_KEPT_FREE = 1 / 50
+
+
+class PageMapper(Protocol):
+    """Maps the pages of an engine. All are mapped at first. No call waits for long.
+
+    Who calls it sees to it that nothing reads or writes a page that is not mapped, nor
+    will when what is under way goes on.
+    """
+
+    @property
+    def blocks_per_page(self) -> int:
+        """Device blocks of a page."""
+
+    def num_mappable(self) -> int:
+        """How many pages could be mapped now. Others may take them first."""
+
+    def num_wanted(self) -> int:
+        """How many mapped pages others need more than this engine does."""
+
+    def map_pages(self, num_pages: int) -> list[int]:
+        """Map some that are not mapped: `num_pages`, or as many as there is memory for.
+
+        Returns:
+            Which, without content.
+
+        """
+
+    def unmap_pages(self, pages: list[int]) -> None:
+        """Give the memory of mapped `pages` back, with what is in it."""
+
+
+UnmapBlocks = Callable[[int, int], None]
+"""Has all ranks give the memory of blocks back, from one up to another, before anything
+else of the plan in the making."""
+
+
+class RankPages:
+    """Pages of memory that the ranks have from the machine, which backs it again when
+    it is next written to: nothing need be done to map one.
+
+    Args:
+        num_blocks: Of the device.
+        blocks_per_page: As in `PageMapper`.
+        page_bytes: Bytes of a page on all ranks together.
+        min_pages: So many may always be mapped: the longest request must fit.
+        spare_bytes: What the machine can give beyond what shall stay free; negative
+            when others need more. Asked every `poll_s`.
+        unmap: Tells the ranks.
+        poll_s: Seconds.
+
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        blocks_per_page: int,
+        page_bytes: int,
+        min_pages: int,
+        spare_bytes: Callable[[], int],
+        unmap: UnmapBlocks,
+        poll_s: float = 0.5,
+    ) -> None:
+        self.blocks_per_page = blocks_per_page
+        self._num_blocks = num_blocks
+        self._num_pages = -(-num_blocks // blocks_per_page)
+        self._page_bytes = page_bytes
+        self._min_pages = min_pages
+        self._ask_spare_bytes = spare_bytes
+        self._unmap = unmap
+        self._poll_s = poll_s
+        self._unmapped: list[int] = []
+        self._spare_pages = 0
+        self._asked = float("-inf")
+
+    def num_mappable(self) -> int:
+        num_mapped = self._num_pages - len(self._unmapped)
+        num_pages = max(self._min_pages - num_mapped, self._spare())
+        return min(len(self._unmapped), max(0, num_pages))
+
+    def num_wanted(self) -> int:
+        num_mapped = self._num_pages - len(self._unmapped)
+        return max(0, min(-self._spare(), num_mapped - self._min_pages))
+
+    def map_pages(self, num_pages: int) -> list[int]:
+        num_pages = min(num_pages, self.num_mappable())
+        # It is asked for seldom, and this much of it is gone.
+        self._spare_pages -= num_pages
+        return [self._unmapped.pop() for _ in range(num_pages)]
+
+    def unmap_pages(self, pages: list[int]) -> None:
+        for page in pages:
+            first = page * self.blocks_per_page
+            self._unmap(first, min(first + self.blocks_per_page, self._num_blocks))
+        self._unmapped += pages
+        self._spare_pages += len(pages)
+
+    def _spare(self) -> int:
+        now = time.monotonic()
+        if now >= self._asked + self._poll_s:
+            self._asked = now
+            self._spare_pages = self._ask_spare_bytes() // self._page_bytes
+        return self._spare_pages
+
+
+def check_give_back(seconds: float | None) -> None:
+    """Refuse a wrong `give_back_after_s`.
+
+    Raises:
+        ValueError: It is none. The message names the mend.
+
+    """
+    if seconds is None:
+        return
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not (is_number and 0 <= seconds < math.inf):
+        raise ValueError(
+            "--kv-offloading-config: give_back_after_s must be a number of seconds "
+            f"from 0 on, or null (nothing is given back), got {seconds!r}."
+        )
+
+
+MakeMapper = Callable[[UnmapBlocks], PageMapper]
+
+
+@dataclass(frozen=True)
+class ElasticLayout:
+    """Device memory that can be given back: what the scheduler must know of it."""
+
+    make_mapper: MakeMapper
+    page_bytes: int
+    """Bytes of a page on all ranks together."""
+    num_ranks: int
+    """With KV memory. Each tells when what touched a page has ended."""
+    give_back_after_s: float
+    """As in `KVTierConfig`."""
+    block_sizes: tuple[int, ...]
+    """Tokens of a block of each group of layers."""
+    headroom: int
+    """Blocks that the step of one request takes at most: so many are kept mapped and
+    free while requests run."""
+
+
+def pages_of_ranks(
+    vllm_config: "VllmConfig",
+    kv_cache_config: Any,
+    blocks_per_page: int,
+    rank_bytes: Sequence[int],
+    give_back_after_s: float,
+) -> ElasticLayout:
+    """Pages that the ranks of an engine give back themselves, all on this machine.
+
+    Args:
+        vllm_config: Settings of the engine.
+        kv_cache_config: The scheduler's.
+        blocks_per_page: What suits the memory of every rank.
+        rank_bytes: Of a block, for each rank; 0 where one has no KV memory.
+        give_back_after_s: As set.
+
+    """
+    num_blocks = kv_cache_config.num_blocks
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    block_sizes = tuple(spec.block_size for spec in specs)
+    max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    # What it computes may begin and end within a block, and drafts follow it.
+    headroom = sum(-(-max_tokens // size) + 2 for size in block_sizes)
+    longest = sum(
+        -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+        for spec in specs
+    )
+    page_bytes = blocks_per_page * sum(rank_bytes)
+    return ElasticLayout(
+        lambda unmap: RankPages(
+            num_blocks,
+            blocks_per_page,
+            page_bytes,
+            # The null block is not for requests.
+            min_pages=-(-(longest + headroom + 1) // blocks_per_page),
+            spare_bytes=_spare_bytes,
+            unmap=unmap,
+        ),
+        page_bytes,
+        sum(map(bool, rank_bytes)),
+        give_back_after_s,
+        block_sizes,
+        headroom,
+    )
+
+
+def _spare_bytes() -> int:
+    return available_host_bytes() - int(_KEPT_FREE * total_host_bytes())
