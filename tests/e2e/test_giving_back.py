@@ -44,7 +44,7 @@ def wait_for(found: Callable[[], bool]) -> bool:
 
 def test_memory_goes_and_prefixes_come_back(served: Path, tmp_path: Path) -> None:
     prompts = [text(i, PROMPT_BLOCKS * BLOCK_TOKENS + 1) for i in range(NUM_PROMPTS)]
-    config = json.dumps({"give_back_after_s": 3.0})
+    config = json.dumps({"shrink_after_s": 3.0})
     environment = server_environment() | ENVIRONMENT
     server = Server(
         served, [*FLAGS, "--kv-offloading-config", config], environment, tmp_path / "l"

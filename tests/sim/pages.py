@@ -47,7 +47,7 @@ class Elastic:
 
     seed: int
     blocks_per_page: int
-    give_back_after: float
+    shrink_after: float
     """In steps."""
     pressure: float = 0.2
     """How often others want pages."""
@@ -141,7 +141,7 @@ def elastic_layout(
         make_mapper,
         page_bytes=1,
         num_ranks=1,
-        give_back_after_s=elastic.give_back_after,
+        shrink_after_s=elastic.shrink_after,
         block_sizes=sizes,
         headroom=sum(-(-token_budget // size) + 2 for size in sizes),
     )

@@ -36,7 +36,7 @@ def elastic_script(seed: int, by_ranks: bool | None = None) -> Script:
     elastic = Elastic(
         seed,
         blocks_per_page=rng.choice([1, 2, 3, 5, 8]),
-        give_back_after=rng.choice([0, 1, 5]),
+        shrink_after=rng.choice([0, 1, 5]),
         pressure=rng.choice([0.0, 0.2, 0.8]),
         by_ranks=rng.random() < 0.3 if by_ranks is None else by_ranks,
     )

@@ -113,7 +113,7 @@ def test_every_key_is_taken(model: str) -> None:
         "share_replicas": True,
         "secondary_tiers": [{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}],
         "quotas": {"tenant-a": 0.5},
-        "give_back_after_s": 5.0,
+        "shrink_after_s": 5.0,
         "check_memory": False,
     }
     # Not all releases take this one.
@@ -386,9 +386,9 @@ def test_an_unsupported_platform(model: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_memory_is_given_back_on_cpus_only(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = engine_config(model, kv_offloading_config={"give_back_after_s": 1})
+    config = engine_config(model, kv_offloading_config={"shrink_after_s": 1})
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
     with pytest.raises(ValueError) as error:
         KVTierConfig.from_vllm_config(config)
-    names_all(str(error.value), "give_back_after_s works on CPUs, not on", "Remove it")
+    names_all(str(error.value), "shrink_after_s works on CPUs, not on", "Remove it")

@@ -47,7 +47,7 @@ class ElasticTier(Tier):
             lambda unmap: self.mapper,
             page_bytes=100,
             num_ranks=num_ranks,
-            give_back_after_s=5.0,
+            shrink_after_s=5.0,
             block_sizes=(BLOCK,),
             headroom=HEADROOM,
         )

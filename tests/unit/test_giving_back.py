@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from vllm.v1.kv_tier.memory.giving_back import blocks_per_page, give_back
+from vllm.v1.kv_tier.memory.giving_back import blocks_per_page, discard_blocks
 from vllm.v1.kv_tier.memory.pages import anonymous
 from vllm.v1.kv_tier.memory.regions import Region
-from vllm.v1.kv_tier.scheduling.pages import RankPages, check_give_back
+from vllm.v1.kv_tier.scheduling.pages import RankPages, check_shrink_after
 
 from .test_pages import num_resident
 
@@ -68,13 +68,13 @@ def test_others_need_memory() -> None:
 
 @pytest.mark.parametrize("seconds", [None, 0, 2.5])
 def test_times(seconds: float | None) -> None:
-    check_give_back(seconds)
+    check_shrink_after(seconds)
 
 
 @pytest.mark.parametrize("seconds", [-1, math.inf, math.nan, True, "5"])
 def test_wrong_times(seconds: object) -> None:
-    with pytest.raises(ValueError, match="give_back_after_s must be") as error:
-        check_give_back(seconds)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="shrink_after_s must be") as error:
+        check_shrink_after(seconds)  # type: ignore[arg-type]
     assert repr(seconds) in str(error.value)
 
 
@@ -85,7 +85,7 @@ def test_memory_goes_back_to_the_machine() -> None:
     memory.fill_(7)
     rows = memory.view(2, num_blocks, width)
     regions = [Region(rows[0]), Region(rows[1])]
-    give_back(regions, 4, 8)
+    discard_blocks(regions, 4, 8)
     assert num_resident(memory) == (32 - 8) * width
     kept = [b for b in range(num_blocks) if not 4 <= b < 8]
     assert torch.all(rows[:, kept] == 7)
@@ -97,14 +97,14 @@ def test_memory_goes_back_to_the_machine() -> None:
 def test_what_meets_in_a_page_of_the_machine_stays() -> None:
     memory = anonymous(16 * 1024, huge_pages=False)
     memory.fill_(7)
-    give_back([Region(memory.view(16, 1024))], 3, 9)
+    discard_blocks([Region(memory.view(16, 1024))], 3, 9)
     rows = memory.view(16, 1024)
     # Blocks 4 to 7 fill the one page that nobody else is in.
     assert torch.all(rows[4:8] == 0)
     assert torch.all(rows[:4] == 7) and torch.all(rows[8:] == 7)
 
 
-def test_pages_give_back_huge_pages_but_are_some() -> None:
+def test_pages_are_whole_huge_pages_but_are_some() -> None:
     def region(num_bytes: int) -> Region:
         return Region(torch.empty(64, num_bytes, dtype=torch.uint8))
 

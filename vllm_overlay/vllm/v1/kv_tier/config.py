@@ -12,7 +12,7 @@ from vllm.v1.kv_tier.memory.limits import check_fits, host_memory, total_host_by
 from vllm.v1.kv_tier.policy import make_policy
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, check_engine, check_tiers
 from vllm.v1.kv_tier.scheduling.executors import refused_executor
-from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, check_give_back
+from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, check_shrink_after
 from vllm.v1.kv_tier.scheduling.quotas import check_quotas
 from vllm.v1.kv_tier.scheduling.takers import takes_plans
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
@@ -101,7 +101,7 @@ class KVTierConfig:
     reserved: others have what it does not fill. A tenant is what a request names as
     `tenant` in its hints, else its cache salt. `null` (None): no quotas."""
 
-    give_back_after_s: float | None = None
+    shrink_after_s: float | None = None
     """Give device memory back to the machine when the engine has run nothing for so
     many seconds, or before when the machine runs short; what it held goes to the host.
     CPU engines only. `null` (None): never. The page Giving memory back has the rest."""
@@ -167,7 +167,7 @@ class KVTierConfig:
         make_policy(self.eviction_policy, num_slots=1)
         check_tiers(self.secondary_tiers)
         check_quotas(self.quotas)
-        check_give_back(self.give_back_after_s)
+        check_shrink_after(self.shrink_after_s)
         stall = self.max_load_stall_ms
         if stall is not None and not (_is_number(stall) and 0 <= stall < math.inf):
             raise ValueError(
@@ -278,9 +278,9 @@ class KVTierConfig:
                 "Remove the backend."
             )
 
-        if self.give_back_after_s is not None and not current_platform.is_cpu():
+        if self.shrink_after_s is not None and not current_platform.is_cpu():
             raise ValueError(
-                "--kv-offloading-config: give_back_after_s works on CPUs, not on "
+                "--kv-offloading-config: shrink_after_s works on CPUs, not on "
                 f"{current_platform.device_type} yet. Remove it."
             )
 

@@ -218,13 +218,13 @@ def _elastic(
     per_rank: Sequence[tuple[HostMemory, int]],
 ) -> ElasticLayout | None:
     """Who maps device memory, if any of it is given back."""
-    if config.give_back_after_s is None:
+    if config.shrink_after_s is None:
         return None
     num_blocks = kv_cache_config.num_blocks
     pages = executor.collective_rpc(_blocks_per_page, args=(num_blocks,))
     sizes = [num_bytes for _, num_bytes in per_rank]
     return pages_of_ranks(
-        vllm_config, kv_cache_config, max(pages), sizes, config.give_back_after_s
+        vllm_config, kv_cache_config, max(pages), sizes, config.shrink_after_s
     )
 
 

@@ -13,7 +13,7 @@ from vllm.v1.kv_tier.copying.calibrate import CopyEngines, choose_engines
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer
 from vllm.v1.kv_tier.memory.checksums import PeerChecksums, SlotChecksums
-from vllm.v1.kv_tier.memory.giving_back import give_back
+from vllm.v1.kv_tier.memory.giving_back import discard_blocks
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
 from vllm.v1.kv_tier.rank.copier import Copier
@@ -159,7 +159,7 @@ class HostTier:
             self._switch_off(plan)
             return
         for first, end in plan.unmap_blocks:
-            give_back(self._regions, first, end)
+            discard_blocks(self._regions, first, end)
         copies = self._copier.copies(plan)
         layerwise = bool(plan.load_slots) and self._can_wait_by_layer(scheduler_output)
         try:

@@ -26,7 +26,7 @@ def blocks_per_page(regions: Sequence[Region], num_blocks: int) -> int:
     return max(1, min(-(-HUGE_PAGE_BYTES // width), num_blocks // 8))
 
 
-def give_back(regions: Sequence[Region], first: int, end: int) -> None:
+def discard_blocks(regions: Sequence[Region], first: int, end: int) -> None:
     """Give the memory of the blocks from `first` to before `end` back. They have no
     content any more, and memory again as soon as somebody writes to them.
 
@@ -47,7 +47,7 @@ def give_back(regions: Sequence[Region], first: int, end: int) -> None:
             # Locked memory, for one. Nothing is wrong but that it stays.
             logger.warning_once(
                 "KV tier: device memory could not be given back (%s). Take "
-                "give_back_after_s out of --kv-offloading-config, which has no "
+                "shrink_after_s out of --kv-offloading-config, which has no "
                 "effect here.",
                 os.strerror(error),
             )

@@ -124,7 +124,7 @@ class ElasticDevice:
         since = self._idle_since
         if self._is_done or since is None:
             return False
-        return self._clock() - since < self._layout.give_back_after_s
+        return self._clock() - since < self._layout.shrink_after_s
 
     def missing_blocks(self) -> Iterable[KVCacheBlock]:
         """Those that the pool does not have now."""
@@ -200,7 +200,7 @@ class ElasticDevice:
             return
         if not self._order:
             self._order = self._oldest_last()
-        if not self._give_back(num_pages) and is_idle:
+        if not self._shrink(num_pages) and is_idle:
             self._is_done = True
 
     def _num_due(self, is_idle: bool) -> int:
@@ -215,7 +215,7 @@ class ElasticDevice:
             self._idle_since = self._clock()
         if self._is_done:
             return 0
-        if self._clock() - self._idle_since >= self._layout.give_back_after_s:
+        if self._clock() - self._idle_since >= self._layout.shrink_after_s:
             return self.num_pages
         return num_wanted - num_leaving
 
@@ -230,7 +230,7 @@ class ElasticDevice:
         whole = [p for p, count in num_free.items() if count == len(self._of(p))]
         return whole[::-1]
 
-    def _give_back(self, num_pages: int) -> bool:
+    def _shrink(self, num_pages: int) -> bool:
         """Take the blocks of the oldest pages out, up to `num_pages`, or store what the
         host lacks of them.
 

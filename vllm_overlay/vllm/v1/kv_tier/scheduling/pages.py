@@ -122,8 +122,8 @@ class RankPages:
         return self._spare_pages
 
 
-def check_give_back(seconds: float | None) -> None:
-    """Refuse a wrong `give_back_after_s`.
+def check_shrink_after(seconds: float | None) -> None:
+    """Refuse a wrong `shrink_after_s`.
 
     Raises:
         ValueError: It is none. The message names the mend.
@@ -134,7 +134,7 @@ def check_give_back(seconds: float | None) -> None:
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not (is_number and 0 <= seconds < math.inf):
         raise ValueError(
-            "--kv-offloading-config: give_back_after_s must be a number of seconds "
+            "--kv-offloading-config: shrink_after_s must be a number of seconds "
             f"from 0 on, or null (nothing is given back), got {seconds!r}."
         )
 
@@ -151,7 +151,7 @@ class ElasticLayout:
     """Bytes of a page on all ranks together."""
     num_ranks: int
     """With KV memory. Each tells when what touched a page has ended."""
-    give_back_after_s: float
+    shrink_after_s: float
     """As in `KVTierConfig`."""
     block_sizes: tuple[int, ...]
     """Tokens of a block of each group of layers."""
@@ -165,7 +165,7 @@ def pages_of_ranks(
     kv_cache_config: Any,
     blocks_per_page: int,
     rank_bytes: Sequence[int],
-    give_back_after_s: float,
+    shrink_after_s: float,
 ) -> ElasticLayout:
     """Pages that the ranks of an engine give back themselves, all on this machine.
 
@@ -174,7 +174,7 @@ def pages_of_ranks(
         kv_cache_config: The scheduler's.
         blocks_per_page: What suits the memory of every rank.
         rank_bytes: Of a block, for each rank; 0 where one has no KV memory.
-        give_back_after_s: As set.
+        shrink_after_s: As set.
 
     """
     num_blocks = kv_cache_config.num_blocks
@@ -200,7 +200,7 @@ def pages_of_ranks(
         ),
         page_bytes,
         sum(map(bool, rank_bytes)),
-        give_back_after_s,
+        shrink_after_s,
         block_sizes,
         headroom,
     )
