@@ -203,11 +203,11 @@ class Costs:
         prefill = report.prefill
         if prefill.num_tokens:
             cost = prefill.seconds / prefill.num_tokens * self._tokens_per_block
-            tuning, known = self._tuning, self.prefill_s
-            is_faster = cost < known
-            weight = tuning.faster_prefill_weight if is_faster else tuning.cost_weight
-            if not known:
-                weight = 1
+            weight = self._tuning.cost_weight
+            if not self.prefill_s:
+                weight = 1.0
+            elif cost < self.prefill_s:
+                weight = self._tuning.faster_prefill_weight
             self.prefill_s += weight * (cost - self.prefill_s)
         for size, cost in report.joins.items():
             known = self.join_s.get(size, cost)
