@@ -37,6 +37,7 @@ from suite.options import (
 from suite.report import report
 from suite.scales import SCALES
 from suite.table import why_missing
+from suite.together import run_together
 
 
 def main() -> int:
@@ -57,8 +58,16 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     runner = Runner(scale, args, time.time() + args.time_limit)
     repeats = range(args.first_repeat, args.first_repeat + args.repeats)
-    for name, some in turns(config_names(args.configs, known), repeats, args.in_turns):
-        runner.run(name, known[name], some)
+    chosen = config_names(args.configs, known)
+    if args.side_by_side:
+        together = {name: known[name] for name in chosen}
+        try:
+            run_together(runner, together, args.workloads, repeats)
+        except ValueError as error:
+            sys.exit(str(error))
+    else:
+        for name, some in turns(chosen, repeats, args.in_turns):
+            runner.run(name, known[name], some)
     if missing := runner.told.missing:
         print("Not run:\n  " + "\n  ".join(why_missing(missing)))
     return int(any(r["status"] != "skipped" for r in runner.told.missing))

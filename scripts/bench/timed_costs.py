@@ -12,10 +12,10 @@ class Costs:
     load: float = 42e-6  # a block, from host to device
     store: float = 46.6e-6  # a block, from device to host
     decode: float = 6.5e-3  # a forward pass of a few tokens
-    mixed: float = 36e-3  # at least, a forward pass in which a request joins
+    mixed: float = 17e-3  # at least, a forward pass in which a request joins
     prefill: float = 29e-6  # a prompt token, on top of `decode`
     launch: float = 1.5e-3  # the engine's thread, for a step of decoding requests
-    launch_mixed: float = 32e-3  # the same, where no graph fits
+    launch_mixed: float = 13e-3  # the same, where no graph fits
     prepare: float = 0.7e-3  # from the launch until the device begins
     last_layer: float = 1e-3  # of a forward pass after the last load
     send: float = 2e-3  # from client to scheduler
@@ -35,6 +35,10 @@ class Ends:
     def add(self, seq: int, end: float) -> None:
         self._seqs.append(seq)
         self._ends.append(end)
+
+    def delay(self, after: float, by: float) -> None:
+        """What has not ended at `after` ends `by` seconds later."""
+        self._ends = [end + by if end > after else end for end in self._ends]
 
     def up_to(self, seq: int) -> float:
         """When all of the plans up to `seq` have ended."""

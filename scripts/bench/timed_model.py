@@ -81,7 +81,9 @@ class Model:
         self._arrivals: list[tuple[float, int, Answer, list[int], int]] = []
         self._num_sent = 0
         self._live: dict[str, Answer] = {}
-        self._device_free = self._link_free = self._store_free = 0.0
+        self._device_free = self._store_free = 0.0
+        # Of loads of steps, and ahead of them.
+        self._link_free = self._ahead_free = 0.0
         self._computed, self._stored, self._cleaned = Ends(), Ends(), Ends()
         self._loaded, self._loaded_ahead = Ends(), Ends()
         self._reports: deque[tuple[float, int, CopyTime]] = deque()
@@ -223,8 +225,21 @@ class Model:
         if not blocks:
             return 0.0
         took = len(blocks) * self.costs.load
-        self._link_free = end = max(self._link_free, ready) + took
-        (self._loaded_ahead if ahead else self._loaded).add(seq, end)
+        if ahead:
+            begin = max(self._link_free, self._ahead_free, ready)
+            self._ahead_free = end = begin + took
+            self._loaded_ahead.add(seq, end)
+        else:
+            # They overtake loads ahead.
+            begin = max(self._link_free, ready)
+            self._link_free = end = begin + took
+            self._loaded.add(seq, end)
+            self._loaded_ahead.delay(begin, took)
+            self._ahead_free += took if self._ahead_free > begin else 0.0
+            self._reports = deque(
+                (at + took if at > begin else at, of, copied)
+                for at, of, copied in self._reports
+            )
         if ahead:
             self._reports.append((end, seq, CopyTime(len(blocks), took)))
         self.counts.loaded += len(blocks)

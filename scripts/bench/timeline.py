@@ -40,6 +40,7 @@ from suite.records import read
 from suite.scales import SCALES
 from suite.steps import copies_of, owners_of, steps_of, waiters_of, within
 from suite.table import why_missing
+from suite.together import run_together
 from suite.where import tables
 
 
@@ -66,7 +67,12 @@ def record(args: argparse.Namespace) -> list[dict[str, Any]]:
     args.out.mkdir(parents=True, exist_ok=True)
     ends = time.time() + args.time_limit
     runner = Runner(scale, args, ends, args.out / "events")
-    for name in config_names(args.configs, known):
+    chosen = config_names(args.configs, known)
+    if args.side_by_side:
+        together = {name: known[name] for name in chosen}
+        run_together(runner, together, args.workloads, range(args.repeats))
+        return runner.told.missing
+    for name in chosen:
         runner.run(name, known[name], range(args.repeats))
     return runner.told.missing
 

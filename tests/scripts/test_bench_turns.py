@@ -4,6 +4,7 @@
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from bench.suite import room
 from bench.suite.client import Client
 from bench.suite.configs import Config, configs
 from bench.suite.distances import connectors_that_ran, distances, more_is_better, ratio
-from bench.suite.jobs import Runner
+from bench.suite.jobs import Ready, Runner
 from bench.suite.one_config import refresh
 from bench.suite.options import (
     add_engine_options,
@@ -263,13 +264,15 @@ def test_fresh_gives_workloads_engines_where_nothing_can_be_reset(
 ) -> None:
     started: list[tuple[str, bool, list[str]]] = []
 
-    def run_process(self: Runner, path: Path, *_: Any) -> str:
-        job = json.loads(path.read_text())
+    def start(self: Ready) -> subprocess.Popen[bytes]:
+        job = json.loads(Path(self.command[-1]).read_text())
         cells = [f"{workload} {repeat}" for workload, repeat, *_ in job["cells"]]
         started.append((job["config"], job["fresh"], cells))
-        return "not run"
+        command = [sys.executable, "-c", "print('ValueError: not run')"]
+        with self.log.open("wb") as log:
+            return subprocess.Popen(command, stdout=log, start_new_session=True)
 
-    monkeypatch.setattr(Runner, "_run_process", run_process)
+    monkeypatch.setattr(Ready, "start", start)
     args = options("--fresh")
     args.out, args.logprobs = tmp_path, []
     args.workloads = ["rotate", "trace", "overfull"]
@@ -286,4 +289,4 @@ def test_fresh_gives_workloads_engines_where_nothing_can_be_reset(
     ]
     reasons = {(r["config"], r["workload"]): r["reason"] for r in read(tmp_path)}
     assert reasons["b", "trace"] == "no --trace was given"
-    assert reasons["b", "overfull"] == "not run"
+    assert reasons["b", "overfull"].startswith("ValueError: not run (see b-1-overf")

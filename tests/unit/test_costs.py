@@ -67,10 +67,9 @@ def test_what_a_report_says_to_have_ended_is_not_waited_for() -> None:
     clock.now = 101.0
     policy.take(loaded(4, 4.0, seq=1))
     assert [load.end for load in loads] == [101.0, 105.0, 109.0]
-    assert policy.end_of(1) == 110.0
     # Those before have ended, too.
     policy.take(loaded(4, 4.0, seq=3))
-    assert [load.end for load in loads] == 3 * [101.0] and policy.end_of(1) == 102.0
+    assert [load.end for load in loads] == 3 * [101.0] and queue(policy, 1) == 102.0
 
 
 def test_a_late_report_makes_nothing_later() -> None:
@@ -78,14 +77,39 @@ def test_a_late_report_makes_nothing_later() -> None:
     load = policy.queue(1, 4, 0, prefetch=True)
     clock.now = 110.0
     policy.take(loaded(4, 4.0, seq=1))
-    assert load.end == 104.0 and policy.end_of(1) == 111.0
+    assert load.end == 104.0 and queue(policy, 1) == 111.0
 
 
 def test_to_ask_is_not_to_queue() -> None:
     policy, _ = make_policy()
     assert policy.end_of(3) == policy.end_of(3) == 103.0
-    queue(policy, 1)
+    policy.queue(1, 1, 0, prefetch=False)
     assert policy.end_of(3) == 104.0
+
+
+def test_loads_of_a_step_overtake_those_ahead_of_one() -> None:
+    policy, clock = make_policy()
+    first, second = (policy.queue(seq, 4, 0, prefetch=True) for seq in (1, 2))
+    clock.now = 105.0
+    assert policy.end_of(2) == 107.0
+    assert policy.queue(3, 2, 0, prefetch=False).end == 107.0
+    # What has ended is not later, and what has not is.
+    assert (first.end, second.end) == (104.0, 110.0)
+    assert policy.end_of(1) == 108.0 and queue(policy, 1, seq=4) == 111.0
+    # A report that a load of a step has ended corrects those behind.
+    clock.now = 106.0
+    policy.take(loaded(2, 1.0, seq=3, kind="load"))
+    assert policy.end_of(1) == 107.0 and second.end == 110.0
+
+
+def test_a_report_of_loads_ahead_says_nothing_of_those_of_a_step() -> None:
+    policy, clock = make_policy()
+    ahead = policy.queue(1, 4, 0, prefetch=True)
+    own = policy.queue(2, 2, 0, prefetch=False)
+    assert (own.end, ahead.end) == (102.0, 106.0)
+    clock.now = 101.0
+    policy.take(loaded(4, 4.0, seq=1))
+    assert ahead.end == 101.0 and policy.end_of(0) == 102.0
 
 
 @pytest.mark.parametrize(

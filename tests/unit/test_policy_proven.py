@@ -60,9 +60,9 @@ class Model:
         protects = self.credit > 0
         new_first = not self.proven
         if self.new and self.proven:
-            new_first = self.new[0][1] < self.proven[0][1]
-            if protects:
-                new_first = len(self.proven) <= NUM_SLOTS / 2
+            new_first = self.new[0][1] <= self.proven[0][1]
+            if protects and len(self.proven) <= NUM_SLOTS / 2:
+                new_first = True
         for is_new in (new_first, not new_first):
             for key, used in self.new if is_new else self.proven:
                 if key not in pinned:
@@ -141,3 +141,20 @@ def test_a_workload_that_is_over_gives_way() -> None:
     # From the start again, since `hits` begins with an empty cache.
     after = hits(Proven(64), old + new) - before
     assert after >= 0.85 * hits(LRU(64), new)
+
+
+def test_what_outgrows_its_half_goes_by_age() -> None:
+    """Scans have earned protection, and then a loop comes that fits: what was used
+    once before it is older than all of it, and goes first, as with LRU."""
+    ten = [10 * key + i for key in scans(0, rounds=40) for i in range(10)]
+    loop, once = [*range(10**6, 10**6 + 480)], iter(range(10**7, 10**7 + 1000))
+    later = [*range(10**8, 10**8 + 160), *loop]
+    for _ in range(3):
+        for j, key in enumerate(loop):
+            later += [key] if j % 3 else [key, next(once)]
+    policy = Proven(640)
+    hits(policy, ten)
+    for key in [*policy._new, *policy._proven]:
+        policy.remove(key)
+    assert policy._credit > 0
+    assert hits(policy, later) == hits(LRU(640), later) == 3 * 480

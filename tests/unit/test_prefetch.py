@@ -227,16 +227,31 @@ def test_loads_that_forward_passes_wait_for_anyway_stall_nobody() -> None:
     assert admit(tier, "b").compute_after_loads == 0
 
 
-def test_short_loads_wait_behind_long_ones() -> None:
+def test_short_loads_overtake_long_ones() -> None:
     tier = make_tier(8, max_load_stall_ms=2000)
     tier.demoted("abcd")
-    defer(tier, "abc")
-    # One second alone, four behind the others.
-    assert len(loads_ahead(defer(tier, "d"))) == 1
+    ahead = defer(tier, "abc")
+    # Three seconds ahead of a step: those of one, which takes a second, come before.
+    plan = admit(tier, "d")
+    assert len(loads(plan)) == 1 and not plan.compute_after_loads
+    # And those ahead come so much later.
     tier.now = 1.9
-    assert is_empty(defer(tier, "d"))
+    assert is_empty(defer(tier, "abc"))
     tier.now = 2.0
-    assert admit(tier, "d").compute_after_loads > 0
+    assert admit(tier, "abc").compute_after_loads == ahead.seq
+
+
+def test_a_request_is_asked_again_whatever_others_load() -> None:
+    """Each step has loads of its own, which overtake those that it waits for."""
+    tier = make_tier(8, max_load_stall_ms=0)
+    tier.demoted("abcd")
+    defer(tier, "ab")
+    (request,) = tier.requests[-1:]
+    tier.pool.costs.queue(100, 50, 0, prefetch=False)
+    tier.now = 3.9
+    assert tier.pool.is_loading(request, True)
+    tier.now = 4.1
+    assert not tier.pool.is_loading(request, True)
 
 
 def test_loads_of_a_step_take_the_link_too() -> None:

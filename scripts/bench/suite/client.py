@@ -47,6 +47,7 @@ class Client:
         max_prompt_tokens: that the engine takes.
         vocab: token ids are below it.
         jitter_s: every request is sent up to this much later than asked.
+        hints: whether conversations tell the tier of themselves.
         replicas: that the engine has. A conversation stays with one of them, as it
             does behind a router that knows of prefixes.
 
@@ -60,7 +61,9 @@ class Client:
         vocab: int,
         jitter_s: float = 0.0,
         replicas: int = 1,
+        hints: bool = False,
     ) -> None:
+        self.hints = hints
         self.device_tokens = device_tokens
         self.max_prompt_tokens = max_prompt_tokens
         self.vocab = vocab
@@ -79,12 +82,22 @@ class Client:
         max_tokens: int,
         answer: Answer | None = None,
         conversation: int = 0,
+        hints: dict[str, Any] | None = None,
     ) -> Answer:
-        """Exactly `max_tokens` tokens; fills `answer`, if given, while they come."""
+        """Exactly `max_tokens` tokens; fills `answer`, if given, while they come.
+
+        Hints are those of docs/hints.md, sent with the name of the conversation if the
+        client sends any.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        extra = None
+        if self.hints and hints is not None:
+            told = {"conversation": f"{conversation}"} | hints
+            extra = {"kv_transfer_params": {"kv_tier": told}}
         params = SamplingParams(
+            extra_args=extra,
             temperature=0,
             max_tokens=max_tokens,
             ignore_eos=True,

@@ -22,6 +22,7 @@ class Config:
         env: environment variables of the process.
         device_scale: device cache in units of the scale's.
         jitter_s: every request is sent up to this much later than it could be.
+        hints: conversations tell the tier of themselves (docs/hints.md).
         needs: a module without which the configuration cannot run.
         resets: whether upstream's reset of the caches empties all that it has.
 
@@ -31,6 +32,7 @@ class Config:
     env: dict[str, str] = field(default_factory=dict)
     device_scale: int = 1
     jitter_s: float = 0.0
+    hints: bool = False
     needs: str = ""
     resets: bool = True
 
@@ -119,6 +121,7 @@ def configs(
         "large": Config(device_scale=6),
         "core-write_back": Config(core(store_policy="write_back")),
         "core-write_through": Config(core(store_policy="write_through")),
+        "core-hints": Config(core(store_policy="write_back"), hints=True),
         "core-fs": Config(
             core(secondary_tiers=[files | {"store_from_use": 1}]) | small, hashes
         ),

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ from .scales import Scale
 
 START_S = {"cuda": 45.0, "cpu": 15.0}
 """A configuration is not begun with less time left."""
+UTILIZATION = 0.1
+"""`gpu_memory_utilization` of engines side by side: vLLM refuses to start where less than
+this part of the device is free, and takes what `kv_cache_memory_bytes` says all the
+same."""
 STOP_S = 8.0
 """For the last cell's files and the engine's end."""
 SHOWN = {
@@ -47,19 +51,56 @@ DEVICE_TIMES = "KV_TIER_TIMELINE_DEVICE"
 Cell = tuple[str, int, dict[str, Any], str]
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A process that can be started for the cells of a configuration.
+
+    Attributes:
+        about: What the records of its cells begin with.
+        cells: In the order in which it runs them.
+        command: That starts it.
+        env: Its environment.
+        log: Where its output goes.
+        records: How many there were before.
+
+    """
+
+    about: dict[str, Any]
+    cells: list[Cell]
+    command: list[str]
+    env: dict[str, str]
+    log: Path
+    records: int
+
+    def start(self, stdin: int | None = None) -> subprocess.Popen[bytes]:
+        """Start it in a group of its own: the engine core ends with it."""
+        with self.log.open("wb") as output:
+            return subprocess.Popen(
+                self.command,
+                env=self.env,
+                stdin=stdin,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+
 class Told:
-    """Prints what is new in the results, and keeps what could not be run."""
+    """Prints what is new in the results, and keeps what started and what did not run."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
         self._lines = len(read(out))
         self.missing: list[dict[str, Any]] = []
+        self.started: set[str] = set()
+        """Configurations whose engine has warmed up."""
 
     def tell(self) -> None:
         new = read(self._out)[self._lines :]
         self._lines += len(new)
         for r in new:
             if r["status"] == "started":
+                self.started.add(r["config"])
                 text = f"started in {r['start_s']} s, warm-up {r['warm_up_s']} s"
                 print(f"{r['config']:20} {text}", flush=True)
                 continue
@@ -93,7 +134,7 @@ class Runner:
     ) -> None:
         self._scale = scale
         self._args = args
-        self._ends = ends
+        self.ends = ends
         self._events = events
         self.told = Told(args.out)
 
@@ -124,6 +165,8 @@ class Runner:
             "enforce_eager": scale.eager,
             **parallel(args),
         }
+        if args.side_by_side:
+            llm["gpu_memory_utilization"] = UTILIZATION
         if scale.block_size:
             llm["block_size"] = scale.block_size
         return merged(merged(llm, args.llm), config.llm)
@@ -131,10 +174,33 @@ class Runner:
     def _run(
         self, name: str, config: Config, workloads: list[str], repeats: range
     ) -> None:
+        if ready := self.prepare(name, config, workloads, repeats):
+            process = ready.start()
+            try:
+                while process.poll() is None and time.time() < self.ends:
+                    time.sleep(0.25)
+                    self.told.tell()
+            finally:
+                self.end(ready, process)
+
+    def prepare(
+        self,
+        name: str,
+        config: Config,
+        workloads: list[str],
+        repeats: range,
+        told: bool = False,
+    ) -> Ready | None:
+        """What is to be started for these cells; None if nothing can or need be.
+
+        With `told`, each cell waits for a line of the process's standard input, and
+        all workloads of a repeat come before the next one.
+        """
         args = self._args
         llm = self.engine_arguments(config)
         settings = fingerprint(
             [llm, config.env, config.jitter_s, args.batch_invariant, args.fresh]
+            + ["hints"] * config.hints
         )
         about = {
             "config": name,
@@ -145,13 +211,15 @@ class Runner:
         cells, lacking = self._cells(name, settings, workloads, repeats)
         self._give_up(about, lacking, "skipped", "no --trace was given")
         if not cells:
-            return
+            return None
         if why := config.missing or lacks_room(config, self._scale, llm, args.device):
             self._give_up(about, cells, "skipped", why)
-            return
-        if time.time() + START_S[args.device] > self._ends:
+            return None
+        if time.time() + START_S[args.device] > self.ends:
             self._give_up(about, cells, "not reached", "time limit")
-            return
+            return None
+        if told:
+            cells.sort(key=lambda cell: cell[1])
         job = about | {
             "out": str(args.out),
             "llm": llm,
@@ -160,17 +228,36 @@ class Runner:
             "cells": cells,
             "logprobs": args.logprobs,
             "fresh": args.fresh and config.resets,
-            "ends": self._ends - STOP_S,
+            "ends": self.ends - STOP_S,
+            "told": told,
+            "hints": config.hints,
         }
         path = args.out / f"job-{name}.json"
         path.write_text(json.dumps(job))
         log = args.out / f"{name}-{repeats.start}-{cells[0][0]}.log"
-        before = len(read(args.out))
-        reason = self._run_process(path, log, self._environment(name, config))
-        new = {r.get("cell") for r in read(args.out)[before:]}
-        left = [cell for cell in cells if cell[3] not in new]
+        module = "suite.one_config" if self._events is None else "suite.recorded_config"
+        command = [sys.executable, "-m", module, str(path)]
+        env = self._environment(name, config)
+        return Ready(about, cells, command, env, log, len(read(args.out)))
+
+    def end(self, ready: Ready, process: subprocess.Popen[bytes]) -> None:
+        """Stop a process, and give its cells that have no record one."""
+        reason = "time limit"
+        if process.poll() is not None:
+            reason = f"{cause(ready.log)} (see {ready.log.name})"
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        left = [cell for cell in ready.cells if cell[3] not in self.recorded(ready)]
         late = reason == "time limit"
-        self._give_up(about, left, "not reached" if late else "failed", reason)
+        self._give_up(ready.about, left, "not reached" if late else "failed", reason)
+        self.told.tell()
+
+    def recorded(self, ready: Ready) -> set[str]:
+        """The cells of a process that have a record of it."""
+        new = read(self._args.out)[ready.records :]
+        mine = [r for r in new if r["config"] == ready.about["config"]]
+        return {r["cell"] for r in mine if "cell" in r}
 
     def _cells(
         self, name: str, settings: str, workloads: list[str], repeats: range
@@ -224,32 +311,6 @@ class Runner:
         if self._args.batch_invariant:
             settings["VLLM_BATCH_INVARIANT"] = "1"
         return os.environ | settings | config.env
-
-    def _run_process(self, job: Path, log: Path, env: dict[str, str]) -> str:
-        """Run a job until it ends or time is up.
-
-        Returns:
-            Why cells without a record have none.
-
-        """
-        module = "suite.one_config" if self._events is None else "suite.recorded_config"
-        command = [sys.executable, "-m", module, str(job)]
-        with log.open("wb") as output:
-            # A group of its own: the engine core ends with it.
-            process = subprocess.Popen(
-                command, env=env, stdout=output, stderr=output, start_new_session=True
-            )
-        try:
-            while process.poll() is None and time.time() < self._ends:
-                time.sleep(0.25)
-                self.told.tell()
-        finally:
-            late = process.poll() is None
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            self.told.tell()
-        return "time limit" if late else f"{cause(log)} (see {log.name})"
 
 
 def fingerprint(value: Any) -> str:

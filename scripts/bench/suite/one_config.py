@@ -38,6 +38,8 @@ class Job:
         logprobs: workloads whose requests ask for the two best logprobs.
         fresh: empty all caches before each cell.
         ends: no cell begins that would last longer, in seconds of `time.time`.
+        told: each cell waits for a line of standard input, so that engines which are
+            there at once take turns.
 
     """
 
@@ -53,6 +55,8 @@ class Job:
     logprobs: list[str]
     fresh: bool
     ends: float
+    told: bool = False
+    hints: bool = False
 
 
 def machine() -> dict[str, str]:
@@ -165,6 +169,7 @@ async def run(job: Job) -> None:
             shape.vocab,
             job.jitter_s,
             args.get("data_parallel_size", 1),
+            job.hints,
         )
         started = time.perf_counter()
         known = await warm_up(client)
@@ -202,6 +207,8 @@ async def run_cells(
     out = Path(job.out)
     took: dict[str, float] = {}
     for turn, (name, repeat, parameters, digest) in enumerate(job.cells):
+        if job.told and not await asyncio.to_thread(sys.stdin.readline):
+            return
         about |= {"workload": name, "repeat": repeat, "cell": digest}
         if time.time() + took.get(name, 0.0) > job.ends:
             append(out, about | {"status": "not reached", "reason": "time limit"})

@@ -62,6 +62,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="empty all caches before each cell, so that none finds, or pays for, what "
         "another has left; where a configuration cannot, each workload gets an engine",
     )
+    add(
+        "--side-by-side",
+        action="store_true",
+        help="engines of all configurations at once, on the same device, whose cells "
+        "take turns: one start for each, where all of them fit device and host",
+    )
     add_parallel_options(parser)
 
 

@@ -63,7 +63,9 @@ SCALES = {
             # 3.1 times the device cache.
             "multiturn": Sessions(28, 3, (4096, 8192), 512, 64),
             "agent": AGENT,
-            "agent_tools": replace(AGENT, think_s=0.5, name="agent_tools"),
+            "agent_tools": replace(
+                AGENT, think_s=0.5, prewarm_s=0.15, name="agent_tools"
+            ),
             "rotate": ROTATE,
             "overfull": replace(ROTATE, at_once=8, name="overfull"),
             "closed_8": CLOSED,
@@ -90,7 +92,9 @@ SCALES = {
             "below": Below((128, 512, 1024), pause_s=0.05),
             "multiturn": Sessions(12, 3, (512, 1024), 64, 16),
             "agent": TINY_AGENT,
-            "agent_tools": replace(TINY_AGENT, think_s=0.1, name="agent_tools"),
+            "agent_tools": replace(
+                TINY_AGENT, think_s=0.1, prewarm_s=0.03, name="agent_tools"
+            ),
             "rotate": TINY_ROTATE,
             "overfull": replace(TINY_ROTATE, at_once=4, name="overfull"),
             "closed_8": TINY_CLOSED,

@@ -71,6 +71,10 @@ def decode(answers: Sequence[Answer]) -> Metrics:
     return {"decode_ms.mean": 1e3 * float(np.mean(times))} if times else {}
 
 
+PREWARM = {"prewarm": True, "retain": {"priority": 75, "ttl": 2.0}}
+"""Hints of who will be back at once: what was loaded ahead is held for that time."""
+
+
 async def evict(client: Client, *seed: int | str) -> None:
     """Ask for more unrelated prompts than the device cache has room for."""
     size = min(8192, client.max_prompt_tokens // 2)
@@ -95,6 +99,8 @@ class Sessions:
         think_s: from an answer to the next turn, as an agent's tool takes: half of it
             to half more, the same in every run of a seed.
         runs_a_seed: so many runs in a row have the same prompts.
+        prewarm_s: so long before a turn the agent, who sees its tool end, asks for the
+            history (`Client.hints`); 0: it does not.
         at_once: requests that run at a time, of all conversations in turns; 0: all.
             The others are not sent yet: a time to first token is of the engine alone.
 
@@ -107,6 +113,7 @@ class Sessions:
     output: int
     contexts_first: bool = False
     think_s: float = 0.0
+    prewarm_s: float = 0.0
     runs_a_seed: int = 1
     at_once: int = 0
     name: str = "multiturn"
@@ -131,10 +138,16 @@ class Sessions:
             for turn, prompt in enumerate(prompts, start=self.turns - len(prompts)):
                 if turn and self.think_s:
                     luck = random.Random(f"{self.name} {seed} {i} {turn}")
-                    await asyncio.sleep(self.think_s * luck.uniform(0.5, 1.5))
+                    pause_s = self.think_s * luck.uniform(0.5, 1.5)
+                    await self._pause(client, pause_s, i, prompt)
+                last = turn == self.turns - 1
                 async with turns:
                     answer = await client.ask(
-                        f"{i}.{turn}", prompt, self.output, conversation=i
+                        f"{i}.{turn}",
+                        prompt,
+                        self.output,
+                        conversation=i,
+                        hints={"release": True} if last else {},
                     )
                 answers.append(answer)
             return answers
@@ -142,7 +155,7 @@ class Sessions:
         all_prompts = [prompts_of(i) for i in range(self.sessions)]
         if self.contexts_first:
             contexts = (
-                client.ask("context", p.pop(0), 1, conversation=i)
+                client.ask("context", p.pop(0), 1, conversation=i, hints={})
                 for i, p in enumerate(all_prompts)
             )
             await asyncio.gather(*contexts)
@@ -156,6 +169,22 @@ class Sessions:
         if not self.contexts_first:
             metrics |= ttft("first_ttft", [talk[0] for talk in talks])
         return Outcome(metrics, answers)
+
+    async def _pause(
+        self, client: Client, pause_s: float, i: int, prompt: list[int]
+    ) -> None:
+        """Wait for a tool; the history, which is there before, is asked for ahead."""
+        if not (client.hints and self.prewarm_s):
+            await asyncio.sleep(pause_s)
+            return
+        await asyncio.sleep(max(pause_s - self.prewarm_s, 0.0))
+        history = prompt[: -self.more]
+        ahead = asyncio.ensure_future(
+            client.ask("prewarm", history, 1, conversation=i, hints=PREWARM)
+        )
+        await asyncio.sleep(min(pause_s, self.prewarm_s))
+        # Its turn comes when it would have come: nobody waits for the answer.
+        ahead.add_done_callback(asyncio.Future.result)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ class Proven(EvictionPolicy):
 
     `_new` has keys that were used once, `_proven` those that were used again, here or
     since they were evicted; the oldest use first. While protection pays, `_proven`
-    keeps half of the slots, whatever else comes: a scan passes it by. Otherwise the
-    oldest use of all makes room, which is plain LRU: so what was of use to a workload
-    that is over gives way at once.
+    keeps half of the slots, whatever else comes: a scan passes it by. Otherwise, and
+    beyond that half, the oldest use of all makes room, which is plain LRU: so what was
+    of use to a workload that is over gives way at once.
 
     Whether it pays is counted in `_credit`. A hit that LRU would have missed is one
     more, and one that LRU would have had is one less. Age is told in insertions: LRU
@@ -72,10 +72,11 @@ class Proven(EvictionPolicy):
         protects = self._credit > 0
         if not new or not proven:
             from_new = not proven
-        elif protects:
-            from_new = len(proven) <= self._PROVEN * self.num_slots
+        elif protects and len(proven) <= self._PROVEN * self.num_slots:
+            from_new = True
         else:
-            from_new = next(iter(new.values())) < next(iter(proven.values()))
+            # A hit counts no insertion: of two that look as old it is the later one.
+            from_new = next(iter(new.values())) <= next(iter(proven.values()))
         for keys in (new, proven) if from_new else (proven, new):
             for key, used in keys.items():
                 if is_pinned(key):

@@ -45,6 +45,9 @@ class Admission:
     def admits(self, key: Hashable) -> bool:
         return self.uses(key) >= self._from_use
 
+    def clear(self) -> None:
+        """The host was emptied."""
+
     def release(self, keys: Iterable[Hashable]) -> None:
         """Clients say that nobody will ask for `keys` again."""
 

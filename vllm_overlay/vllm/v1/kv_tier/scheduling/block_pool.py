@@ -80,7 +80,9 @@ class TieredBlockPool(BlockPool):
         self.free = FreeBlocks(self)
         # What both tiers hold, and as much of what they have dropped.
         num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
-        self.admission = make_admission(layout, self.num_gpu_blocks, num_keys)
+        self.admission = make_admission(
+            layout, self.num_gpu_blocks, num_keys, self.host.has_room
+        )
         self.storer = BlockStorer(self, self.host, self._draft, self.admission, stats)
         self._writes_through = config.store_policy == "write_through"
         self.prefetches = prefetches = Prefetches(self.costs, tuning)
@@ -311,6 +313,8 @@ class TieredBlockPool(BlockPool):
     def _clear_host(self) -> None:
         self.storer.drop_all()
         self.writer.forget()
+        if self.admission is not None:
+            self.admission.clear()
         if self.backing is not None:
             self.backing.detach("the prefix cache was cleared, maybe for other weights")
 

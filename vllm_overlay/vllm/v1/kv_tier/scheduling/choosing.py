@@ -64,6 +64,7 @@ class ChosenAdmission(SecondUses):
     the tier's own slots, as caches of single objects have it (set dueling): a prefix is
     a hit up to its first block that is missing, and either half would break those of
     the other. Uses of all keys are counted meanwhile, so that a change finds them.
+    Room that nobody has is for every block, whatever was chosen, as in the shadows.
 
     Args:
         num_blocks: Of the device.
@@ -71,6 +72,7 @@ class ChosenAdmission(SecondUses):
         num_ahead: How many of them have what the device has, too.
         eviction_policy: By name or import path.
         num_keys: Keys whose uses are remembered.
+        has_room: Whether the host can take a block that takes no other's place.
         tuning: How large the shadows are, and how often it chooses.
 
     """
@@ -82,9 +84,11 @@ class ChosenAdmission(SecondUses):
         num_ahead: int,
         eviction_policy: str,
         num_keys: int,
+        has_room: Callable[[], bool],
         tuning: SchedulingTuning,
     ) -> None:
         super().__init__(num_keys)
+        self._has_room = has_room
         one_in = max(1, num_slots // tuning.shadow_slots)
         # Never less than a quarter: shadows need room to differ.
         slots = max(1, max(num_slots - num_ahead, num_slots // 4) // one_in)
@@ -113,7 +117,13 @@ class ChosenAdmission(SecondUses):
             self._sample((key,))
 
     def admits(self, key: Hashable) -> bool:
-        return self.admits_all or super().admits(key)
+        return self.admits_all or super().admits(key) or self._has_room()
+
+    def clear(self) -> None:
+        # What was chosen, was chosen for what is gone.
+        self._shadow.clear()
+        self._num_sampled = 0
+        self.admits_all = True
 
     def release(self, keys: Iterable[Hashable]) -> None:
         for key in keys:
@@ -144,7 +154,10 @@ class ChosenAdmission(SecondUses):
 
 
 def make_admission(
-    layout: "KVTierLayout", num_blocks: int, num_keys: int
+    layout: "KVTierLayout",
+    num_blocks: int,
+    num_keys: int,
+    has_room: Callable[[], bool],
 ) -> Admission | None:
     """What the settings say of `store_from_use`; None: store every block.
 
@@ -152,6 +165,7 @@ def make_admission(
         layout: Slots and settings of the host tier.
         num_blocks: Of the device.
         num_keys: Keys whose uses are remembered.
+        has_room: Whether the host can take a block that takes no other's place.
 
     """
     config, num_slots = layout.config, layout.num_slots
@@ -170,5 +184,6 @@ def make_admission(
         num_ahead,
         config.eviction_policy,
         num_keys,
+        has_room,
         layout.tuning,
     )

@@ -8,7 +8,7 @@ a step takes in which requests join that have little to compute.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.kv_tier.plan import StepReport
@@ -30,8 +30,10 @@ class QueuedLoad:
 class Link:
     """What is on its way from the host to the device, and until when.
 
-    Loads come one after the other. The estimate of each is that of the one before and
-    its own time; whatever a report says to have ended corrects all that are behind.
+    Loads of one kind come one after the other, and those of a step before those ahead
+    of one, whenever they were queued: ranks see to that. The estimate of each is that
+    of the one before and its own time; whatever a report says to have ended corrects
+    all that are behind.
 
     Args:
         clock: Seconds, monotonic.
@@ -40,12 +42,13 @@ class Link:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self._queue: deque[QueuedLoad] = deque()
-        self._free_at = 0.0
+        self._loads: deque[QueuedLoad] = deque()
+        self._ahead: deque[QueuedLoad] = deque()
 
-    def end_of(self, seconds: float) -> float:
-        """When loads of `seconds`, queued now, would end."""
-        return max(self.clock(), self._free_at) + seconds
+    @property
+    def free_for_steps_at(self) -> float:
+        """When the next loads of a step could begin."""
+        return _last_end(self._loads, self.clock())
 
     def queue(
         self, kind: str, seq: int, num_blocks: int, seconds: float, not_before: float
@@ -61,12 +64,21 @@ class Link:
 
         """
         now = self.clock()
-        if self._free_at <= now:
-            # Nobody told of their end, but they must have come.
-            self._queue.clear()
-        self._free_at = max(now, self._free_at, not_before) + seconds
-        load = QueuedLoad(kind, seq, num_blocks, self._free_at)
-        self._queue.append(load)
+        for queue in (self._loads, self._ahead):
+            if queue and queue[-1].end <= now:
+                # Nobody told of their end, but they must have come.
+                queue.clear()
+        begin = max(self.free_for_steps_at, not_before)
+        if kind == "load":
+            for ahead in self._ahead:
+                if ahead.end > now:
+                    ahead.end += seconds
+            queue = self._loads
+        else:
+            begin = max(begin, _last_end(self._ahead, now))
+            queue = self._ahead
+        load = QueuedLoad(kind, seq, num_blocks, begin + seconds)
+        queue.append(load)
         return load
 
     def ended(self, kind: str, seq: int, load_s: float) -> None:
@@ -79,17 +91,18 @@ class Link:
 
         """
         now = self.clock()
-        left: deque[QueuedLoad] = deque()
-        free_at = now
-        for load in self._queue:
-            if load.kind == kind and load.seq <= seq:
-                load.end = min(load.end, now)
-                continue
-            free_at += load.num_blocks * load_s
-            load.end = min(load.end, free_at)
-            left.append(load)
-        self._queue = left
-        self._free_at = left[-1].end if left else min(self._free_at, now)
+        queue = self._loads if kind == "load" else self._ahead
+        while queue and queue[0].seq <= seq:
+            load = queue.popleft()
+            load.end = min(load.end, now)
+        end = now
+        for load in (*self._loads, *self._ahead):
+            end += load.num_blocks * load_s
+            load.end = min(load.end, end)
+
+
+def _last_end(queue: Sequence[QueuedLoad], now: float) -> float:
+    return max(now, queue[-1].end) if queue else now
 
 
 class Costs:
@@ -158,8 +171,8 @@ class Costs:
         )
 
     def end_of(self, num_blocks: int) -> float:
-        """When loads of `num_blocks`, queued now, would end."""
-        return self._link.end_of(num_blocks * self.load_s)
+        """When loads of `num_blocks` would end, in the step that is planned now."""
+        return self._link.free_for_steps_at + num_blocks * self.load_s
 
     def stalls(self, end: float, hidden_s: float = 0.0) -> bool:
         """Whether a step planned now would wait too long for loads until `end`.

@@ -52,6 +52,13 @@ class ShadowHost:
         self._policy.insert(key)
         keys.add(key)
 
+    def clear(self) -> None:
+        """All that was stored is void, and so are its hits."""
+        for key in self.keys:
+            self._policy.remove(key)
+        self.keys.clear()
+        self.hits = 0.0
+
     def wrap_policy(self, wrap: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
         """From now on the order of eviction is that of what `wrap` makes of it."""
         self._policy = wrap(self._policy)
@@ -95,6 +102,12 @@ class Shadow:
             victim = device.popitem(last=False)[0]
             for host in self._hosts:
                 host.take(victim)
+
+    def clear(self) -> None:
+        """All that was computed is void."""
+        self._device.clear()
+        for host in self._hosts:
+            host.clear()
 
     def release(self, key: Hashable) -> None:
         """Clients say that nobody will ask for `key` again. The tier keeps it until it

@@ -123,6 +123,10 @@ class SlotTable:
         """The content of slot `index`, if it is filled, and one of this table."""
         return self._by_index[index] if index < self.num_slots else None
 
+    def has_room(self) -> bool:
+        """Whether a slot can be filled at the cost of nothing that may return."""
+        return bool(self._free or self._released)
+
     def filled(self) -> list[HostSlot]:
         return [slot for slot in self._by_index if slot is not None]
 

@@ -44,6 +44,8 @@ class Wait:
     """A request that waits for loads."""
 
     until: float = 0.0
+    latest: float = 0.0
+    """It is asked again by then, whatever the steps of others load meanwhile."""
     num_waits: int = 0
     """How often it has begun to wait."""
     num_blocks: int = 0
@@ -167,7 +169,9 @@ class WaitingRoom:
             prefetched_by=prefetched_by or self.last_prefetch(hits),
             is_part=is_part,
         )
-        self._waits[request] = replace(wait, until=self._end(wait))
+        end = self._end(wait)
+        latest = end + max(0.0, end - self._costs.clock())
+        self._waits[request] = replace(wait, until=end, latest=latest)
 
     def admitted(self, request: Request) -> None:
         """`request` joins the step."""
@@ -178,8 +182,7 @@ class WaitingRoom:
         wait = self._waits.get(request) if self._waits else None
         if wait is None:
             return False
-        # What others have queued since does not make it wait longer.
-        return self._costs.stalls(min(wait.until, self._end(wait)))
+        return self._costs.stalls(min(wait.latest, self._end(wait)))
 
     def num_waited_for(self, without: Request | None = None) -> int:
         """Blocks that requests other than `without` will load in the step that they
@@ -206,7 +209,8 @@ class WaitingRoom:
         if wait.is_part:
             return end - self._tuning.max_prefetch * self._costs.load_s / 2
         if wait.num_blocks:
-            # Once the link is free, nothing else makes the step shorter.
+            # Loads ahead are overtaken. Once no step loads, nothing else makes its own
+            # shorter.
             own = self._costs.end_of(wait.num_blocks) - wait.hidden_s
             end = max(end, min(own, self._costs.end_of(0)))
         return end
