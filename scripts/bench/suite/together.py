@@ -71,8 +71,8 @@ def run_together(
     """
     if new := [name for name, config in configs.items() if not config.resets]:
         raise ValueError(
-            f"--side-by-side: {', '.join(new)} cannot be emptied by a reset, and needs an "
-            "engine for each workload; run it without --side-by-side."
+            f"--side-by-side: {', '.join(new)} cannot be emptied by a reset, and needs "
+            "an engine for each workload; run it without --side-by-side."
         )
     engines: list[Engine] = []
     try:
