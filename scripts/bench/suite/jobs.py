@@ -27,9 +27,9 @@ from .scales import Scale
 START_S = {"cuda": 45.0, "cpu": 15.0}
 """A configuration is not begun with less time left."""
 UTILIZATION = 0.1
-"""`gpu_memory_utilization` of engines side by side: vLLM refuses to start where less than
-this part of the device is free, and takes what `kv_cache_memory_bytes` says all the
-same."""
+"""`gpu_memory_utilization` of engines side by side: vLLM refuses to start where less
+than this part of the device is free, and takes what `kv_cache_memory_bytes` says all
+the same."""
 STOP_S = 8.0
 """For the last cell's files and the engine's end."""
 SHOWN = {
@@ -86,7 +86,7 @@ class Ready:
 
 
 class Told:
-    """Prints what is new in the results, and keeps what started and what did not run."""
+    """Prints what is new in the results, and keeps what started and what did not."""
 
     def __init__(self, out: Path) -> None:
         self._out = out

@@ -52,8 +52,8 @@ class KVTierConfig:
     store_from_use: int | Literal["auto"] = "auto"
     """Store a block only from its n-th use on: being computed is one, and so is a hit.
     `2` spares slots and copies of what never comes back; what does is computed once
-    more first. `auto` tries both on a sample, and does what had more hits of late; it
-    is 1 where there are `secondary_tiers`, which get what comes by the host."""
+    more first. `auto` tries both on a sample, does what had more hits of late, and
+    fills empty slots; it is 1 where `secondary_tiers` get what comes by the host."""
 
     eviction_policy: str = "proven"
     """Which host slot makes room: `proven`, `lru`, `s3fifo`, `arc`, or the import path
