@@ -197,3 +197,47 @@ def test_all_is_stored_above_a_tier_below() -> None:
     below: Any = object()
     assert make_admission(replace(alone, secondary=below), 4, 16, bool) is None
     assert isinstance(make_admission(alone, 4, 16, bool), ChosenAdmission)
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+def test_a_tier_follows_its_choice(policy: str) -> None:
+    tier = Tier(2, 2, store_policy=policy, store_from_use="auto")
+    tier.demoted("xy")
+    assert tier.pool.admission is not None
+    tier.pool.admission.admits_all = False
+    tier.computed("ab")
+    tier.idle(2)
+    tier.computed("cd")
+    assert [tier.where(name) for name in "xyab"] == 2 * ["host"] + 2 * ["nowhere"]
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+def test_room_that_nobody_has_is_for_all(policy: str) -> None:
+    """As it is in the shadow that tries second uses."""
+    tier = Tier(2, 3, store_policy=policy, store_from_use="auto")
+    tier.demoted("xy")
+    assert tier.pool.admission is not None
+    tier.pool.admission.admits_all = False
+    tier.computed("ab")
+    tier.idle(2)
+    tier.computed("cd")
+    where = [tier.where(name) for name in "xyab"]
+    assert where.count("host") == 3 and where[:2] == 2 * ["host"]
+
+
+def test_what_was_chosen_does_not_outlive_a_reset() -> None:
+    """Nor do keys in the shadows, which would be hits that the tier cannot have."""
+    tier = Tier(2, 2, store_from_use="auto")
+    tier.computed("xy")
+    tier.computed("ab")
+    admission: Any = tier.pool.admission
+    admission.admits_all = False
+    admission._again.hits = 5.0
+    assert admission._all.keys
+    assert tier.pool.reset_prefix_cache()
+    assert admission.admits_all and not admission._again.hits
+    assert not admission._all.keys and not admission._shadow._device
+    # The order of eviction has forgotten them, too.
+    tier.computed("cd")
+    tier.computed("ef")
+    assert admission._all.keys == admission._again.keys != set()
