@@ -61,10 +61,7 @@ def main() -> int:
     chosen = config_names(args.configs, known)
     if args.side_by_side:
         together = {name: known[name] for name in chosen}
-        try:
-            run_together(runner, together, args.workloads, repeats)
-        except ValueError as error:
-            sys.exit(str(error))
+        run_together(runner, together, args.workloads, repeats)
     else:
         for name, some in turns(chosen, repeats, args.in_turns):
             runner.run(name, known[name], some)

@@ -15,7 +15,7 @@ class Costs:
     mixed: float = 17e-3  # at least, a forward pass in which a request joins
     prefill: float = 29e-6  # a prompt token, on top of `decode`
     launch: float = 1.5e-3  # the engine's thread, for a step of decoding requests
-    launch_mixed: float = 13e-3  # the same, where no graph fits
+    launch_mixed: float = 13e-3  # the same, where one joins: graphs of pieces
     prepare: float = 0.7e-3  # from the launch until the device begins
     last_layer: float = 1e-3  # of a forward pass after the last load
     send: float = 2e-3  # from client to scheduler
@@ -35,6 +35,11 @@ class Ends:
     def add(self, seq: int, end: float) -> None:
         self._seqs.append(seq)
         self._ends.append(end)
+
+    @property
+    def last(self) -> float:
+        """When all of the work ends."""
+        return self._ends[-1] if self._ends else 0.0
 
     def delay(self, after: float, by: float) -> None:
         """What has not ended at `after` ends `by` seconds later."""

@@ -82,11 +82,9 @@ class Model:
         self._num_sent = 0
         self._live: dict[str, Answer] = {}
         self._device_free = self._store_free = 0.0
-        # Of loads of steps, and ahead of them.
-        self._link_free = self._ahead_free = 0.0
         self._computed, self._stored, self._cleaned = Ends(), Ends(), Ends()
         self._loaded, self._loaded_ahead = Ends(), Ends()
-        self._reports: deque[tuple[float, int, CopyTime]] = deque()
+        self._reports: deque[tuple[int, CopyTime]] = deque()
         # Device blocks with loaded content that no request has used; True: ahead.
         self._unused: dict[int, bool] = {}
 
@@ -225,23 +223,16 @@ class Model:
         if not blocks:
             return 0.0
         took = len(blocks) * self.costs.load
+        begin = max(self._loaded.last, ready)
         if ahead:
-            begin = max(self._link_free, self._ahead_free, ready)
-            self._ahead_free = end = begin + took
+            end = max(begin, self._loaded_ahead.last) + took
             self._loaded_ahead.add(seq, end)
+            self._reports.append((seq, CopyTime(len(blocks), took)))
         else:
             # They overtake loads ahead.
-            begin = max(self._link_free, ready)
-            self._link_free = end = begin + took
+            end = begin + took
             self._loaded.add(seq, end)
             self._loaded_ahead.delay(begin, took)
-            self._ahead_free += took if self._ahead_free > begin else 0.0
-            self._reports = deque(
-                (at + took if at > begin else at, of, copied)
-                for at, of, copied in self._reports
-            )
-        if ahead:
-            self._reports.append((end, seq, CopyTime(len(blocks), took)))
         self.counts.loaded += len(blocks)
         self.counts.link_s += took
         for block in blocks:
@@ -274,8 +265,9 @@ class Model:
         """Wait for a step and return the answers that it completes."""
         self.now = max(self.now, step.end)
         times: Times = {}
-        while self._reports and self._reports[0][0] <= self.now:
-            _, seq, took = self._reports.popleft()
+        ended = self._loaded_ahead.up_to
+        while self._reports and ended(self._reports[0][0]) <= self.now:
+            seq, took = self._reports.popleft()
             times["load_ahead", seq] = took
         if times:
             step.result.kv_tier_report = StepReport(times=times)

@@ -199,29 +199,27 @@ def test_all_is_stored_above_a_tier_below() -> None:
     assert isinstance(make_admission(alone, 4, 16, bool), ChosenAdmission)
 
 
-@pytest.mark.parametrize("policy", ["write_back", "write_through"])
-def test_a_tier_follows_its_choice(policy: str) -> None:
-    tier = Tier(2, 2, store_policy=policy, store_from_use="auto")
+def told_to_wait(policy: str, num_slots: int) -> list[str]:
+    """Where "xy" and "ab" are, if the tier chooses second uses between them."""
+    tier = Tier(2, num_slots, store_policy=policy, store_from_use="auto")
     tier.demoted("xy")
     assert tier.pool.admission is not None
     tier.pool.admission.admits_all = False
     tier.computed("ab")
     tier.idle(2)
     tier.computed("cd")
-    assert [tier.where(name) for name in "xyab"] == 2 * ["host"] + 2 * ["nowhere"]
+    return [tier.where(name) for name in "xyab"]
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+def test_a_tier_follows_its_choice(policy: str) -> None:
+    assert told_to_wait(policy, 2) == 2 * ["host"] + 2 * ["nowhere"]
 
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through"])
 def test_room_that_nobody_has_is_for_all(policy: str) -> None:
     """As it is in the shadow that tries second uses."""
-    tier = Tier(2, 3, store_policy=policy, store_from_use="auto")
-    tier.demoted("xy")
-    assert tier.pool.admission is not None
-    tier.pool.admission.admits_all = False
-    tier.computed("ab")
-    tier.idle(2)
-    tier.computed("cd")
-    where = [tier.where(name) for name in "xyab"]
+    where = told_to_wait(policy, 3)
     assert where.count("host") == 3 and where[:2] == 2 * ["host"]
 
 

@@ -61,7 +61,6 @@ class Ready:
         command: That starts it.
         env: Its environment.
         log: Where its output goes.
-        records: How many there were before.
 
     """
 
@@ -70,7 +69,6 @@ class Ready:
     command: list[str]
     env: dict[str, str]
     log: Path
-    records: int
 
     def start(self, stdin: int | None = None) -> subprocess.Popen[bytes]:
         """Start it in a group of its own: the engine core ends with it."""
@@ -86,7 +84,8 @@ class Ready:
 
 
 class Told:
-    """Prints what is new in the results, and keeps what started and what did not."""
+    """Prints what is new in the results, and keeps what started, what has a record and
+    what could not be run."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -94,6 +93,12 @@ class Told:
         self.missing: list[dict[str, Any]] = []
         self.started: set[str] = set()
         """Configurations whose engine has warmed up."""
+        self._recorded: set[tuple[str, str]] = set()
+
+    def left(self, ready: Ready) -> list[Cell]:
+        """The cells of a process that have no record."""
+        name = ready.about["config"]
+        return [cell for cell in ready.cells if (name, cell[3]) not in self._recorded]
 
     def tell(self) -> None:
         new = read(self._out)[self._lines :]
@@ -104,6 +109,7 @@ class Told:
                 text = f"started in {r['start_s']} s, warm-up {r['warm_up_s']} s"
                 print(f"{r['config']:20} {text}", flush=True)
                 continue
+            self._recorded.add((r["config"], r["cell"]))
             cell = f"{r['config']:20} {r['workload']} {r['repeat']}"
             if r["status"] != "ok":
                 self.missing.append(r)
@@ -238,7 +244,7 @@ class Runner:
         module = "suite.one_config" if self._events is None else "suite.recorded_config"
         command = [sys.executable, "-m", module, str(path)]
         env = self._environment(name, config)
-        return Ready(about, cells, command, env, log, len(read(args.out)))
+        return Ready(about, cells, command, env, log)
 
     def end(self, ready: Ready, process: subprocess.Popen[bytes]) -> None:
         """Stop a process, and give its cells that have no record one."""
@@ -248,16 +254,11 @@ class Runner:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        left = [cell for cell in ready.cells if cell[3] not in self.recorded(ready)]
+        self.told.tell()
+        left = self.told.left(ready)
         late = reason == "time limit"
         self._give_up(ready.about, left, "not reached" if late else "failed", reason)
         self.told.tell()
-
-    def recorded(self, ready: Ready) -> set[str]:
-        """The cells of a process that have a record of it."""
-        new = read(self._args.out)[ready.records :]
-        mine = [r for r in new if r["config"] == ready.about["config"]]
-        return {r["cell"] for r in mine if "cell" in r}
 
     def _cells(
         self, name: str, settings: str, workloads: list[str], repeats: range

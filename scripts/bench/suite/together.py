@@ -6,14 +6,19 @@ all configurations need one start each, and what is compared ran within a minute
 """
 
 import subprocess
+import sys
 import time
 from contextlib import suppress
+from itertools import product
+from typing import IO
 
 from .configs import Config
 from .jobs import Ready, Runner
 
 LOOK_S = 0.1
 """How often results are looked at: this long may pass between two cells."""
+END_S = 5.0
+"""For an engine to end by itself, when its last cell is done."""
 
 
 class Engine:
@@ -21,40 +26,45 @@ class Engine:
 
     def __init__(self, runner: Runner, ready: Ready) -> None:
         self._runner = runner
-        self.ready = ready
-        self.process = ready.start(subprocess.PIPE)
+        self._ready = ready
+        self._process = ready.start(subprocess.PIPE)
 
-    def waits_for(self, num_cells: int) -> bool:
-        """Whether it runs, there is time, and fewer of its cells have a record."""
-        self._runner.told.tell()
-        runs = self.process.poll() is None and time.time() < self._runner.ends
-        return runs and len(self._runner.recorded(self.ready)) < num_cells
+    def start(self) -> None:
+        """Wait until it is warmed up."""
+        name = self._ready.about["config"]
+        while self._runs() and name not in self._runner.told.started:
+            time.sleep(LOOK_S)
 
-    def starts(self) -> bool:
-        """Whether it is still on its way to its first cell."""
-        name = self.ready.about["config"]
-        return name not in self._runner.told.started and self.waits_for(1)
-
-    def run_cell(self) -> None:
-        """Run the next cell, until it has a record."""
-        done = len(self._runner.recorded(self.ready))
-        stdin = self.process.stdin
-        assert stdin is not None
+    def run_cell(self, workload: str, repeat: int) -> None:
+        """Run this cell, which is its next one or none, until it has a record."""
+        cells = [cell for cell in self._ready.cells if cell[:2] == (workload, repeat)]
+        if not cells:
+            return
         with suppress(BrokenPipeError):
-            stdin.write(b"next\n")
-            stdin.flush()
-        while self.waits_for(done + 1):
+            self._stdin.write(b"next\n")
+            self._stdin.flush()
+        while self._runs() and cells[0] in self._runner.told.left(self._ready):
             time.sleep(LOOK_S)
 
     def end(self) -> None:
         """Let it end by itself if all is done; stop it otherwise."""
-        assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.close()
-        if not self.waits_for(len(self.ready.cells)):
+            self._stdin.close()
+        if not self._runner.told.left(self._ready):
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=5)
-        self._runner.end(self.ready, self.process)
+                self._process.wait(timeout=END_S)
+        self._runner.end(self._ready, self._process)
+
+    @property
+    def _stdin(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    def _runs(self) -> bool:
+        """Whether it runs, and there is time; results are looked at before."""
+        runs = self._process.poll() is None and time.time() < self._runner.ends
+        self._runner.told.tell()
+        return runs
 
 
 def run_together(
@@ -63,14 +73,11 @@ def run_together(
     """Run all cells of the configurations, in engines that are there at once.
 
     One starts after the other: what it compiles, the next one finds, and what it
-    measures of the machine, as the tier does of its copies, nobody disturbs.
-
-    Raises:
-        ValueError: A configuration needs new engines in between.
-
+    measures of the machine, as the tier does of its copies, nobody disturbs. Ends with
+    a message if a configuration needs new engines in between.
     """
     if new := [name for name, config in configs.items() if not config.resets]:
-        raise ValueError(
+        sys.exit(
             f"--side-by-side: {', '.join(new)} cannot be emptied by a reset, and needs "
             "an engine for each workload; run it without --side-by-side."
         )
@@ -79,14 +86,11 @@ def run_together(
         for name, config in configs.items():
             if ready := runner.prepare(name, config, workloads, repeats, told=True):
                 engines.append(Engine(runner, ready))
-                while engines[-1].starts():
-                    time.sleep(LOOK_S)
-        turns = [(w, repeat) for repeat in repeats for w in workloads]
-        for i, turn in enumerate(turns):
+                engines[-1].start()
+        for i, (repeat, workload) in enumerate(product(repeats, workloads)):
             first = i % max(len(engines), 1)
             for engine in engines[first:] + engines[:first]:
-                if turn in {(cell[0], cell[1]) for cell in engine.ready.cells}:
-                    engine.run_cell()
+                engine.run_cell(workload, repeat)
     finally:
         for engine in engines:
             engine.end()

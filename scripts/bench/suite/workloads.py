@@ -130,6 +130,8 @@ class Sessions:
                 prompts.append(prompts[-1] + new)
             return prompts
 
+        # Nobody waits for them, but none outlasts the run.
+        prewarms: list[asyncio.Future[Answer]] = []
         # Who has waited longest is next.
         turns = asyncio.Semaphore(self.at_once or self.sessions)
 
@@ -139,7 +141,7 @@ class Sessions:
                 if turn and self.think_s:
                     luck = random.Random(f"{self.name} {seed} {i} {turn}")
                     pause_s = self.think_s * luck.uniform(0.5, 1.5)
-                    await self._pause(client, pause_s, i, prompt)
+                    prewarms.extend(await self._pause(client, pause_s, i, prompt))
                 last = turn == self.turns - 1
                 async with turns:
                     answer = await client.ask(
@@ -161,6 +163,7 @@ class Sessions:
             await asyncio.gather(*contexts)
         started = time.perf_counter()
         talks = await asyncio.gather(*(talk(i, p) for i, p in enumerate(all_prompts)))
+        await asyncio.gather(*prewarms)
         answers = [answer for talk in talks for answer in talk]
         metrics = summary(answers, started) | decode(answers)
         later = [a for talk in talks for a in talk[0 if self.contexts_first else 1 :]]
@@ -172,19 +175,22 @@ class Sessions:
 
     async def _pause(
         self, client: Client, pause_s: float, i: int, prompt: list[int]
-    ) -> None:
-        """Wait for a tool; the history, which is there before, is asked for ahead."""
+    ) -> list[asyncio.Future[Answer]]:
+        """Wait for a tool; the history, which is there before, is asked for ahead.
+
+        Returns:
+            The request for it, if there is one, which goes on.
+
+        """
         if not (client.hints and self.prewarm_s):
             await asyncio.sleep(pause_s)
-            return
+            return []
         await asyncio.sleep(max(pause_s - self.prewarm_s, 0.0))
         history = prompt[: -self.more]
-        ahead = asyncio.ensure_future(
-            client.ask("prewarm", history, 1, conversation=i, hints=PREWARM)
-        )
+        ask = client.ask("prewarm", history, 1, conversation=i, hints=PREWARM)
+        prewarm = asyncio.ensure_future(ask)
         await asyncio.sleep(min(pause_s, self.prewarm_s))
-        # Its turn comes when it would have come: nobody waits for the answer.
-        ahead.add_done_callback(asyncio.Future.result)
+        return [prewarm]
 
 
 @dataclass(frozen=True)
