@@ -172,7 +172,7 @@ def replicas(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     server.kill()
 
 
-def ask(server: Server, replica: int) -> list[Answer]:
+def ask(server: Server, replica: int | None = None) -> list[Answer]:
     """The answers of one engine to what the workload `served` asks."""
     return [
         _answer(
