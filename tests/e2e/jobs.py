@@ -154,6 +154,7 @@ JOBS = {
             "handed_over",
             "tier_load_fails_beside_a_connector",
             *FEATURES,
+            "kept_asleep",
         ],
     ),
     "small": Job(COMMON | CHUNKED | device(SMALL)),
@@ -254,9 +255,9 @@ JOBS = {
     "verify": Job(
         COMMON
         | device(SMALL)
-        | tier(1000, verify=True)
+        | tier(1000, verify=True, keep_while_asleep=True)
         | {"async_scheduling": True, "prefix_caching_hash_algo": "sha256_cbor"},
-        ["conversations", "overcommit", "hash_algorithm", *REFUSED],
+        ["conversations", "overcommit", "hash_algorithm", "kept_asleep", *REFUSED],
     ),
 }
 

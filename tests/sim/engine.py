@@ -165,18 +165,22 @@ class Engine:
         done = self._scheduler.reset_prefix_cache(**options)
         if done:
             self.events["reset running" if self._live else "reset"] += 1
-            self._epoch += 1
-            self._invariants.start_over()
-            for conversation in self._live.values():
-                old = conversation.truth
-                root = self._roots[conversation.request.request_id]
-                conversation.truth = Sequence(
-                    root, len(old.values), self._epoch, old.tokens
-                )
-                conversation.num_hashes = 0
-                self._learn_hashes(conversation)
+            self._change_weights()
         self._check()
         return done
+
+    def _change_weights(self) -> None:
+        """What was computed is wrong from now on."""
+        self._epoch += 1
+        self._invariants.start_over()
+        for conversation in self._live.values():
+            old = conversation.truth
+            root = self._roots[conversation.request.request_id]
+            conversation.truth = Sequence(
+                root, len(old.values), self._epoch, old.tokens
+            )
+            conversation.num_hashes = 0
+            self._learn_hashes(conversation)
 
     @property
     def _can_reset_running(self) -> bool:

@@ -228,11 +228,14 @@ class Worker(ForwardPasses):
         if not (self._steps or self._stores or self._ahead):
             return self
         worker = self._copy()
-        worker.run_all()
-        last = worker._last_seq
-        worker._run_stores(last, None)
-        worker._run_ahead(last)
+        worker.settle()
         return worker
+
+    def settle(self) -> None:
+        """Execute everything queued, as before the device's memory goes away."""
+        self.run_all()
+        self._run_stores(self._last_seq, None)
+        self._run_ahead(self._last_seq)
 
     def _copy(self) -> "Worker":
         new = copy(self)

@@ -114,10 +114,13 @@ def test_every_key_is_taken(model: str) -> None:
         "secondary_tiers": [{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}],
         "quotas": {"tenant-a": 0.5},
         "shrink_after_s": 5.0,
+        "keep_while_asleep": True,
         "check_memory": False,
     }
-    # Not all releases take this one.
-    left = {} if keys_are_bytes() else {"secondary_tiers": None}
+    # Not all releases take the first, which the second cannot stand beside.
+    left: dict[str, Any] = {"keep_while_asleep": False}
+    if not keys_are_bytes():
+        left = {"secondary_tiers": None}
     taken = {key: value for key, value in options.items() if key not in left}
     found = tier(model, kv_offloading_config=taken)
     assert found == KVTierConfig(size_bytes=GiB // 2, **options | left)
@@ -264,6 +267,7 @@ def test_data_parallel_engines_that_do_not_fit_together(
         ({"copy_engine": None}, ["unknown copy_engine None"]),
         ({"copy_engine": ["dma"]}, ["unknown copy_engine ['dma']"]),
         ({"layerwise_loads": 1}, ["layerwise_loads must be true or false", "got 1"]),
+        ({"keep_while_asleep": 0}, ["keep_while_asleep must be true", "got 0"]),
         ({"load_budget_gib": 2}, ["unknown key 'load_budget_gib'"]),
         ({"check_memory": "no"}, ["check_memory must be true or false", "got 'no'"]),
         ({"verify": "on"}, ["verify must be true or false", "got 'on'"]),

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from vllm import envs
 from vllm.v1.kv_tier.memory.limits import check_fits, host_memory, total_host_bytes
 from vllm.v1.kv_tier.policy import make_policy
+from vllm.v1.kv_tier.scheduling.asleep import check_asleep
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, check_engine, check_tiers
+from vllm.v1.kv_tier.scheduling.connectors import offloading_claim
 from vllm.v1.kv_tier.scheduling.executors import refused_executor
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, check_shrink_after
 from vllm.v1.kv_tier.scheduling.quotas import check_quotas
+from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
 from vllm.v1.kv_tier.scheduling.takers import takes_plans
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.stores.by_name import check_entry
@@ -106,6 +109,11 @@ class KVTierConfig:
     many seconds, or before when the machine runs short; what it held goes to the host.
     CPU engines only. `null` (None): never. The page Giving memory back has the rest."""
 
+    keep_while_asleep: bool = False
+    """Keep what the host has while the engine sleeps (level 1), for when it wakes up,
+    unless anything is called meanwhile that may change weights. What only the device
+    had is lost. Not together with `secondary_tiers` or KV events yet."""
+
     check_memory: bool = True
     """Refuse a size above the memory that is available at start. `false` on machines
     whose memory grows on demand (ballooning)."""
@@ -179,9 +187,9 @@ class KVTierConfig:
                 f"{flag}: unknown copy_engine {self.copy_engine!r}. "
                 f"Use one of {', '.join(COPY_ENGINES)}."
             )
-        for name in ("layerwise_loads", "verify", "share_replicas", "check_memory"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if field.type is bool and not isinstance(value, bool):
                 raise ValueError(
                     f"{flag}: {name} must be true or false, got {value!r}."
                 )
@@ -209,7 +217,7 @@ class KVTierConfig:
                 "Turn prefix caching on, or remove the backend."
             )
         transfer = vllm_config.kv_transfer_config
-        if transfer is not None and (claim := _offloading_claim(transfer)):
+        if transfer is not None and (claim := offloading_claim(transfer)):
             raise ValueError(
                 f"{backend} and --kv-transfer-config kv_connector={claim!r} both "
                 "offload KV blocks to host memory. Remove one of them; connectors "
@@ -235,6 +243,7 @@ class KVTierConfig:
         self._check_platform()
         if self.secondary_tiers:
             check_engine(vllm_config)
+        check_asleep(self.keep_while_asleep, bool(self.secondary_tiers), vllm_config)
         self._check_stages(vllm_config)
         if (
             self.check_memory
@@ -372,6 +381,8 @@ class KVTierLayout:
     """The tier below, if there is one."""
     elastic: ElasticLayout | None = None
     """Who maps device memory, if any of it is given back."""
+    rank_calls: RankCalls | None = None
+    """Tell of a sleep, if slots are kept meanwhile."""
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
@@ -387,14 +398,3 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _offloading_claim(transfer: Any) -> str | None:
-    """Name of a configured connector that offloads to host memory, if any."""
-    names = [transfer.kv_connector]
-    extra = transfer.kv_connector_extra_config or {}
-    names += [c.get("kv_connector") for c in extra.get("connectors", [])]
-    for name in names:
-        if name and ("Offload" in name or "LMCache" in name):
-            return name
-    return None

@@ -36,6 +36,7 @@ from vllm.v1.kv_tier.scheduling.below import (
     layout,
 )
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, pages_of_ranks
+from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
 from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.identity import namespace
 from vllm.v1.kv_tier.stores.settings import ALWAYS, StoreConfig
@@ -100,6 +101,7 @@ def start_kv_tier(
             config, vllm_config, executor, kv_cache_config, num_slots
         ),
         elastic=_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
+        rank_calls=_rank_calls(config, executor),
     )
     logger.info(
         "KV tier: %d host slots (%.2f GiB on %d ranks%s) behind %d device blocks; "
@@ -112,6 +114,15 @@ def start_kv_tier(
         config.store_policy,
         config.eviction_policy,
     )
+
+
+def _rank_calls(config: KVTierConfig, executor: Any) -> RankCalls | None:
+    """Calls of `executor`, if slots are kept while the engine sleeps."""
+    if not config.keep_while_asleep:
+        return None
+    calls = RankCalls()
+    calls.listen(executor)
+    return calls
 
 
 def flush_kv_tier(scheduler: Any, executor: Any) -> None:

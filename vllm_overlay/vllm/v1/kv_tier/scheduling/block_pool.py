@@ -10,10 +10,8 @@ The life of a block beyond the device:
     take_plan ends the step ── write ─────────▶ next victims stored ahead
 
 Everything a step needs moved is in its `StepPlan`. A key is registered the moment
-its copy is queued, since the workers put copies and compute in order.
-
-This module has what upstream calls for each block and each step. What is decided there
-belongs to the room `scheduling`, a module for each state.
+its copy is queued, since the workers put copies and compute in order. This module has
+what upstream calls for each block and each step; other modules decide.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -84,6 +82,8 @@ class TieredBlockPool(BlockPool):
             layout, self.num_gpu_blocks, num_keys, self.host.has_room
         )
         self.storer = BlockStorer(self, self.host, self._draft, self.admission, stats)
+        self.forget_slots = self.storer.drop_all
+        """What a reset does to the slots. Public, since `Asleep` has another way."""
         self._writes_through = config.store_policy == "write_through"
         self.prefetches = prefetches = Prefetches(self.costs, tuning)
         common = self, self.free, self.host
@@ -311,7 +311,7 @@ class TieredBlockPool(BlockPool):
         return True
 
     def _clear_host(self) -> None:
-        self.storer.drop_all()
+        self.forget_slots()
         self.writer.forget()
         if self.admission is not None:
             self.admission.clear()
