@@ -207,15 +207,23 @@ def test_a_host_that_is_off_stays_off(tier: Sleeper) -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_below", "has_events", "named"),
-    [(True, False, "secondary_tiers"), (False, True, "--kv-events-config")],
+    ("has_below", "has_events", "dtype", "named"),
+    [
+        (True, False, "auto", "secondary_tiers"),
+        (False, True, "auto", "--kv-events-config"),
+        # Releases set its scales anew when they wake up.
+        (False, False, "fp8_e5m2", "--kv-cache-dtype fp8_e5m2"),
+    ],
 )
 def test_what_does_not_know_of_it_is_refused(
-    has_below: bool, has_events: bool, named: str
+    has_below: bool, has_events: bool, dtype: str, named: str
 ) -> None:
-    events = SimpleNamespace(enable_kv_cache_events=has_events)
-    engine: Any = SimpleNamespace(kv_events_config=events)
+    def engine(has_events: bool, dtype: str) -> Any:
+        events = SimpleNamespace(enable_kv_cache_events=has_events)
+        cache = SimpleNamespace(cache_dtype=dtype)
+        return SimpleNamespace(kv_events_config=events, cache_config=cache)
+
     with pytest.raises(ValueError, match=f"keep_while_asleep and {named} do not go"):
-        check_asleep(True, has_below, engine)
-    check_asleep(False, has_below, engine)
-    check_asleep(True, False, SimpleNamespace(kv_events_config=None))  # type: ignore
+        check_asleep(True, has_below, engine(has_events, dtype))
+    check_asleep(False, has_below, engine(has_events, dtype))
+    check_asleep(True, False, engine(False, "bfloat16"))

@@ -112,7 +112,7 @@ class KVTierConfig:
     keep_while_asleep: bool = False
     """Keep what the host has while the engine sleeps (level 1), for when it wakes up,
     unless anything is called meanwhile that may change weights. What only the device
-    had is lost. Not together with `secondary_tiers` or KV events yet."""
+    had is lost. Not together with `secondary_tiers`, KV events or fp8 KV yet."""
 
     check_memory: bool = True
     """Refuse a size above the memory that is available at start. `false` on machines

@@ -23,6 +23,9 @@ logger = init_logger(__name__)
 
 _KV = "kv_cache"
 _LEVEL = 1
+_UNSCALED = ("auto", "half", "float16", "bfloat16", "float", "float32")
+"""Types of KV that are read as they were written: a release may set the scales of the
+others anew when an engine wakes up."""
 
 
 class Stage(Enum):
@@ -140,9 +143,12 @@ def check_asleep(keeps: bool, has_tiers_below: bool, vllm_config: "VllmConfig") 
 
     """
     events = getattr(vllm_config, "kv_events_config", None)
+    cache = getattr(vllm_config, "cache_config", None)
+    dtype = getattr(cache, "cache_dtype", "auto")
     others = {
         "secondary_tiers": has_tiers_below,
         "--kv-events-config": getattr(events, "enable_kv_cache_events", False),
+        f"--kv-cache-dtype {dtype}": dtype not in _UNSCALED,
     }
     for name, is_set in others.items():
         if keeps and is_set:
