@@ -49,10 +49,6 @@ class Machine:
                 start_new_session=True,
             )
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     def plug_in(self) -> None:
         here, there = self.cable
         _ip("netns", "add", self._name)

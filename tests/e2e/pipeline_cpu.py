@@ -10,6 +10,12 @@ is asked of it.
 from inspect import getsource
 from typing import Any
 
+STAGES = [
+    *("--pipeline-parallel-size", "2"),
+    *("--worker-extension-cls", "tests.e2e.pipeline_extension.BuffersBetweenStages"),
+]
+"""Flags of a server with two of them."""
+
 
 def run_pipelines_in_process() -> None:
     """Let engines in this process have several steps in flight. Those of the first

@@ -14,6 +14,7 @@ import pytest
 from .below import HIT, NEEDS_KEYS, ask, directory, objects, prompts, serving, writes
 from .jobs import BLOCK_TOKENS, WITH_RANKS
 from .model import make_llama, make_tokenizer
+from .pipeline_cpu import STAGES
 from .release import CHOOSES_REPLICAS, REPLICAS_ENVIRONMENT
 from .workloads import text
 
@@ -29,12 +30,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_llama(tmp_path_factory.mktemp("ranks"))
     make_tokenizer(model)
     return model
-
-
-STAGES = [
-    *("--pipeline-parallel-size", "2"),
-    *("--worker-extension-cls", "tests.e2e.pipeline_extension.BuffersBetweenStages"),
-]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, WITH_RANKS, GiB
+from .pipeline_cpu import STAGES
 from .release import ENVIRONMENT, cache_bytes
 from .server import Server
 from .test_http import CORE, server_environment
@@ -17,10 +18,6 @@ from .workloads import text
 
 PROMPT_BLOCKS = 14
 WITHIN_S = 60.0
-BUFFERS = [
-    "--worker-extension-cls",
-    "tests.e2e.pipeline_extension.BuffersBetweenStages",
-]
 
 
 def flags(num_blocks: int, num_ranks: int) -> list[str]:
@@ -57,7 +54,7 @@ def wait_for(found: Callable[[], bool]) -> bool:
         pytest.param(1024, [], id="one rank"),
         # Half of each layer: a page, which is of 2 MiB of each, has twice the blocks.
         pytest.param(2048, ["-tp", "2"], id="TP=2", marks=WITH_RANKS),
-        pytest.param(1024, ["-pp", "2", *BUFFERS], id="PP=2", marks=WITH_RANKS),
+        pytest.param(1024, STAGES, id="PP=2", marks=WITH_RANKS),
     ],
 )
 def test_memory_goes_and_prefixes_come_back(

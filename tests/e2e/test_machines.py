@@ -37,9 +37,8 @@ PORT = 29477
 
 
 class Node(NamedTuple):
-    """The second machine, and what runs there."""
+    """What runs on the second machine."""
 
-    machine: Machine
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -61,7 +60,7 @@ def machine() -> Iterator[Machine]:
 def start_there(machine: Machine, model: Path, flags: list[str], log: Path) -> Node:
     env = environment_on(THERE, machine.cable[1])
     there = [*flags, "--node-rank", "1", "--headless"]
-    return Node(machine, machine.start(command(model, *there), env, log), log)
+    return Node(machine.start(command(model, *there), env, log), log)
 
 
 def end(node: Node) -> None:

@@ -213,6 +213,19 @@ def test_waits_last_until_admission_and_know_their_loads() -> None:
     assert "| rank 0, load_ahead | 3 |" in text
 
 
+def test_sums_and_means_are_of_all_steps() -> None:
+    """A level counts for as long as its step takes."""
+    events = [
+        *step_events(1, 1.0, 1.1, joined=1, prefill=250),
+        *step_events(2, 1.1, 1.4),
+    ]
+    text = "\n".join(tables(steps_of(events), [], []))
+    assert (
+        "250 tokens of prompts in 1 steps of 0.1 s. Forward passes take 0.008" in text
+    )
+    assert "| free blocks | 17.5 | 15 | 10 | 20 |" in text
+
+
 def test_a_run_without_decoding_says_so() -> None:
     assert [*tables([step(decode_tokens=0)], [], [])] == ["No step decoded."]
 

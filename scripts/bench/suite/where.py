@@ -48,6 +48,12 @@ def tables(
         "the end of the one before; parts that run beside others add up to more. "
         "Medians, if not said otherwise."
     )
+    prefill = [step for step in steps if step.counts["prefill_tokens"]]
+    yield (
+        f"{number(sum(s.counts['prefill_tokens'] for s in prefill))} tokens of prompts "
+        f"in {len(prefill)} steps of {number(sum(s.seconds for s in prefill))} s. "
+        f"Forward passes take {number(sum(s.forward_s for s in steps))} s of all steps."
+    )
     yield "### Steps that decode, by what differs"
     yield markdown(HEADER, [row(name, some, busy) for name, some in split(decoding)])
     yield "### Steps that decode, by class"
@@ -58,7 +64,7 @@ def tables(
             HEADER, [row(name, some, busy) for name, some in classes(others)]
         )
     yield "### Free blocks, and requests"
-    yield markdown(["", "median", "least", "most"], list(levels(steps)))
+    yield markdown(["", "mean", "median", "least", "most"], list(levels(steps)))
     if copies:
         yield "### Copies"
         yield markdown(COPIES, list(copy_rows(copies)))
@@ -123,6 +129,8 @@ def row(name: str, steps: Sequence[Step], busy_s: float) -> list[str]:
 
 
 def levels(steps: Sequence[Step]) -> Iterator[list[str]]:
+    """Numbers of each step; their mean is over the time that steps take."""
+    busy = sum(step.seconds for step in steps)
     names = {
         "running": "requests that run",
         "waiting": "requests that wait",
@@ -131,7 +139,8 @@ def levels(steps: Sequence[Step]) -> Iterator[list[str]]:
     }
     for key, name in names.items():
         found = [step.counts[key] for step in steps]
-        values = (statistics.median(found), min(found), max(found))
+        mean = sum(step.seconds * step.counts[key] for step in steps) / busy
+        values = (mean, statistics.median(found), min(found), max(found))
         yield [name, *map(number, values)]
 
 
