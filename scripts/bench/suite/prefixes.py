@@ -40,10 +40,11 @@ class Latency:
                 "device": prefixes[n] + some(self.tail, n, "second tail"),
                 "unseen": some(n, "unseen") + some(self.tail, n, "last tail"),
             }
-            if other := others.get(n):
-                await client.ask(f"prewarm-{n}", other, 1, hints=PREWARM)
-                prompts["prewarmed"] = other + some(self.tail, n, "other tail")
+            if n in others:
+                prompts["prewarmed"] = others[n] + some(self.tail, n, "other tail")
             for kind, prompt in prompts.items():
+                if kind == "prewarmed":
+                    await client.ask(f"prewarm-{n}", others[n], 1, hints=PREWARM)
                 await asyncio.sleep(self.pause_s)
                 asked[kind, n] = await client.ask(f"{kind}-{n}", prompt, 1)
         cells = [(kind, n) for kind in prompts for n in self.lengths]
