@@ -41,11 +41,7 @@ def kv_cache_memory(wrapper: Any, kv_cache_config: Any) -> Iterator[None]:
 
     """
     config = KVTierConfig.from_vllm_config(wrapper.vllm_config)
-    if (
-        config is None
-        or config.shrink_after_s is None
-        or wrapper.worker.device.type == "cpu"
-    ):
+    if config is None or config.shrink_after_s is None or not _on_gpu(wrapper):
         yield
         return
     made: list[KvcachedMemory] = []
@@ -73,7 +69,7 @@ def device_pages(wrapper: Any) -> tuple[DevicePages, list[int]] | None:
         ValueError: The KV cache was made by torch.
 
     """
-    if wrapper.worker.model_runner.device.type == "cpu":
+    if not _on_gpu(wrapper):
         return None
     if (pages := getattr(wrapper, "kv_pages", None)) is None:
         raise ValueError(
@@ -81,6 +77,10 @@ def device_pages(wrapper: Any) -> tuple[DevicePages, list[int]] | None:
             "newer, which make the KV cache in one piece of memory. Remove it."
         )
     return pages
+
+
+def _on_gpu(wrapper: Any) -> bool:
+    return wrapper.worker.device.type != "cpu"
 
 
 def num_mapped(wrapper: Any, num_blocks: int) -> int:
