@@ -4,8 +4,7 @@
     PYTHONPATH=scripts:scripts/bench python scripts/bench/elastic.py --out build/elastic
 
 Each configuration is a pair of engines with random weights. Both are there all the
-time; their bursts come in turns, and each burst asks all prefixes of the one before
-again.
+time; their bursts come in turns. An engine has two sets of prefixes, one a burst.
 
 core       the tier, with device memory from kvcached (`shrink_after_s`)
 kvcached   kvcached's own integration, without a tier
@@ -37,7 +36,7 @@ from suite.model import SHAPES
 from suite.records import Output
 
 GIB = 1 << 30
-SHRINK_S = 3.0
+SHRINK_S = 2.0
 WITHIN_S = 8.0
 START_S = 240.0
 BACK_BAR, FOUND_BAR = 0.95, 0.9
@@ -56,6 +55,7 @@ class Scale:
     output: int
     block: int
     batch: int
+    sets: int = 2
 
     @property
     def burst_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Scale:
         return tokens * SHAPES[self.shape].kv_bytes_per_token(itemsize)
 
 
-GPU = Scale("8b", "bfloat16", 16, 6144, 128, 32, 16, 8192)
+GPU = Scale("8b", "bfloat16", 12, 6144, 128, 32, 16, 8192)
 CPU = Scale("tiny", "float32", 4, 384, 32, 8, 32, 512)
 
 
@@ -212,6 +212,7 @@ class Bench:
             llm | more,
             letter,
             scale.requests,
+            scale.sets,
             scale.prefix,
             scale.tail,
             scale.output,
@@ -223,7 +224,7 @@ class Bench:
 
     def pair(self, name: str) -> list[Engine]:
         """The engines of a configuration, idle."""
-        host_gib = 2 * self.scale.burst_bytes / GIB
+        host_gib = 1.15 * self.scale.sets * self.scale.burst_bytes / GIB
         env: dict[str, str] = {}
         kv_bytes, more = self.kv_bytes, dict[str, Any]()
         if name == "core":
@@ -249,15 +250,22 @@ class Bench:
         try:
             for letter in letters:
                 engines.append(self.start(name, letter, kv_bytes, more, **env))
-                told = engines[-1].told(START_S)
-                print(f"  {name} {letter}: ready in {told['start_s']} s", flush=True)
-                if name in ("core", "kvcached"):
+                if name == "core":
+                    # The second one has what the first one gives back.
+                    self._wait_until_ready(name, engines[-1])
                     time.sleep(SHRINK_S + 2)
+            for engine in engines if name != "core" else []:
+                self._wait_until_ready(name, engine)
         except BaseException:
             for engine in engines:
                 engine.end()
             raise
         return engines
+
+    def _wait_until_ready(self, name: str, engine: Engine) -> None:
+        told = engine.told(START_S)
+        letter = engine.job.name
+        print(f"  {name} {letter}: ready in {told['start_s']} s", flush=True)
 
     def _autopatched(self) -> str:
         """A folder with which Python starts as it does where kvcached is installed in
@@ -283,8 +291,7 @@ class Bench:
                     burst = engine.ask(burst=number)
                     burst |= {"config": name, "used": {"before": before}}
                     burst["used"] |= {"idle": begun, "end": used_bytes()}
-                    waits = name in ("core", "kvcached")
-                    time.sleep(WITHIN_S if waits else 1.0)
+                    time.sleep(WITHIN_S if name == "core" else 1.0)
                     burst["used"]["later"] = used_bytes()
                     burst["later"] = engine.ask(tell=True)["metrics"]
                     found.append(burst)
@@ -310,7 +317,7 @@ class Bench:
         good = True
         ttft = {name: self._ttft(bursts) for name, bursts in found.items()}
         for name, times in ttft.items():
-            again = [b for b in found[name] if b["burst"]]
+            again = [b for b in found[name] if self._is_known(b)]
             asked = len(again) * self.scale.requests * self.scale.prefix
             hits = sum(chain(*(b["cached"] for b in again))) / max(1, asked)
             last = [b["later"].get("vllm:num_preemptions", 0) for b in found[name]]
@@ -330,7 +337,7 @@ class Bench:
             return good
         for burst in core:
             bar(f"given back by {burst['engine']}", self._given_back(burst), BACK_BAR)
-        again = [b for b in core if b["burst"]]
+        again = [b for b in core if self._is_known(b)]
         cached = sum(min(c, self.scale.prefix) for b in again for c in b["cached"])
         whole = self.scale.prefix // self.scale.block * self.scale.block
         asked = len(again) * self.scale.requests * whole
@@ -354,8 +361,11 @@ class Bench:
         return good
 
     def _ttft(self, bursts: Sequence[dict[str, Any]]) -> list[float]:
-        """Of all bursts but the first of each engine, which computes everything."""
-        return [t for b in bursts if b["burst"] for t in b["ttft_s"]]
+        """Of all bursts with prefixes that were there before."""
+        return [t for b in bursts if self._is_known(b) for t in b["ttft_s"]]
+
+    def _is_known(self, burst: dict[str, Any]) -> bool:
+        return burst["burst"] >= self.scale.sets
 
     def _given_back(self, burst: dict[str, Any]) -> float:
         """Part of the KV memory that a burst has taken which is free again, seen from
@@ -393,8 +403,8 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--configs", nargs="+", default=["core", "kvcached", "offload", "plain"]
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory-gib", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--memory-gib", type=float, default=16.0)
     parser.add_argument("--patched", default="", help="a PYTHONPATH for patched vLLM")
     parser.add_argument("--plain", default="", help="the same, not patched")
     parser.add_argument("--kvcached-site", default="", help="where kvcached lies")

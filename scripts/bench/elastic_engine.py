@@ -43,7 +43,8 @@ class Job:
         llm: arguments of the engine.
         name: of the engine; its prompts are its own.
         requests: of a burst.
-        prefix: tokens of a request that each burst has again.
+        sets: of prefixes; bursts have them in turns.
+        prefix: tokens of a request that later bursts have again.
         tail: tokens behind them that are new.
         output: tokens of an answer.
         out: a line for each thing that it was asked.
@@ -55,6 +56,7 @@ class Job:
     llm: dict[str, Any]
     name: str
     requests: int
+    sets: int
     prefix: int
     tail: int
     output: int
@@ -64,7 +66,8 @@ class Job:
 def prompt(job: Job, request: int, burst: int) -> list[int]:
     """The same for every configuration."""
     vocab = range(3, SHAPES[job.shape].vocab)
-    prefix = random.Random(f"{job.name} {request}").choices(vocab, k=job.prefix)
+    name = f"{job.name} {burst % job.sets} {request}"
+    prefix = random.Random(name).choices(vocab, k=job.prefix)
     tail = random.Random(f"{job.name} {request} {burst}").choices(vocab, k=job.tail)
     return prefix + tail
 

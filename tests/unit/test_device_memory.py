@@ -13,7 +13,15 @@ from vllm.v1.kv_tier.memory.kvcached import KvcachedMemory, _runs, shared_limit
 from vllm.v1.worker import utils
 
 from ..names import WorkerWrapperBase
-from .test_gpu_pages import NUM_BLOCKS, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, Gpu, Memory
+from .test_gpu_pages import (
+    NUM_BLOCKS,
+    NUM_LAYERS,
+    NUM_PAGES,
+    PAGE,
+    PAGE_BYTES,
+    Gpu,
+    Memory,
+)
 
 NUM_BYTES = NUM_LAYERS * NUM_BLOCKS * 24
 HAS_SEAM = hasattr(utils, "new_kv_cache")
@@ -96,7 +104,7 @@ def test_part_of_the_kv_cache_has_memory_at_first(wrapper: Any) -> None:
     initialize(wrapper)
     found = device_memory.device_pages(wrapper)
     assert found is not None and found[1]
-    assert device_memory.num_mapped(wrapper, NUM_BLOCKS) == found[1][0] * 8
+    assert device_memory.num_mapped(wrapper, NUM_BLOCKS) == found[1][0] * PAGE
 
 
 @pytest.mark.skipif(not HAS_SEAM, reason="another way to make KV caches")

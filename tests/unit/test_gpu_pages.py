@@ -13,9 +13,10 @@ from vllm.v1.kv_tier.scheduling.gpu_pages import GpuPages
 
 DRIVER_PAGE = 64
 NUM_BLOCKS, BLOCK_BYTES, NUM_LAYERS = 100, 24, 3
-# Of blocks: three of the driver's pages in each layer, which is eight blocks.
-PAGE_BYTES = 8 * BLOCK_BYTES * NUM_LAYERS
-NUM_PAGES = 13
+# Of blocks: more than two of the driver's pages in each layer.
+PAGE = 6
+PAGE_BYTES = PAGE * BLOCK_BYTES * NUM_LAYERS
+NUM_PAGES = 17
 
 
 class Gpu:
@@ -62,7 +63,7 @@ class Memory:
 
     def backs(self, page: int) -> bool:
         """Whether each byte of a page's blocks has memory."""
-        blocks = range(page * 8, min(page * 8 + 8, NUM_BLOCKS))
+        blocks = range(page * PAGE, min((page + 1) * PAGE, NUM_BLOCKS))
         starts = [
             (layer * NUM_BLOCKS + block) * BLOCK_BYTES
             for layer in range(NUM_LAYERS)
@@ -80,7 +81,7 @@ class Memory:
 
 def test_a_page_has_memory_in_every_layer_until_it_goes() -> None:
     memory = Memory(Gpu())
-    assert (memory.pages.blocks_per_page, memory.pages.num_pages) == (8, NUM_PAGES)
+    assert (memory.pages.blocks_per_page, memory.pages.num_pages) == (PAGE, NUM_PAGES)
     assert memory.pages.page_bytes == PAGE_BYTES
     for order in (range(NUM_PAGES), range(NUM_PAGES - 1, -1, -1)):
         mapped: set[int] = set()
@@ -112,7 +113,7 @@ def test_as_many_as_fit_are_mapped_at_first() -> None:
     memory = Memory(Gpu())
     memory.gpu.free = memory.gpu.total // 50 + 4 * PAGE_BYTES
     absent = memory.pages.map_at_first()
-    assert absent[-1] == NUM_PAGES - 1 and 9 <= len(absent) <= 10
+    assert absent == [*range(absent[0], NUM_PAGES)] and 3 <= absent[0] <= 4
     assert all(memory.backs(page) != (page in absent) for page in range(NUM_PAGES))
     assert memory.gpu.free >= memory.gpu.total // 50 - 2 * NUM_LAYERS * DRIVER_PAGE
 
@@ -180,7 +181,7 @@ class Engine:
 def test_pages_go_and_come() -> None:
     gpu = Gpu()
     engine = Engine(gpu)
-    assert engine.pages.missing == [] and engine.pages.blocks_per_page == 8
+    assert engine.pages.missing == [] and engine.pages.blocks_per_page == PAGE
     engine.give(NUM_PAGES - 1)
     assert gpu.free >= gpu.total - 2 * PAGE_BYTES
     assert engine.take(3) == 3

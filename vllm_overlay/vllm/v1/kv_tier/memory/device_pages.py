@@ -19,8 +19,9 @@ from vllm.v1.kv_tier.memory.regions import Region
 _KEPT_FREE = 1 / 50
 _LEAST_FREE = 1 / 100
 
-# In each region. Whoever gives back one page amid others frees one less.
-_DRIVER_PAGES = 3
+# In each region. Whoever gives back one page amid others frees one less; but the page
+# of the block that stands for none never goes.
+_DRIVER_PAGES = 2
 
 
 class DeviceMemory(Protocol):

@@ -5,6 +5,7 @@ shared memory where its tools set limits and look at use.
 Nothing else of it is used: its integration replaces upstream's block pool.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
@@ -64,7 +65,8 @@ class KvcachedMemory:
         self._stream = torch.cuda.Stream(device, priority=-1)
         # Else it is the end of the process that takes the memory back, page by page,
         # when the driver is gone already: with an error each.
-        Finalize(self, _shut_down, (self._vmm, device), exitpriority=10)
+        self._lock = threading.Lock()
+        Finalize(self, _shut_down, (self._vmm, device, self._lock), exitpriority=10)
 
     def map(self, pages: Sequence[int]) -> bool:
         """Give pages that have none memory, all zero: all of them, or none where there
@@ -78,19 +80,26 @@ class KvcachedMemory:
 
         """
         torch.cuda.set_device(self._device)
-        try:
-            if not self._vmm.map_to_kv_tensors(_offsets(pages), _GROUP):
+        is_mapped = False
+        with self._lock:
+            try:
+                is_mapped = self._vmm.map_to_kv_tensors(_offsets(pages), _GROUP)
+                if is_mapped:
+                    self._clear(pages)
+                return is_mapped
+            except RuntimeError as e:
+                logger.debug("KV tier: no device memory now: %s", e)
+                if is_mapped:
+                    self._vmm.unmap_from_kv_tensors(_offsets(pages), _GROUP)
                 return False
-        except RuntimeError as e:
-            logger.debug("KV tier: no device memory now: %s", e)
-            return False
-        # Of others' memory, and keys that are not numbers spoil attention even where
-        # they are masked.
+
+    def _clear(self, pages: Sequence[int]) -> None:
+        """It was others' memory, and what is not a number spoils attention even where
+        it is masked."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for first, end in _runs(pages):
                 self.memory[first * PAGE_BYTES : end * PAGE_BYTES].zero_()
             self._stream.synchronize()
-        return True
 
     def unmap(self, pages: Sequence[int]) -> None:
         """Give the memory of pages back.
@@ -100,7 +109,8 @@ class KvcachedMemory:
 
         """
         torch.cuda.set_device(self._device)
-        self._vmm.unmap_from_kv_tensors(_offsets(pages), _GROUP)
+        with self._lock:
+            self._vmm.unmap_from_kv_tensors(_offsets(pages), _GROUP)
 
     def free_bytes(self) -> tuple[int, int]:
         """Free memory of the GPU, and all that it has."""
@@ -127,7 +137,11 @@ class SharedLimit:
 
     def limit_bytes(self) -> int | None:
         """What is set now; None if somebody has removed it."""
-        info = self._utils.get_kv_cache_limit(self.name)
+        try:
+            info = self._utils.get_kv_cache_limit(self.name)
+        except (OSError, ValueError):
+            # Somebody is about to make it anew.
+            return None
         return None if info is None else info.total_size
 
     def tell(self, used: int, ahead: int) -> None:
@@ -141,17 +155,19 @@ class SharedLimit:
         shm, struct = self._utils.RwLockedShm, self._utils.MemInfoStruct
         try:
             # Its write lock would make the file anew.
-            if self._utils.get_kv_cache_limit(self.name) is None:
+            if self.limit_bytes() is None:
                 return
             with shm(self.name, struct.SHM_SIZE, shm.WLOCK) as buffer:
                 info = struct.from_buffer(buffer)
                 info.used_size, info.prealloc_size = used, ahead
                 info.write_to_buffer(buffer)
-        except OSError as e:
+        except (OSError, ValueError) as e:
             logger.warning_once("KV tier: kvtop sees no use of this engine: %s", e)
 
 
-def _shut_down(vmm: Any, device: torch.device) -> None:
+def _shut_down(vmm: Any, device: torch.device, lock: threading.Lock) -> None:
+    # For good: a thread that maps waits until the process ends.
+    lock.acquire()
     torch.cuda.synchronize(device)
     vmm.shutdown_kvcached()
 
