@@ -20,27 +20,24 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from elastic_engine import Job
+from elastic_processes import Engine, Job, taken_away, used_bytes
 from suite.equality import Comparison, compare
 from suite.model import SHAPES
 from suite.records import Output
 
 GIB = 1 << 30
+START_S = 240.0
 SHRINK_S = 2.0
 WITHIN_S = 8.0
-START_S = 240.0
 BACK_BAR, FOUND_BAR = 0.95, 0.9
-HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -67,109 +64,6 @@ class Scale:
 
 GPU = Scale("8b", "bfloat16", 12, 6144, 128, 32, 16, 8192)
 CPU = Scale("tiny", "float32", 4, 384, 32, 8, 32, 512)
-
-
-class Engine:
-    """A process with an engine.
-
-    Args:
-        job: What it is.
-        python_path: Where it finds vLLM, before all else.
-        env: More of its environment.
-
-    """
-
-    def __init__(self, job: Job, python_path: str, env: dict[str, str]) -> None:
-        self.job = job
-        self._out = Path(job.out)
-        self._out.unlink(missing_ok=True)
-        file = self._out.with_suffix(".job")
-        file.write_text(json.dumps(asdict(job)))
-        paths = [env.get("PYTHONPATH", ""), python_path, str(HERE), str(HERE.parent)]
-        paths.append(os.environ.get("PYTHONPATH", ""))
-        env = os.environ | env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        with self._out.with_suffix(".log").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "elastic_engine.py"), str(file)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=env,
-                text=True,
-                start_new_session=True,
-            )
-        self._num_told = 0
-
-    def told(self, timeout_s: float) -> dict[str, Any]:
-        """The next thing that it tells.
-
-        Raises:
-            RuntimeError: It ended, or took too long. Has the end of its log.
-
-        """
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            lines = self._out.read_text().splitlines() if self._out.exists() else []
-            if len(lines) > self._num_told:
-                self._num_told += 1
-                return json.loads(lines[self._num_told - 1])
-            if self._process.poll() is not None:
-                break
-            time.sleep(0.02)
-        log = self._out.with_suffix(".log").read_text()
-        raise RuntimeError(f"{self.job.name} did not answer:\n{log[-3000:]}")
-
-    def ask(self, timeout_s: float = 120.0, **what: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        return self.told(timeout_s)
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            # Its engine core is of the same session.
-            os.killpg(self._process.pid, 9)
-            self._process.wait()
-
-
-def used_bytes() -> int:
-    """Memory of the first GPU that is in use, by all processes; 0 without one."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return 0
-    return int(found.stdout.split()[0]) << 20
-
-
-@contextmanager
-def taken_away(keep_bytes: int | None) -> Iterator[None]:
-    """Leave so much of the GPU's free memory, and take all else."""
-    if keep_bytes is None:
-        yield
-        return
-    code = (
-        "import sys, torch; free = torch.cuda.mem_get_info()[0]; "
-        f"kept = torch.empty(max(0, free - {keep_bytes}), dtype=torch.int8, "
-        "device='cuda'); print('taken', flush=True); sys.stdin.read()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdin is not None
-    process.stdout.readline()
-    try:
-        yield
-    finally:
-        process.stdin.close()
-        process.wait()
 
 
 class Bench:
@@ -316,6 +210,7 @@ class Bench:
         """Print a table and the bars; whether all that were measured hold."""
         good = True
         ttft = {name: self._ttft(bursts) for name, bursts in found.items()}
+        ttft = {name: times for name, times in ttft.items() if times}
         for name, times in ttft.items():
             again = [b for b in found[name] if self._is_known(b)]
             asked = len(again) * self.scale.requests * self.scale.prefix
@@ -333,8 +228,9 @@ class Bench:
             sign = "holds" if value >= least else "MISSED"
             print(f"bar {sign}: {what} {value:.3f}, at least {least:.3f}")
 
-        if (core := found.get("core")) is None:
-            return good
+        if "core" not in ttft:
+            return False
+        core = found["core"]
         for burst in core:
             bar(f"given back by {burst['engine']}", self._given_back(burst), BACK_BAR)
         again = [b for b in core if self._is_known(b)]
@@ -342,8 +238,8 @@ class Bench:
         whole = self.scale.prefix // self.scale.block * self.scale.block
         asked = len(again) * self.scale.requests * whole
         bar("of evicted prefixes come back", cached / max(1, asked), FOUND_BAR)
-        last = max(b["later"].get("vllm:num_preemptions", 0) for b in core)
-        bar("preemptions, negative", -last, 0)
+        preempted = [float(b["later"].get("vllm:num_preemptions", 0)) for b in core]
+        bar("preemptions, negative", -max(preempted), 0)
         mean, median = statistics.mean, statistics.median
         if "kvcached" in ttft:
             ratio = mean(ttft["kvcached"]) / mean(ttft["core"])
@@ -408,6 +304,9 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--patched", default="", help="a PYTHONPATH for patched vLLM")
     parser.add_argument("--plain", default="", help="the same, not patched")
     parser.add_argument("--kvcached-site", default="", help="where kvcached lies")
+    parser.add_argument(
+        "--limit-s", type=float, default=1e9, help="start nothing later than this"
+    )
     parser.add_argument("--cpu", action="store_true")
     return parser.parse_args(arguments)
 
@@ -421,15 +320,24 @@ def main(arguments: Sequence[str]) -> int:
     weights = 2 * SHAPES[bench.scale.shape].num_parameters
     # Weights, activations and contexts of both engines.
     keep = bench.kv_bytes + 2 * (weights + 4 * GIB)
+    started = time.monotonic()
     for name in options.configs:
         begun = time.monotonic()
+        if begun - started > options.limit_s:
+            print(f"{name}: left out, there is no time", flush=True)
+            failed = True
+            continue
         try:
             with taken_away(None if options.cpu else keep):
                 found[name] = bench.run(name)
-        except RuntimeError as e:
+        except (RuntimeError, KeyboardInterrupt) as e:
             failed = True
-            print(f"{name}: {e}", flush=True)
+            print(f"{name}: {type(e).__name__}: {e}", flush=True)
         print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
+    for file in options.out.glob("*.jsonl"):
+        # Of another call.
+        if (name := file.stem) in ("core", "kvcached", "offload", "plain"):
+            found.setdefault(name, list(map(json.loads, file.open())))
     return 0 if bench.judge(found) and not failed else 1
 
 

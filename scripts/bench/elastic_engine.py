@@ -13,11 +13,11 @@ import json
 import random
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 # Imported at the top: a spawned engine core imports this module as its main one.
+from elastic_processes import Job
 from suite.client import Client
 from suite.loader import LOAD_FORMAT
 from suite.model import SHAPES, write_config
@@ -31,36 +31,6 @@ METRICS = (
     "vllm:kv_tier_mapped_pages",
     "vllm:kv_tier_given_back_pages",
 )
-
-
-@dataclass(frozen=True)
-class Job:
-    """What an engine is, and what its bursts are made of.
-
-    Attributes:
-        shape: one of `suite.model.SHAPES`.
-        dtype: torch's name of it.
-        llm: arguments of the engine.
-        name: of the engine; its prompts are its own.
-        requests: of a burst.
-        sets: of prefixes; bursts have them in turns.
-        prefix: tokens of a request that later bursts have again.
-        tail: tokens behind them that are new.
-        output: tokens of an answer.
-        out: a line for each thing that it was asked.
-
-    """
-
-    shape: str
-    dtype: str
-    llm: dict[str, Any]
-    name: str
-    requests: int
-    sets: int
-    prefix: int
-    tail: int
-    output: int
-    out: str
 
 
 def prompt(job: Job, request: int, burst: int) -> list[int]:

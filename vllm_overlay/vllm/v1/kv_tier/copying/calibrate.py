@@ -185,26 +185,12 @@ def choose_engines(
         # A rank without KV memory (pipeline parallel) has nothing to copy.
         none = TorchCopyEngine(regions, slots)
         return CopyEngines(none, none, none, math.inf, math.inf)
+    blocks = num_blocks or regions[0].blocks.shape[0]
     names = CANDIDATES[requested]
-    num_blocks = num_blocks or regions[0].blocks.shape[0]
-    found, errors = _measure(
-        {name: kinds[name] for name in names},
-        regions,
-        slots,
-        device,
-        pinned,
-        num_blocks,
-    )
+    found, errors = _measure(names, kinds, regions, blocks, slots, device, pinned)
     if not found and requested == "auto":
         names = ("torch",)
-        found, errors = _measure(
-            {name: kinds[name] for name in names},
-            regions,
-            slots,
-            device,
-            pinned,
-            num_blocks,
-        )
+        found, errors = _measure(names, kinds, regions, blocks, slots, device, pinned)
     if not found:
         raise _refused(requested, errors[names[-1]])
     engines = {name: measured.engine for name, measured in found.items()}
@@ -248,17 +234,19 @@ def _refused(requested: str, error: Exception) -> Exception:
 
 
 def _measure(
+    names: Sequence[str],
     kinds: Mapping[str, EngineKind],
     regions: Sequence[Region],
+    num_blocks: int,
     slots: torch.Tensor,
     device: torch.device,
     pinned: bool,
-    num_blocks: int,
 ) -> tuple[dict[str, _Measured], dict[str, Exception]]:
     """The engines that run here, and for each other one why it does not."""
     found: dict[str, _Measured] = {}
     errors: dict[str, Exception] = {}
-    for name, kind in kinds.items():
+    for name in names:
+        kind = kinds[name]
         try:
             if kind.needs_gpu:
                 _check_memory(device, pinned)
