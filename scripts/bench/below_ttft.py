@@ -125,7 +125,9 @@ def written(server: Server) -> float:
     return sum(server.metrics("vllm:kv_tier_secondary_stored_blocks_total").values())
 
 
-def until_written(server: Server, num_blocks: float, replica: int | None = None) -> None:
+def until_written(
+    server: Server, num_blocks: float, replica: int | None = None
+) -> None:
     """Short requests, whose steps begin and end writes, until so many are written."""
     limit = time.monotonic() + 120
     while written(server) < num_blocks:

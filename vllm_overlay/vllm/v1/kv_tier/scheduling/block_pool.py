@@ -202,7 +202,9 @@ class TieredBlockPool(BlockPool):
         speaks = self.releasing.speaks(request)
         self._may_load = self.releasing.may_load(request) if speaks else None
         below = self.backing if self._serves_host else None
-        if below is not None and below.fetching.holds_back(request):
+        if below is not None and below.fetching.holds_back(
+            request, not has_scheduled_reqs
+        ):
             return True
         return has_scheduled_reqs and self.waiting.is_loading(request)
 

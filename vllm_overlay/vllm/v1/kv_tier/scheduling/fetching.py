@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills slots from the tiers below, for requests that wait in the queue."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -140,6 +141,8 @@ class Fetching:
         # Nobody tells of requests that are aborted.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
         self._num_asked = 0
+        # How long this step waits for answers.
+        self._until = 0.0
         self._num_filling = [0] * len(sources)
 
     def forget(self) -> None:
@@ -152,15 +155,24 @@ class Fetching:
 
     def end_step(self) -> None:
         """The step is complete."""
-        self._num_asked = 0
+        self._num_asked, self._until = 0, 0.0
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a request waits for an answer or for a job."""
-        return any(wait.questions or wait.jobs for wait in self._waits.values())
+        """Whether a request waits for a job."""
+        return any(wait.jobs for wait in self._waits.values())
 
-    def holds_back(self, request: Request) -> bool:
-        """Whether `request` waits. Asks for it the first time."""
+    def holds_back(self, request: Request, is_idle: bool) -> bool:
+        """Whether `request` waits. Asks for it the first time.
+
+        Args:
+            request: That waits in the queue.
+            is_idle: The step runs nothing so far, so that it may wait for the answer a
+                moment: else another empty step, which takes longer, would find it.
+
+        """
+        if is_idle and not self._until:
+            self._until = time.monotonic() + self._tuning.answer_wait_s
         now = self._costs.clock()
         wait = self._waits.get(request)
         if wait is None:
@@ -211,12 +223,20 @@ class Fetching:
 
     def _ask(self, request: Request, now: float) -> _Wait:
         wait = _Wait(now)
-        sources = [source for source in self._sources if source.is_open(now)]
+        sources = [
+            source
+            for source in self._sources
+            if source.is_open(now) and source.is_worth_it
+        ]
         # Each block of the prompt is looked up, so not where nobody is asked.
         if sources and not self._jobs.is_detached:
             wait.wanted = self._missing(request)
         if wait.wanted:
-            wait.questions = {each: each.ask(wait.wanted) for each in sources}
+            wait.questions = {
+                source: source.ask(wait.wanted)
+                for source in sources
+                if source.is_worth_asking(len(wait.wanted))
+            }
         wait.is_over = not wait.questions
         return wait
 
@@ -238,7 +258,7 @@ class Fetching:
 
     def _hear(self, request: Request, wait: _Wait) -> None:
         for source, question in list(wait.questions.items()):
-            answer = source.take_answer(question)
+            answer = source.take_answer(question, self._until)
             if answer is None:
                 continue
             del wait.questions[source]
