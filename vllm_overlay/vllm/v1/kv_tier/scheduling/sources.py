@@ -149,8 +149,9 @@ class Source:
     def is_late(self, since: float, now: float) -> None:
         """A request that has waited since then goes on without what has not come."""
         self._stats.late_requests += 1
-        if self._last_came >= since:
-            # It brings others what they wait for: it is busy, and not dead.
+        if self._last_came >= since or not self.is_open(now):
+            # It brings others what they wait for: it is busy, and not dead. Or it is
+            # left alone already, and these had asked before.
             return
         self._num_late += 1
         if self._num_late < self._tuning.max_late_fetches:
