@@ -8,6 +8,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
     make_block_hash_with_group_id,
@@ -243,15 +244,17 @@ class Fetching:
     def _missing(self, request: Request) -> list[Wanted]:
         """Full blocks of a request that neither device nor host has."""
         missing = []
-        # Every block of every prompt comes by here.
         on_host, on_device = self._table.get, self._is_cached
         for group_id, size in enumerate(self._layout.block_sizes):
-            num_tokens = 0
-            for block_hash in hashes_of_blocks(request, self._hash_size, size):
-                num_tokens += size
-                key = make_block_hash_with_group_id(block_hash, group_id)
-                if on_host(key) is None and not on_device(key):
-                    missing.append(Wanted(key, num_tokens))
+            suffix = make_block_hash_with_group_id(BlockHash(b""), group_id)
+            hashes = hashes_of_blocks(request, self._hash_size, size)
+            # Every block of every prompt comes by here.
+            missing += [
+                Wanted(BlockHashWithGroupId(key), num_blocks * size)
+                for num_blocks, block_hash in enumerate(hashes, 1)
+                if on_host(key := block_hash + suffix) is None  # type: ignore[arg-type]
+                and not on_device(key)  # type: ignore[arg-type]
+            ]
         if len(self._layout.block_sizes) > 1:
             missing.sort(key=lambda wanted: wanted.num_tokens)
         return missing
