@@ -120,33 +120,43 @@ def ask(
     return seconds, details.get("cached_tokens") or 0
 
 
-def until_written(server: Server, num_blocks: int, replica: int | None = None) -> None:
+def written(server: Server) -> float:
+    """Blocks that all engines of a server have written below."""
+    return sum(server.metrics("vllm:kv_tier_secondary_stored_blocks_total").values())
+
+
+def until_written(
+    server: Server, num_blocks: float, replica: int | None = None
+) -> None:
     """Short requests, whose steps begin and end writes, until so many are written."""
-    name, limit = "vllm:kv_tier_secondary_stored_blocks", time.monotonic() + 120
-    while sum(server.metrics(f"{name}_total").values()) < num_blocks:
+    limit = time.monotonic() + 120
+    while written(server) < num_blocks:
         assert time.monotonic() < limit, "not all is written"
         server.complete([3, 4, 5], replica, max_tokens=2, ignore_eos=True)
 
 
 def share(bench: Bench, sides: Sequence[tuple[Server, int | None]], what: str) -> None:
     """What one side computed, the other one is asked for."""
-    for i, side in enumerate(sides):
-        ask(side[0], bench.prompt(what, "warm-up", i), side[1])
-    computed, found = [], []
-    written = {id(server): 0 for server, _ in sides}
-    for server, _ in sides:
-        written[id(server)] += bench.blocks
-    for i in range(bench.rounds):
-        one, other = sides[i % 2], sides[1 - i % 2]
-        seconds, cached = ask(one[0], bench.prompt(what, i), one[1])
+
+    def compute(side: tuple[Server, int | None], *seed: int | str) -> float:
+        server, replica = side
+        before = written(server)
+        seconds, cached = ask(server, bench.prompt(what, *seed), replica)
         assert not cached, "it was cached"
-        computed.append(seconds)
-        written[id(one[0])] += bench.blocks
-        until_written(one[0], written[id(one[0])], one[1])
-        seconds, cached = ask(other[0], bench.prompt(what, i), other[1])
+        # Only an engine that has steps writes: nobody else's make it do so.
+        until_written(server, before + bench.blocks, replica)
+        return seconds
+
+    for i, side in enumerate(sides):
+        compute(side, "warm-up", i)
+    computed, found = [], []
+    for i in range(bench.rounds):
+        computed.append(compute(sides[i % 2], i))
+        server, replica = sides[1 - i % 2]
+        # What it finds is in its host then, and is not written again.
+        seconds, cached = ask(server, bench.prompt(what, i), replica)
         assert cached == bench.blocks * BLOCK, f"{cached} tokens were found"
         found.append(seconds)
-        # What it has found is in its host, and is not written again.
     a, b = statistics.median(computed), statistics.median(found)
     print(f"{what}: computed {a * 1e3:.0f} ms, found {b * 1e3:.0f} ms")
     ratios = [y / x for x, y in zip(computed, found)]

@@ -232,7 +232,8 @@ def _tier_layout(setup: Setup) -> KVTierLayout | None:
         locality="LOCAL",
         asker=Asker(lambda keys: [False] * len(keys)),
         store_from_use=2,
-        deadline_s=1.0,
+        # It is asked in each step, however long one takes on a busy machine.
+        deadline_s=600.0,
     )
     below = SecondaryLayout((tier,), 1, (BLOCK_SIZE,), 64, 64, 4 * NUM_SLOTS)
     return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES, secondary=below)

@@ -82,6 +82,7 @@ class SimulatedStore:
     def __init__(
         self, below: Below, block_bytes: int, clock: Callable[[], float]
     ) -> None:
+        self.ask_s = below.latency_s
         self._below = below
         self._block_bytes = block_bytes
         self._max_objects = below.num_bytes // block_bytes
@@ -103,7 +104,7 @@ class SimulatedStore:
         heapq.heappush(self._ends, (due, number, None, 0.0))
         return number
 
-    def take_answer(self, number: int) -> list[bool] | None:
+    def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
         """For each key of a question whether it is there; None: no answer yet."""
         due, answer = self._answers[number]
         if due > self._clock():

@@ -26,6 +26,8 @@ class Objects:
 
     """
 
+    ask_s = 0.0
+
     def __init__(self, rng: Random, clock: Clock, max_delay: int) -> None:
         self.objects: dict[bytes, list[int]] = {}
         self._rng = rng
@@ -42,7 +44,7 @@ class Objects:
         self._questions[self._num_asked] = self.later(), list(keys)
         return self._num_asked
 
-    def take_answer(self, number: int) -> list[bool] | None:
+    def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
         due, keys = self._questions[number]
         if due > self._clock.now:
             return None

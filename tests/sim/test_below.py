@@ -74,8 +74,8 @@ def test_scripts_with_a_tier_below() -> None:
 
 def hold_nothing(patch: pytest.MonkeyPatch) -> None:
     """A slot that is being written below may make room."""
-    patch.setattr(SlotTable, "hold", lambda self, indices, keys: None)
-    patch.setattr(SlotTable, "end_hold", lambda self, indices, keys: None)
+    patch.setattr(SlotTable, "hold", lambda self, *held: None)
+    patch.setattr(SlotTable, "end_hold", lambda self, *held: None)
 
 
 def write_what_is_not_settled(patch: pytest.MonkeyPatch) -> None:

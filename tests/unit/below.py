@@ -37,10 +37,12 @@ class Store:
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
+        self.num_asked = 0
         self.answers = threading.Event()
         self.answers.set()
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        self.num_asked += 1
         self.answers.wait()
         return [each in self.keys for each in keys]
 
@@ -60,6 +62,7 @@ class Below:
         fetches_always: bool = False,
         miss_s: float = 0.0,
         assumed_prefill_s: float = 1e3,
+        answer_wait_s: float = 0.0,
         **layout: Any,
     ) -> None:
         # The thread that asks holds it, and nothing else of the test.
@@ -98,8 +101,10 @@ class Below:
                 "fetch_part": 1 / 2,
                 "max_asks": 4,
                 "assumed_prefill_s": assumed_prefill_s,
+                "answer_wait_s": answer_wait_s,
             },
         )
+        self.asker = tiers[0].asker
         self.pool = self.tier.pool
         self.backing = self.pool.backing
         assert self.backing is not None

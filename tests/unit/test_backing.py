@@ -4,6 +4,7 @@
 import pytest
 
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
+from vllm.v1.kv_tier.scheduling import sources
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
 from .below import SETTLED, Below, Request, key
@@ -180,14 +181,23 @@ def test_a_request_goes_on_at_its_deadline_and_what_comes_later_is_kept() -> Non
     assert below.where("a") == "host"
 
 
-def test_a_store_that_never_answers_is_left_alone_after_a_few() -> None:
+def test_a_store_that_never_answers_is_left_alone_after_a_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     below = Below(deadline_s=5.0)
     below.store.answers.clear()
-    for i in range(3):
-        request = Request("a")
-        assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
-        below.tier.now += 5.1
-        assert not below.pool.is_loading(request, False), i  # type: ignore[arg-type]
+    logged: list[tuple] = []
+    monkeypatch.setattr(sources.logger, "error", lambda *said: logged.append(said))
+    # Eight wait at once: two steps ask for four each.
+    requests = [Request("a") for _ in range(8)]
+    for _ in range(2):
+        below.tier.begin()
+        assert all(below.pool.is_loading(each, False) for each in requests)  # type: ignore[arg-type]
+        below.tier.end()
+    below.tier.now += 5.1
+    for each in requests:
+        assert not below.pool.is_loading(each, False)  # type: ignore[arg-type]
+    assert len(logged) == 1 and below.stats().late_requests == 8
     # Nobody waits any more, for a while.
     late = Request("a")
     assert not below.pool.is_loading(late, False)  # type: ignore[arg-type]
@@ -252,10 +262,10 @@ def test_what_was_given_up_in_a_step_is_not_taken_for_a_block() -> None:
     below = Below()
     below.store.keys = {key("a"), key("z")}
     below.end(below.begins_to_fetch(Request("z"), "z"))
-    below.pool.costs.prefill_s = 0.05
     request = Request("ab")
     below.tier.begin()
     below.asked(request)
+    below.pool.costs.prefill_s = 0.05
     hit = (below.tier.find("a"),)
     assert below.tier.try_promote(*hit, request=request) is None
     assert below.where("a") == "nowhere"
@@ -281,15 +291,25 @@ def test_computing_is_not_waited_for_where_it_is_cheaper() -> None:
     below = Below()
     below.store.keys = {key(name) for name in "abcd"}
     below.end(below.begins_to_fetch(Request("a"), "a"))
-    # A block takes 0.1 seconds to come, as was told.
-    below.pool.costs.prefill_s = 0.05
     request = Request("b")
     below.tier.begin()
     below.asked(request)
+    # A block takes 0.1 seconds to come, as was told.
+    below.pool.costs.prefill_s = 0.05
     assert below.tier.try_promote(below.tier.find("b"), request=request) is None
     assert not below.tier.end().secondary
     assert below.where("b") == "nowhere"
     assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    # Nor is it asked what it has.
+    num_asked = below.store.num_asked
+    other = Request("c")
+    assert not below.pool.is_loading(other, False)  # type: ignore[arg-type]
+    # Not even its blocks are looked up.
+    assert not below.pool.backing.fetching._waits[other].wanted  # type: ignore[union-attr, index]
+    below.pool.costs.prefill_s = 0.2
+    assert below.store.num_asked == num_asked
+    below.asked(Request("c"))
+    assert below.store.num_asked == num_asked + 1
 
 
 def test_who_waits_goes_on_when_a_tier_turns_out_to_be_slow() -> None:
@@ -343,7 +363,8 @@ def test_a_tier_that_was_slow_is_tried_again() -> None:
         request = Request("bcdef")
         below.tier.begin()
         below.asked(request)
-        below.tier.try_promote(below.tier.find("bcdef"), request=request)
+        if sizes:
+            below.tier.try_promote(below.tier.find("bcdef"), request=request)
         jobs = below.tier.end().secondary
         assert [len(job.keys) for job in jobs] == sizes
     # By now it is for four.

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.scheduling.due import Due
+from vllm.v1.kv_tier.scheduling.slots import HostSlot
 
 SPAN = 64
 
@@ -16,45 +17,49 @@ def name(key: str) -> BlockHashWithGroupId:
     return cast(BlockHashWithGroupId, key.encode())
 
 
-def make_due(**tokens: int) -> Due:
+def slot(key: str, num_tokens: int, store_seq: int = 0) -> HostSlot:
+    return HostSlot(0, (name(key),), num_tokens, store_seq)
+
+
+def make_due(waits: str = "", **tokens: int) -> Due:
+    """What waits was stored later than what does not."""
     due = Due(SPAN)
-    for key, num_tokens in tokens.items():
-        due.add(name(key), num_tokens)
+    due.add({name(k): slot(k, num, store_seq=k in waits) for k, num in tokens.items()})
     return due
 
 
-def first(due: Due, num: int, waits: str = "") -> str:
-    keys = due.first(num, lambda key: key.decode() not in waits)
-    return b"".join(keys).decode()
+def take(due: Due, num: int) -> str:
+    return b"".join(due.take(num, settled=0)).decode()
 
 
 def test_begins_of_prompts_come_before_what_follows_them() -> None:
-    due = make_due(c=2 * SPAN, b=SPAN, d=2 * SPAN + 16, a=16)
-    assert first(due, 9) == "abcd"
-    assert first(due, 2) == "ab"
-    assert first(due, 0) == ""
+    tokens = {"c": 2 * SPAN, "b": SPAN, "d": 2 * SPAN + 16, "a": 16}
+    assert take(make_due(**tokens), 9) == "abcd"
+    due = make_due(**tokens)
+    assert take(due, 0) == "" and take(due, 2) == "ab"
+    assert take(due, 9) == "cd" and len(due) == 0
 
 
 def test_at_one_depth_the_oldest_is_next() -> None:
-    due = make_due(b=48, a=16, c=32)
-    due.add(name("b"), 48)
-    assert first(due, 3) == "bac"
+    assert take(make_due(b=48, a=16, c=32), 3) == "bac"
 
 
 def test_what_may_not_be_written_yet_holds_up_only_its_depth() -> None:
-    due = make_due(a=16, b=16, c=SPAN, d=SPAN)
-    assert first(due, 9, waits="a") == "cd"
-    assert first(due, 9, waits="b") == "acd"
-    assert first(due, 2, waits="b") == "ac"
+    tokens = {"a": 16, "b": 16, "c": SPAN, "d": SPAN}
+    assert take(make_due("a", **tokens), 9) == "cd"
+    due = make_due("b", **tokens)
+    assert take(due, 2) == "ac" and take(due, 9) == "d"
+    assert [*due.depths] == [name("b")]
 
 
 def test_what_is_removed_is_not_chosen() -> None:
     due = make_due(a=16, b=SPAN)
     assert due.remove(name("a")) and not due.remove(name("a"))
-    assert name("a") not in due and name("b") in due and len(due) == 1
-    assert first(due, 9) == "b"
+    assert [*due.depths] == [name("b")] and len(due) == 1
+    assert take(due, 9) == "b"
+    due.add({name("c"): slot("c", 16)})
     due.clear()
-    assert len(due) == 0 and first(due, 9) == ""
+    assert len(due) == 0 and take(due, 9) == ""
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 300))))
@@ -64,12 +69,13 @@ def test_it_has_what_was_added_and_not_removed(
     due, model = Due(SPAN), dict[str, int]()
     for is_added, number, num_tokens in calls:
         key = str(number)
-        if is_added:
-            due.add(name(key), num_tokens)
-            model.setdefault(key, num_tokens)
-        else:
+        if is_added and key not in model:
+            due.add({name(key): slot(key, num_tokens)})
+            model[key] = num_tokens
+        elif not is_added:
             assert due.remove(name(key)) == (model.pop(key, None) is not None)
         assert len(due) == len(model)
-        chosen = first(due, 99)
-        depths = [model[key] // SPAN for key in chosen]
-        assert depths == sorted(depths) and set(chosen) == set(model)
+    chosen = take(due, 99)
+    depths = [model[key] // SPAN for key in chosen]
+    assert depths == sorted(depths) and set(chosen) == set(model)
+    assert len(due) == 0 and take(due, 99) == ""

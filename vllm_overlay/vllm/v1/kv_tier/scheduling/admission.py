@@ -3,8 +3,11 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
 
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 class Admission:
@@ -29,14 +32,24 @@ class Admission:
 
     def hit(self, keys: Iterable[Hashable]) -> None:
         """A request hits the blocks of `keys`."""
+        self.used(keys)
+
+    def used(self, keys: Iterable[_Key]) -> list[_Key]:
+        """The blocks of `keys` are of use. Returns those that are admitted now."""
+        uses, from_use = self._uses, self._from_use
+        admitted = []
         for key in keys:
-            self.use(key)
+            # Each block of each hit comes by here.
+            uses[key] = number = uses.pop(key, 0) + 1
+            if number >= from_use:
+                admitted.append(key)
+        while len(uses) > self._num_keys:
+            uses.popitem(last=False)
+        return admitted
 
     def use(self, key: Hashable) -> None:
         """The block of `key` is computed."""
-        self._uses[key] = self._uses.pop(key, 0) + 1
-        if len(self._uses) > self._num_keys:
-            self._uses.popitem(last=False)
+        self.used((key,))
 
     def uses(self, key: Hashable) -> int:
         """Of `key`, as far as they are remembered."""

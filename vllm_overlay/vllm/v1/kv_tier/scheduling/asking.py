@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.scheduling.below import Exists
@@ -14,6 +15,8 @@ logger = init_logger(__name__)
 
 Question = tuple[int, Sequence[bytes]]
 """Its number and keys. Number 0 is no question: these are there now."""
+Answer = tuple[int, list[bool], float]
+"""The number of the question, whether its keys are there, and the seconds it took."""
 
 _MISS_S = 1.0
 MAX_MISSES = 1 << 16
@@ -38,13 +41,15 @@ class Asker:
         miss_s: float = _MISS_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.ask_s = 0.0
+        """Seconds that the last answer took."""
         self._num_asked = self._num_dropped = 0
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
-        # The thread adds entries, and the scheduler takes them away.
+        self._told: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._answers: dict[int, list[bool]] = {}
         threading.Thread(
             target=_run,
-            args=(_Misses(exists, miss_s, clock), self._questions, self._answers),
+            args=(_Misses(exists, miss_s, clock), self._questions, self._told),
             name="kv-tier-ask",
             daemon=True,
         ).start()
@@ -55,6 +60,7 @@ class Asker:
         """Returns the number of the question, which is not 0."""
         self._num_asked += 1
         self._questions.put((self._num_asked, keys))
+        self._hear()
         if len(self._answers) > MAX_ANSWERS:
             # They come in the order of the questions.
             for number in list(self._answers)[: MAX_ANSWERS // 2]:
@@ -66,11 +72,31 @@ class Asker:
         """The tier has `keys` now: they are asked for again."""
         self._questions.put((0, keys))
 
-    def take_answer(self, number: int) -> list[bool] | None:
+    def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
         """For each key of a question whether it is there; None: no answer yet. One that
-        was not taken for long is empty."""
-        answer = self._answers.pop(number, None)
-        return [] if answer is None and number <= self._num_dropped else answer
+        was not taken for long is empty.
+
+        Args:
+            number: Of the question.
+            until: How long to wait for the answer, as `time.monotonic` tells it.
+
+        """
+        self._hear()
+        while number not in self._answers and number > self._num_dropped:
+            # Earlier questions are answered before.
+            if (left := until - time.monotonic()) <= 0:
+                return None
+            self._hear(left)
+        return self._answers.pop(number, [])
+
+    def _hear(self, wait_s: float = 0.0) -> None:
+        """Take what the thread has told, and wait for the first of it if need be."""
+        with suppress(queue.Empty):
+            while True:
+                told = self._told.get(wait_s > 0, wait_s)
+                number, answer, self.ask_s = told
+                self._answers[number] = answer
+                wait_s = 0.0
 
 
 class _Misses:
@@ -108,16 +134,18 @@ class _Misses:
 def _run(
     misses: _Misses,
     questions: "queue.SimpleQueue[Question | None]",
-    answers: dict[int, list[bool]],
+    told: "queue.SimpleQueue[Answer]",
 ) -> None:
     while (question := questions.get()) is not None:
         number, keys = question
         if number == 0:
             misses.have_come(keys)
             continue
+        begun = time.monotonic()
         try:
-            answers[number] = misses.exists(keys)
+            answer = misses.exists(keys)
         except Exception:
             # A store says no where it does not know. This is a fault of its own.
             logger.exception("KV tier: the tier below could not be asked.")
-            answers[number] = [False] * len(keys)
+            answer = [False] * len(keys)
+        told.put((number, answer, time.monotonic() - begun))

@@ -99,7 +99,7 @@ class Backing:
         self._jobs = Jobs(table, layout.num_ranks)
         self._stats = {tier.label: SecondaryStats() for tier in layout.tiers}
         self.spillers = [
-            Spiller(i, tier, layout, table, self._jobs, self._changed, stats)
+            Spiller(i, tier, layout, table, self._jobs, stats)
             for i, (tier, stats) in enumerate(zip(layout.tiers, self._stats.values()))
         ]
         self._costs = costs
@@ -119,8 +119,6 @@ class Backing:
             tuning,
         )
         layout.rank_calls.may_change = self._weights_may_change
-        self.changed: Callable[[BlockHashWithGroupId], None] = lambda key: None
-        """Is told when a tier turns out to have a key, or to have it no more."""
         self.found: Callable[[Request, Sequence[BlockHashWithGroupId], int, int], None]
         self.found = lambda request, keys, num_blocks, block_size: None
         """Is told before that for which request keys were found, how many blocks its
@@ -130,6 +128,12 @@ class Backing:
     def localities(self) -> list[str]:
         """Of the tiers, each once."""
         return [*dict.fromkeys(tier.locality for tier in self._layout.tiers)]
+
+    def tell_changes(self, changed: Callable[[BlockHashWithGroupId], None]) -> None:
+        """Call `changed` when a tier turns out to have a key, or to have it no more,
+        and when one is not on its way to it any more."""
+        for spiller in self.spillers:
+            spiller.changed = changed
 
     def finder(self, locality: str) -> Callable[[BlockHashWithGroupId], object]:
         """What tells whether a tier of that locality is known to have a key: not None
@@ -148,8 +152,8 @@ class Backing:
         return find
 
     def is_moving(self, key: BlockHashWithGroupId) -> bool:
-        """Whether `key` is on its way to a tier or from one. `changed` is called at the
-        end of it."""
+        """Whether `key` is on its way to a tier or from one. `tell_changes` tells of
+        the end of it."""
         return self.fetching.is_fetching(key) or any(
             spiller.is_writing(key) for spiller in self.spillers
         )
@@ -245,9 +249,6 @@ class Backing:
 
     def _weights_may_change(self, method: str) -> None:
         self.detach(f"{method} of the ranks was called, which may change weights")
-
-    def _changed(self, key: BlockHashWithGroupId) -> None:
-        self.changed(key)
 
     def take_stats(self) -> dict[str, SecondaryStats]:
         """What happened since the last call, for each tier."""

@@ -29,11 +29,15 @@ Exists = Callable[[Sequence[bytes]], list[bool]]
 class Asks(Protocol):
     """Asks the tier below what it has, without making anybody wait."""
 
+    ask_s: float
+    """Seconds that the last answer took."""
+
     def ask(self, keys: Sequence[bytes]) -> int:
         """Returns the number of the question, which is not 0."""
 
-    def take_answer(self, number: int) -> list[bool] | None:
-        """For each key of a question whether it is there; None: no answer yet."""
+    def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
+        """For each key of a question whether it is there; None: no answer yet, although
+        it was waited for until then (`time.monotonic`)."""
 
     def has(self, keys: Sequence[bytes]) -> None:
         """The tier has `keys` from now on, whatever it has answered before."""

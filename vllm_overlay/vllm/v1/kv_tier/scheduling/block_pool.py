@@ -204,7 +204,9 @@ class TieredBlockPool(BlockPool):
         if speaks and has_scheduled_reqs and self.releasing.must_wait(request):
             return True
         below = self.backing if self._serves_host else None
-        if below is not None and below.fetching.holds_back(request):
+        if below is not None and below.fetching.holds_back(
+            request, not has_scheduled_reqs
+        ):
             return True
         return has_scheduled_reqs and self.waiting.is_loading(request)
 

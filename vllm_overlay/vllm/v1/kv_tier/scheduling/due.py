@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which slots are to be written to a tier below, and which of them next."""
 
-from collections.abc import Callable
-from itertools import islice
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import islice, takewhile
+from operator import attrgetter
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.kv_tier.scheduling.slots import HostSlot
+
+_store_seq = attrgetter("store_seq")
 
 
 class Due:
-    """Keys that are to be written: the begins of prompts before what follows them.
+    """Slots that are to be written: the begins of prompts before what follows them.
 
     A block is of no use without all that comes before it in its prompt. So a store that
     takes only a part of what is computed should have the same part of each prompt, and
@@ -22,52 +27,57 @@ class Due:
 
     def __init__(self, span: int) -> None:
         self._span = span
-        self._depths: dict[BlockHashWithGroupId, int] = {}
-        self._keys: dict[int, dict[BlockHashWithGroupId, None]] = {}
+        self.depths: dict[BlockHashWithGroupId, int] = {}
+        """Of the keys of these slots: each block of each hit is looked for in it."""
+        self._slots: defaultdict[int, dict[BlockHashWithGroupId, HostSlot]]
+        self._slots = defaultdict(dict)
 
     def __len__(self) -> int:
-        return len(self._depths)
+        return len(self.depths)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._depths
-
-    def add(self, key: BlockHashWithGroupId, num_tokens: int) -> None:
-        """`key` is to be written. It covers so many tokens of its prompt."""
-        depth = self._depths.setdefault(key, num_tokens // self._span)
-        self._keys.setdefault(depth, {})[key] = None
+    def add(self, slots: Mapping[BlockHashWithGroupId, HostSlot]) -> None:
+        """These, of one key each and of which none is here, are to be written."""
+        span, depths, at_depth = self._span, self.depths, self._slots
+        for key, slot in slots.items():
+            # Each block that is used again comes by here.
+            depths[key] = depth = (slot.num_tokens or 0) // span
+            at_depth[depth][key] = slot
 
     def remove(self, key: BlockHashWithGroupId) -> bool:
         """`key` is not to be written. Returns whether it was."""
-        if (depth := self._depths.pop(key, None)) is None:
+        if (depth := self.depths.pop(key, None)) is None:
             return False
-        keys = self._keys[depth]
-        del keys[key]
-        if not keys:
-            del self._keys[depth]
+        slots = self._slots[depth]
+        del slots[key]
+        if not slots:
+            del self._slots[depth]
         return True
 
     def clear(self) -> None:
         """Nothing is to be written."""
-        self._depths.clear()
-        self._keys.clear()
+        self.depths.clear()
+        self._slots.clear()
 
-    def first(
-        self, num: int, may_be: Callable[[BlockHashWithGroupId], bool]
-    ) -> list[BlockHashWithGroupId]:
-        """The next keys to be written, and no more than `num`.
+    def take(self, num: int, settled: int) -> dict[BlockHashWithGroupId, HostSlot]:
+        """The next slots to be written, and no more than `num`, which are not due then.
 
         Args:
             num: How many at most.
-            may_be: Whether a key may be written yet. At each depth the oldest are the
-                first that may.
+            settled: The last plan whose stores may be written. At each depth the oldest
+                are taken up to the first that was stored later.
 
         """
-        chosen: list[BlockHashWithGroupId] = []
-        for depth in sorted(self._keys):
-            for key in islice(self._keys[depth], num - len(chosen)):
-                if not may_be(key):
-                    break
-                chosen.append(key)
-            if len(chosen) == num:
+        taken: dict[BlockHashWithGroupId, HostSlot] = {}
+        for depth in sorted(self._slots):
+            if len(taken) == num:
                 break
-        return chosen
+            slots = self._slots[depth]
+            seqs = map(_store_seq, islice(slots.values(), num - len(taken)))
+            num_settled = len(list(takewhile(settled.__ge__, seqs)))
+            some = dict(islice(slots.items(), num_settled))
+            for key in some:
+                del slots[key], self.depths[key]
+            taken |= some
+            if not slots:
+                del self._slots[depth]
+        return taken

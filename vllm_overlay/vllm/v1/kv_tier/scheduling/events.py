@@ -99,7 +99,7 @@ class TierEvents:
         if backing is not None:
             for locality in backing.localities:
                 self._finds[MEDIUM_STORAGE, locality] = backing.finder(locality)
-            backing.changed = self.changed_below
+            backing.tell_changes(self.changed_below)
             backing.found = self.found_below
             self._is_moving = backing.is_moving
         self._told: dict[Place, set[BlockHashWithGroupId]] = {

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills slots from the tiers below, for requests that wait in the queue."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
     make_block_hash_with_group_id,
@@ -140,6 +142,8 @@ class Fetching:
         # Nobody tells of requests that are aborted.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
         self._num_asked = 0
+        # How long this step waits for answers.
+        self._until = 0.0
         self._num_filling = [0] * len(sources)
 
     def forget(self) -> None:
@@ -152,15 +156,24 @@ class Fetching:
 
     def end_step(self) -> None:
         """The step is complete."""
-        self._num_asked = 0
+        self._num_asked, self._until = 0, 0.0
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a request waits for an answer or for a job."""
-        return any(wait.questions or wait.jobs for wait in self._waits.values())
+        """Whether a request waits for a job."""
+        return any(wait.jobs for wait in self._waits.values())
 
-    def holds_back(self, request: Request) -> bool:
-        """Whether `request` waits. Asks for it the first time."""
+    def holds_back(self, request: Request, is_idle: bool) -> bool:
+        """Whether `request` waits. Asks for it the first time.
+
+        Args:
+            request: That waits in the queue.
+            is_idle: The step runs nothing so far, so that it may wait for the answer a
+                moment: else another empty step, which takes longer, would find it.
+
+        """
+        if is_idle and not self._until:
+            self._until = time.monotonic() + self._tuning.answer_wait_s
         now = self._costs.clock()
         wait = self._waits.get(request)
         if wait is None:
@@ -211,34 +224,44 @@ class Fetching:
 
     def _ask(self, request: Request, now: float) -> _Wait:
         wait = _Wait(now)
-        sources = [source for source in self._sources if source.is_open(now)]
+        sources = [
+            source
+            for source in self._sources
+            if source.is_open(now) and source.is_worth_it
+        ]
         # Each block of the prompt is looked up, so not where nobody is asked.
         if sources and not self._jobs.is_detached:
             wait.wanted = self._missing(request)
         if wait.wanted:
-            wait.questions = {each: each.ask(wait.wanted) for each in sources}
+            wait.questions = {
+                source: source.ask(wait.wanted)
+                for source in sources
+                if source.is_worth_asking(len(wait.wanted))
+            }
         wait.is_over = not wait.questions
         return wait
 
     def _missing(self, request: Request) -> list[Wanted]:
         """Full blocks of a request that neither device nor host has."""
         missing = []
-        # Every block of every prompt comes by here.
         on_host, on_device = self._table.get, self._is_cached
         for group_id, size in enumerate(self._layout.block_sizes):
-            num_tokens = 0
-            for block_hash in hashes_of_blocks(request, self._hash_size, size):
-                num_tokens += size
-                key = make_block_hash_with_group_id(block_hash, group_id)
-                if on_host(key) is None and not on_device(key):
-                    missing.append(Wanted(key, num_tokens))
+            suffix = make_block_hash_with_group_id(BlockHash(b""), group_id)
+            hashes = hashes_of_blocks(request, self._hash_size, size)
+            # Every block of every prompt comes by here.
+            missing += [
+                Wanted(BlockHashWithGroupId(key), num_blocks * size)
+                for num_blocks, block_hash in enumerate(hashes, 1)
+                if on_host(key := block_hash + suffix) is None  # type: ignore[arg-type]
+                and not on_device(key)  # type: ignore[arg-type]
+            ]
         if len(self._layout.block_sizes) > 1:
             missing.sort(key=lambda wanted: wanted.num_tokens)
         return missing
 
     def _hear(self, request: Request, wait: _Wait) -> None:
         for source, question in list(wait.questions.items()):
-            answer = source.take_answer(question)
+            answer = source.take_answer(question, self._until)
             if answer is None:
                 continue
             del wait.questions[source]

@@ -108,7 +108,12 @@ class Jobs:
             job = self._jobs.get(result.number)
             if job is None:
                 continue
-            job.done = [a and b for a, b in zip(job.done, result.done, strict=True)]
+            if job.num_told:
+                told = zip(job.done, result.done, strict=True)
+                job.done = [a and b for a, b in told]
+            else:
+                assert len(result.done) == len(job.done)
+                job.done = list(result.done)
             self.evicted_bytes[job.tier] += result.evicted_bytes
             job.seconds = max(job.seconds, result.seconds)
             job.num_told += 1

@@ -111,11 +111,12 @@ class SlotTable:
         self._released: dict[BlockHashWithGroupId, None] = {}
         # Removed while pinned: the plan still copies from or to them.
         self._free_after_plan: list[int] = []
-        # To how many tiers below slots are being written, by index, and so their
-        # primary keys: they serve loads, and their memory is given to nobody. And
+        # Slots that are being written, by index, and their primary keys, to each tier
+        # below and to any: they serve loads, and their memory is given to nobody. And
         # those of them that were removed meanwhile.
-        self._held: dict[int, int] = {}
-        self._held_keys: dict[BlockHashWithGroupId, int] = {}
+        self._held_by: dict[int, tuple[set[int], set[BlockHashWithGroupId]]] = {}
+        self._held: set[int] = set()
+        self._held_keys: set[BlockHashWithGroupId] = set()
         self._free_after_hold: set[int] = set()
         # Slots that are being filled from below.
         self._reserved: set[int] = set()
@@ -263,31 +264,29 @@ class SlotTable:
     # ------------------------------------------------------------- the tier below
 
     def hold(
-        self, indices: Iterable[int], keys: Iterable[BlockHashWithGroupId]
+        self, tier: int, indices: Sequence[int], keys: Sequence[BlockHashWithGroupId]
     ) -> None:
-        """A tier below begins to write what slots have under `keys`."""
-        held, held_keys = self._held, self._held_keys
-        for index, key in zip(indices, keys):
-            held[index] = held.get(index, 0) + 1
-            held_keys[key] = held_keys.get(key, 0) + 1
+        """A tier below begins to write what slots have under `keys`. It writes none of
+        these already."""
+        of_tier = self._held_by.setdefault(tier, (set(), set()))
+        for held in (of_tier, (self._held, self._held_keys)):
+            held[0].update(indices)
+            held[1].update(keys)
 
     def end_hold(
-        self, indices: Iterable[int], keys: Iterable[BlockHashWithGroupId]
+        self, tier: int, indices: Sequence[int], keys: Sequence[BlockHashWithGroupId]
     ) -> None:
         """It has written, whatever became of the slots meanwhile."""
-        held, held_keys = self._held, self._held_keys
-        for index, key in zip(indices, keys):
-            if held_keys[key] == 1:
-                del held_keys[key]
-            else:
-                held_keys[key] -= 1
-            if held[index] > 1:
-                held[index] -= 1
-                continue
-            del held[index]
-            if index in self._free_after_hold:
-                self._free_after_hold.remove(index)
-                self._free_slot(index)
+        of_tier = self._held_by[tier]
+        of_tier[0].difference_update(indices)
+        of_tier[1].difference_update(keys)
+        by_others = list(self._held_by.values())
+        over = set(indices).difference(*(held for held, _ in by_others))
+        self._held -= over
+        self._held_keys -= set(keys).difference(*(held for _, held in by_others))
+        for index in over & self._free_after_hold:
+            self._free_after_hold.remove(index)
+            self._free_slot(index)
 
     def reserve(self, num_slots: int) -> list[int]:
         """Slots that are to be filled from below, as many as can be had. Nobody sees

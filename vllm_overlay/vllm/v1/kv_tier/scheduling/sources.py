@@ -53,7 +53,7 @@ class Source:
         self._costs = costs
         self._tuning = tuning
         self._fetch_s = 0.0
-        self._measured_at = -math.inf
+        self._measured_at = self._asked_at = -math.inf
         self._under_way: deque[int] = deque()
         self._head_since = 0.0
         self._num_late = 0
@@ -64,13 +64,26 @@ class Source:
         """Whether it is asked. It is left alone for a while where it was too slow."""
         return now >= self._closed_until
 
+    def is_worth_asking(self, num_blocks: int) -> bool:
+        """Whether so many blocks, if they are there, come sooner than they are computed
+        by more than an answer takes. Seldom it is asked all the same: answers may have
+        become faster."""
+        if not self._prefill_s:
+            return True
+        fetch_s = self._costs.load_s + (self._fetch_s if self.is_known else 0.0)
+        retry_at = self._asked_at + self._tuning.retry_store_s
+        gain_s = num_blocks * (self._prefill_s - fetch_s)
+        return gain_s > self._tier.asker.ask_s or self._costs.clock() >= retry_at
+
     def ask(self, wanted: Sequence[Wanted]) -> int:
         """Ask which of these are there. Returns the number of the question."""
+        self._asked_at = self._costs.clock()
         return self._tier.asker.ask(object_keys([each.key for each in wanted]))
 
-    def take_answer(self, number: int) -> list[bool] | None:
-        """For each block of a question whether it is there; None: no answer yet."""
-        return self._tier.asker.take_answer(number)
+    def take_answer(self, number: int, until: float) -> list[bool] | None:
+        """For each block of a question whether it is there; None: no answer yet,
+        although it was waited for until then (`time.monotonic`)."""
+        return self._tier.asker.take_answer(number, until)
 
     @property
     def is_known(self) -> bool:
@@ -136,8 +149,9 @@ class Source:
     def is_late(self, since: float, now: float) -> None:
         """A request that has waited since then goes on without what has not come."""
         self._stats.late_requests += 1
-        if self._last_came >= since:
-            # It brings others what they wait for: it is busy, and not dead.
+        if self._last_came >= since or not self.is_open(now):
+            # It brings others what they wait for: it is busy, and not dead. Or it is
+            # left alone already, and these had asked before.
             return
         self._num_late += 1
         if self._num_late < self._tuning.max_late_fetches:

@@ -2,8 +2,9 @@
 """Writes slots to a tier below, behind the requests and before their eviction."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
+from operator import not_
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.plan import SecondaryJob
@@ -31,7 +32,6 @@ class Spiller:
         layout: How much at a time, and how much it remembers.
         table: The slots.
         jobs: Carries out.
-        changed: Is told of keys that the tier has from now on, or no more.
         stats: Counts.
 
     """
@@ -43,14 +43,15 @@ class Spiller:
         layout: SecondaryLayout,
         table: SlotTable,
         jobs: Jobs,
-        changed: Callable[[BlockHashWithGroupId], None],
         stats: SecondaryStats,
     ) -> None:
         self._index = index
         self._layout = layout
         self._table = table
         self._jobs = jobs
-        self._changed = changed
+        self.changed: Callable[[BlockHashWithGroupId], None] | None = None
+        """Is told of keys that the tier has from now on, or no more, or that it was
+        said to be getting."""
         self._stats = stats
         self._asker = tier.asker
         self._admission: Admission | None = None
@@ -70,7 +71,7 @@ class Spiller:
         """A slot has content: its block was computed, which is a use."""
         key = slot.keys[0]
         if not (key in self._known or key in self._writing or self._jobs.is_detached):
-            self._used(slot)
+            self._used({key: slot})
 
     def loaded(self, slots: Sequence[HostSlot]) -> None:
         """Loads are uses of the requests that they are for, see `hit`."""
@@ -85,15 +86,18 @@ class Spiller:
         it: their slots, if they have some, are of use again."""
         if self._jobs.is_detached:
             return
-        get, due, known = self._table.get, self._due, self._known
-        writing, used = self._writing, self._used
-        for block in blocks:
-            key = block.block_hash
-            # Each block of each hit comes by here.
-            if key is None or key in known or key in due or key in writing:
-                continue
-            if (slot := get(key)) is not None:
-                used(slot)
+        get, due, known = self._table.get, self._due.depths, self._known
+        writing = self._writing
+        # Each block of each hit comes by here.
+        used = {
+            key: slot
+            for block in blocks
+            if (key := block.block_hash) is not None
+            and not (key in known or key in due or key in writing)
+            and (slot := get(key)) is not None
+        }
+        if used:
+            self._used(used)
 
     def is_below(self, key: BlockHashWithGroupId) -> None:
         """The tier has `key`."""
@@ -102,14 +106,14 @@ class Spiller:
             self._known.move_to_end(key)
             return
         self._known[key] = None
-        self._changed(key)
+        self._tell((key,))
         if len(self._known) > self._layout.max_known:
-            self._changed(self._known.popitem(last=False)[0])
+            self._tell(self._known.popitem(last=False)[:1])
 
     def is_gone(self, key: BlockHashWithGroupId) -> None:
         """The tier does not have `key`: it may be written again."""
         self._known.pop(key, None)
-        self._changed(key)
+        self._tell((key,))
 
     def are_missing(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """The tier says that it does not have these: a server that was started anew has
@@ -138,16 +142,18 @@ class Spiller:
         """Slots that are being written."""
         return len(self._writing)
 
-    def _used(self, slot: HostSlot) -> None:
-        """A slot, which the tier neither has nor is getting, is of use."""
-        key = slot.keys[0]
-        if self._admission is not None:
-            self._admission.use(key)
-            if not self._admission.admits(key):
-                return
+    def _tell(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        if self.changed is not None:
+            for key in keys:
+                self.changed(key)
+
+    def _used(self, slots: Mapping[BlockHashWithGroupId, HostSlot]) -> None:
+        """Slots by the keys of their blocks, which the tier neither has nor is getting,
+        are of use."""
+        keys = slots if self._admission is None else self._admission.used(slots)
         # A block with several keys was hashed before it was full.
-        if len(slot.keys) == 1:
-            self._due.add(key, slot.num_tokens or 0)
+        due = {key: slot for key in keys if len((slot := slots[key]).keys) == 1}
+        self._due.add(due)
 
     def forget(self) -> None:
         """Nothing is due any more."""
@@ -192,36 +198,26 @@ class Spiller:
         room = self._layout.max_writing - len(self._writing)
         if not self._due or room <= 0:
             return
-
-        def is_settled(key: BlockHashWithGroupId) -> bool:
-            slot = self._table.get(key)
-            assert slot is not None, "what is forgotten is not due"
-            return slot.store_seq <= settled
-
-        keys = self._due.first(room, is_settled)
-        for key in keys:
-            self._due.remove(key)
-        slots = [slot for key in keys if (slot := self._table.get(key)) is not None]
+        due = self._due.take(room, settled)
+        keys, indices = list(due), [slot.index for slot in due.values()]
         size = self._layout.max_job
-        for first in range(0, len(slots), size):
-            self._write(slots[first : first + size])
+        for i in range(0, len(keys), size):
+            self._write(keys[i : i + size], indices[i : i + size])
 
-    def _write(self, slots: Sequence[HostSlot]) -> None:
-        keys, indices = [s.keys[0] for s in slots], [s.index for s in slots]
-        self._table.hold(indices, keys)
+    def _write(self, keys: list[BlockHashWithGroupId], indices: list[int]) -> None:
+        self._table.hold(self._index, indices, keys)
         self._writing.update(keys)
 
         def ended(done: Sequence[bool], seconds: float) -> None:
             self._writing.difference_update(keys)
-            self._table.end_hold(indices, keys)
+            self._table.end_hold(self._index, indices, keys)
             # Whoever asked for these before they were written was told that they are
             # not there.
-            self._asker.has(object_keys(list(compress(keys, done))))
-            for key, is_there in zip(keys, done):
-                if is_there:
-                    self.is_below(key)
-                else:
-                    self._changed(key)
+            written = list(compress(keys, done))
+            self._asker.has(object_keys(written))
+            for key in written:
+                self.is_below(key)
+            self._tell(compress(keys, map(not_, done)))
             self._stats.record_job("put", len(done), seconds)
             self._stats.stored_blocks += sum(done)
             self._stats.refused_blocks += len(done) - sum(done)
