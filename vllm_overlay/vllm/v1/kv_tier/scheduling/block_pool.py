@@ -125,9 +125,8 @@ class TieredBlockPool(BlockPool):
         """The scheduler starts to plan a step."""
         self._draft.begin()
         self.releasing.begin_step()
-        self._serves_host = not (
-            self.costs.recompute or self._breaker.is_open(self.costs.clock())
-        )
+        is_open = self._breaker.is_open(self.costs.clock())
+        self._serves_host = not (self.costs.recompute or is_open)
 
     def take_plan(self, is_idle: bool = False) -> StepPlan:
         """End the step: its copies and fences.
@@ -204,9 +203,8 @@ class TieredBlockPool(BlockPool):
         if speaks and has_scheduled_reqs and self.releasing.must_wait(request):
             return True
         below = self.backing if self._serves_host else None
-        if below is not None and below.fetching.holds_back(
-            request, not has_scheduled_reqs
-        ):
+        is_idle = not has_scheduled_reqs
+        if below is not None and below.fetching.holds_back(request, is_idle):
             return True
         return has_scheduled_reqs and self.waiting.is_loading(request)
 
