@@ -271,9 +271,10 @@ class Bench:
             mapped = inside["vllm:kv_tier_device_mapped_bytes"]
             return 1 - mapped / self.kv_bytes
         mapped = inside["vllm:kv_tier_device_mapped_bytes"]
-        # What both engines hold when they are idle is counted as held.
+        # What it still holds, it tells itself, but for the driver's page at the end of
+        # each layer.
         gone = used["end"] - used["later"]
-        return gone / (gone + 2 * mapped)
+        return gone / (gone + mapped)
 
     def _same(
         self, plain: Sequence[dict[str, Any]], core: Sequence[dict[str, Any]]

@@ -61,10 +61,12 @@ def allocate(kv_cache_config: Any) -> torch.Tensor:
 def wrapper(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A wrapper whose engine gives memory back, on a GPU that is none."""
     gpu = Gpu()
+    made: list[Memory] = []
 
     class Made(Memory):
         def __init__(self, num_bytes: int, device: torch.device) -> None:
             super().__init__(gpu)
+            made.append(self)
             self.memory = self.cache.view(torch.int8)
 
     monkeypatch.setattr(device_memory, "KvcachedMemory", Made)
@@ -74,7 +76,8 @@ def wrapper(monkeypatch: pytest.MonkeyPatch) -> Any:
     found.vllm_config = SimpleNamespace(
         compilation_config=SimpleNamespace(), instance_id="", fault_tolerance=None
     )
-    found.worker, found.global_rank, found.gpu = Worker(), 0, gpu
+    found.worker, found.global_rank = Worker(), 0
+    found.gpu, found.made = gpu, made
     return found
 
 
@@ -85,17 +88,16 @@ def initialize(wrapper: Any) -> None:
 @pytest.mark.skipif(not HAS_SEAM, reason="another way to make KV caches")
 def test_the_kv_cache_of_an_engine_may_lie_elsewhere(wrapper: Any) -> None:
     profiled = allocate(None)
-    assert wrapper.gpu.free == wrapper.gpu.total
+    assert not wrapper.made
     initialize(wrapper)
     pages, absent = device_memory.device_pages(wrapper) or (None, None)
     assert pages is not None and absent == []
     assert pages.num_pages == NUM_PAGES
     assert wrapper.gpu.total - wrapper.gpu.free == pages.mapped_bytes > 0
     assert device_memory.num_mapped(wrapper, NUM_BLOCKS) == NUM_BLOCKS
-    del profiled
-    before = wrapper.gpu.free
+    assert len(wrapper.made) == 1 and not profiled.any()
     allocate(None)
-    assert wrapper.gpu.free == before
+    assert len(wrapper.made) == 1
 
 
 @pytest.mark.skipif(not HAS_SEAM, reason="another way to make KV caches")
