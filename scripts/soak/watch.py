@@ -53,6 +53,7 @@ class Watch:
 
     def look(self) -> None:
         self.samples.append(memory_of(self.server, time.monotonic() - self._began))
+        self.server.note_shared_memory()
         found = self.server.metrics("vllm:")
         for name, value in found.items():
             if value < 0:

@@ -11,7 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Server:
             self.port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         address = ["--host", "127.0.0.1", "--port", str(self.port)]
-        self._shm_before = set(os.listdir(SHM))
+        self._own_shm: set[str] = set()
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command(model, *flags, *address),
@@ -76,6 +77,7 @@ class Server:
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 self.get("/health")
+                self.note_shared_memory()
                 return
             except OSError:
                 time.sleep(0.5)
@@ -124,6 +126,7 @@ class Server:
 
     def terminate(self, timeout_s: float = 60) -> int:
         """End it as a service manager would; its exit code."""
+        self.note_shared_memory()
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
@@ -176,9 +179,14 @@ class Server:
                 found.append(int(folder.name))
         return found
 
+    def note_shared_memory(self) -> None:
+        """Remember which files in /dev/shm its processes use now. Others on the machine
+        start and end engines, too, whose files are not to be taken for its own."""
+        self._own_shm |= _shared_memory(self.pids())
+
     def stranded_shared_memory(self, timeout_s: float = 5) -> set[str]:
-        """New files in /dev/shm that no process uses for some time: others that start
-        now make some for a moment."""
+        """Files in /dev/shm that its processes were seen to use, that are still there,
+        and that no process uses for some time."""
         deadline = time.monotonic() + timeout_s
         found = self._unused_shared_memory()
         while found and time.monotonic() < deadline:
@@ -189,11 +197,15 @@ class Server:
         return found
 
     def _unused_shared_memory(self) -> set[str]:
-        used = ""
-        for maps in Path("/proc").glob("[0-9]*/maps"):
-            try:
-                used += maps.read_text()
-            except OSError:
-                continue
-        new = set(os.listdir(SHM)) - self._shm_before
-        return {name for name in new if f"{SHM}/{name}" not in used}
+        pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+        return self._own_shm & set(os.listdir(SHM)) - _shared_memory(pids)
+
+
+def _shared_memory(pids: Iterable[int]) -> set[str]:
+    """Names of the files in /dev/shm that processes have mapped."""
+    found: set[str] = set()
+    for pid in pids:
+        with suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found.update(re.findall(rf" {SHM}/(\S+)$", maps, re.MULTILINE))
+    return found

@@ -60,26 +60,35 @@ class Objects:
 
 
 class Below:
-    """Stores, in place of real ones, and the threads of a rank.
+    """Stores, in place of real ones, and the threads of ranks.
+
+    The first rank is that whose memory is simulated. Where there are more, they hold
+    the same, and have objects in common, which one of them writes, as with
+    `share_replicas`: the others say at once that they have written. All move at their
+    own pace, and the memory of those that are not simulated is taken for equal.
 
     Args:
         seed: Of its luck.
         max_delay: Steps that an answer or a job takes at most.
+        num_ranks: That tell of each job.
 
     """
 
     tells_early = False
     """A planted bug: the end of a job is told although it still writes."""
 
-    def __init__(self, seed: int, max_delay: int) -> None:
+    def __init__(self, seed: int, max_delay: int, num_ranks: int = 1) -> None:
         self.num_put = self.num_got = 0
+        self.num_ranks = num_ranks
         self._rng = Random(seed)
+        self._writer = self._rng.randrange(num_ranks)
         self._clock = Clock()
         self.tiers = [
             Objects(self._rng, self._clock, max_delay) for _ in range(1 + seed % 2)
         ]
-        self._jobs: list[tuple[int, SecondaryJob]] = []
-        self._told: set[int] = set()
+        # When each is due, and on which rank.
+        self._jobs: list[tuple[int, int, SecondaryJob]] = []
+        self._told: set[tuple[int, int]] = set()
         self._is_filled: Callable[[int], bool] = lambda slot: True
 
     def begin_step(
@@ -91,7 +100,11 @@ class Below:
         """As `SecondaryIO.begin_step`; `run` does the rest."""
         self._clock.now += 1
         self._is_filled = is_filled
-        self._jobs += [(self.tiers[j.tier].later(), j) for j in plan.secondary]
+        self._jobs += [
+            (self.tiers[job.tier].later(), rank, job)
+            for job in plan.secondary
+            for rank in range(self.num_ranks)
+        ]
 
     def run(
         self,
@@ -101,18 +114,22 @@ class Below:
     ) -> None:
         """Carry out the jobs whose time has come."""
         waiting, self._jobs = self._jobs, []
-        for due, job in waiting:
+        for due, rank, job in waiting:
             may_begin = have_ended(job.after_stores, job.after_loads)
+            is_told = (rank, job.number) in self._told
             if due <= self._clock.now and may_begin:
                 move = self._put if job.is_put else self._get
                 objects = self.tiers[job.tier].objects
-                done = [move(objects, k, s, host) for k, s in zip(job.keys, job.slots)]
-                if job.number not in self._told:
+                done = [
+                    move(objects, key, slot, host, rank)
+                    for key, slot in zip(job.keys, job.slots)
+                ]
+                if not is_told:
                     report.secondary_ended(SecondaryResult(job.number, done, 1.0))
                 continue
-            self._jobs.append((due, job))
-            if self.tells_early and may_begin and job.number not in self._told:
-                self._told.add(job.number)
+            self._jobs.append((due, rank, job))
+            if self.tells_early and may_begin and not is_told:
+                self._told.add((rank, job.number))
                 done = [False] * len(job.slots)
                 report.secondary_ended(SecondaryResult(job.number, done, 1.0))
 
@@ -122,7 +139,10 @@ class Below:
         key: bytes,
         slot: int,
         host: list[list[int]],
+        rank: int,
     ) -> bool:
+        if rank != self._writer:
+            return self._is_filled(slot)
         if not self._is_filled(slot) or self._rng.random() < 0.1:
             return False
         objects[key] = host[slot].copy()
@@ -135,11 +155,10 @@ class Below:
         key: bytes,
         slot: int,
         host: list[list[int]],
+        rank: int,
     ) -> bool:
-        found = objects.get(key)
-        if found is None or self._rng.random() < 0.1:
-            host[slot] = [GARBAGE] * len(host[slot])
-            return False
-        host[slot] = found.copy()
-        self.num_got += 1
-        return True
+        found = None if self._rng.random() < 0.1 else objects.get(key)
+        if rank == 0:
+            host[slot] = [GARBAGE] * len(host[slot]) if found is None else found.copy()
+            self.num_got += found is not None
+        return found is not None

@@ -71,8 +71,8 @@ class Setup:
     tuning: SchedulingTuning = TUNING
     quotas: tuple[tuple[str, float], ...] = ()
     """Parts of the slots, by tenant."""
-    below: tuple[int, int] | None = None
-    """Seed and delay of a tier below."""
+    below: tuple[int, int] | tuple[int, int, int] | None = None
+    """Seed and delay of a tier below, and how many ranks have it in common."""
     kv_events: KVEventsConfig | None = None
     elastic: Elastic | None = None
     """Device memory that comes and goes."""
@@ -140,7 +140,7 @@ def _secondary(layout: Layout, below: Below, max_known: int) -> SecondaryLayout:
             )
             for i, objects in enumerate(below.tiers)
         ),
-        num_ranks=1,
+        num_ranks=below.num_ranks,
         block_sizes=tuple(group.block_size for group in layout.groups),
         max_writing=4,
         max_job=2,

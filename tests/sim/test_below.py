@@ -7,6 +7,7 @@ found must have the bytes of its key.
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -14,9 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
+from vllm.v1.kv_tier.plan import SecondaryResult
 from vllm.v1.kv_tier.scheduling.backing import Backing
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 from vllm.v1.kv_tier.scheduling.fetching import Fetching
+from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.scheduling.spilling import Spiller
 
@@ -33,11 +36,11 @@ EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
 MAX_SCRIPTS = 1000
 
 
-def with_below(script: Script, seed: int, delay: int) -> Script:
+def with_below(script: Script, seed: int, delay: int, num_ranks: int = 1) -> Script:
     """Few slots, so that much comes back from below. Resets leave it alone."""
     setup = replace(
         script.setup,
-        below=(seed, delay),
+        below=(seed, delay, num_ranks),
         num_slots=4 + script.setup.num_slots // 4,
         store_from_use=1,
         tuning=replace(script.setup.tuning, fetch_part=1.0, assumed_prefill_s=1e3),
@@ -57,9 +60,17 @@ def test_scripts_with_a_tier_below() -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.sampled_from(LAYOUTS), st.data(), st.integers(0, 99), st.integers(0, 6))
-    def play(layout: object, data: st.DataObject, seed: int, delay: int) -> None:
-        script = with_below(data.draw(scripts(layout=layout)), seed, delay)
+    @given(
+        st.sampled_from(LAYOUTS),
+        st.data(),
+        st.integers(0, 99),
+        st.integers(0, 6),
+        st.integers(1, 3),
+    )
+    def play(
+        layout: object, data: st.DataObject, seed: int, delay: int, ranks: int
+    ) -> None:
+        script = with_below(data.draw(scripts(layout=layout)), seed, delay, ranks)
         note(str(script))
         engine = script.play()
         assert engine.below is not None
@@ -119,6 +130,28 @@ def tell_what_still_writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(below.Below, "tells_early", True)
 
 
+def end_with_the_first_rank(patch: pytest.MonkeyPatch) -> None:
+    """A job is over when one rank has told of it, as those do at once which leave the
+    writing to another."""
+    init = Jobs.__init__
+    patch.setattr(Jobs, "__init__", lambda self, table, _: init(self, table, 1))
+
+
+def believe_any_rank(patch: pytest.MonkeyPatch) -> None:
+    """What one rank has done counts as done on all."""
+    take = Jobs.take
+
+    def take_any(self: Jobs, results: list[SecondaryResult]) -> None:
+        for result in results:
+            if (job := self._jobs.get(result.number)) is not None:
+                before = job.done if job.num_told else [False] * len(job.done)
+                any_of = [a or b for a, b in zip(before, result.done)]
+                job.done = [True] * len(any_of)
+                take(self, [result._replace(done=any_of)])
+
+    patch.setattr(Jobs, "take", take_any)
+
+
 BUGS = [
     tell_what_still_writes,
     hold_nothing,
@@ -128,18 +161,24 @@ BUGS = [
     forget_what_used_a_slot,
     serve_after_a_reset,
 ]
+BUGS_OF_RANKS = [end_with_the_first_rank, believe_any_rank]
+"""That show only where several ranks have their objects in common."""
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_planted_bugs_are_found(bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug(monkeypatch)  # type: ignore[operator]
+@pytest.mark.parametrize("bug", BUGS + BUGS_OF_RANKS, ids=lambda bug: bug.__name__)
+def test_planted_bugs_are_found(
+    bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug(monkeypatch)
+    num_ranks = 2 if bug in BUGS_OF_RANKS else 1
     for i in range(MAX_SCRIPTS):
         rng = Random(i)
         script = random_script(rng)
         stages = rng.choice([1, 3]) if upstream.PREEMPTS_IN_PIPELINES else 1
         setup = replace(script.setup, layout=rng.choice(LAYOUTS), num_stages=stages)
         delay = rng.choice([0, 0, 2, 6])
-        script = with_below(Script(setup, script.actions), 4 * i + i % 2, delay)
+        script = Script(setup, script.actions)
+        script = with_below(script, 4 * i + i % 2, delay, num_ranks)
         try:
             script.play()
         except (Violation, AssertionError, KeyError):
