@@ -9,7 +9,6 @@ from .engine import Engine
 from .harm import break_copy, mend_copy
 from .workloads import BLOCK, fill_device, text, workload
 
-
 TURNS = [
     [text(2000 + i, 5 * BLOCK + 9 + 40 * turn) for i in range(8)] for turn in range(3)
 ]

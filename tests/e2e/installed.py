@@ -28,8 +28,9 @@ def installed(name: str) -> str:
         shutil.rmtree(folder, ignore_errors=True)
         # Environments have no pip of their own.
         with tempfile.TemporaryDirectory() as temporary:
-            pip = [Path(temporary) / "bin" / "python", "-m", "pip", "install", "-q"]
+            python_of_pip = Path(temporary) / "bin" / "python"
             subprocess.run([sys.executable, "-m", "venv", temporary], check=True)
+            pip: list[str | Path] = [python_of_pip, "-m", "pip", "install", "-q"]
             flags: list[str | Path] = ["--no-deps", "--only-binary", ":all:"]
             what: list[str | Path] = ["--target", folder, "-r", requirements]
             subprocess.run([*pip, *flags, *what], check=True, timeout=600)
