@@ -154,8 +154,10 @@ class Engines:
                     "kv_offloading_backend": "core",
                     "kv_offloading_size": self._args.host_gib,
                 }
-            some = plants if tier else ""
-            engines.append(self._start(f"{name}-{role}", device, llm, some))
+            # Times on CPUs mean little; with what upstream does there, nothing.
+            some = ["bind_no_worker"] * (self._args.device == "cpu")
+            some += [plants] * tier
+            engines.append(self._start(f"{name}-{role}", device, llm, ",".join(some)))
         return Pair(*engines)
 
     def _start(

@@ -121,7 +121,9 @@ def test_what_waits_to_be_read_keeps_its_bytes(results: Results, pair: Pair) -> 
     assert_same_answers([answer], expected[len(others) + 1 :][:1])
 
 
-@pytest.mark.compat("faults", "a decode server that never reads what it asked for")
+@pytest.mark.compat(
+    "faults", "a decode server that never reads what was computed for it"
+)
 def test_a_reader_that_never_comes(pair: Pair) -> None:
     """Its blocks are free, and stored, once the lease is over."""
     until_idle(pair.prefill)
