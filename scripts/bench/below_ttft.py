@@ -215,6 +215,10 @@ def slow(bench: Bench) -> None:
             )
             later = [b / a for a, b, _ in rest]
             bench.tell("of computing, later", statistics.median(later), SLOW_BAR)
+            if not any(n for _, _, n in rest):
+                computed = statistics.median(a for a, _, _ in rest)
+                part_waited = statistics.median(others) / computed
+                bench.tell("  by what they waited", 1 + part_waited, SLOW_BAR)
 
 
 def stopped(bench: Bench) -> None:
@@ -288,6 +292,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=32, help="of 32 tokens, a prompt")
     args = parser.parse_args()
+    # Servers are sessions of their own, and end with this block.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(folder, args.rounds, args.blocks)

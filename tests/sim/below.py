@@ -81,7 +81,7 @@ class Below:
         self.num_put = self.num_got = 0
         self.num_ranks = num_ranks
         self._rng = Random(seed)
-        self._writer = self._rng.randrange(num_ranks)
+        self._writer = seed % num_ranks
         self._clock = Clock()
         self.tiers = [
             Objects(self._rng, self._clock, max_delay) for _ in range(1 + seed % 2)

@@ -207,7 +207,8 @@ def run(
         # A host that has room for all would forget nothing.
         setup = replace(setup, num_slots=min(setup.num_slots, 12))
         if below is not None:
-            tuning = replace(setup.tuning, fetch_part=1.0)
+            # Who takes longer than computing is not asked.
+            tuning = replace(setup.tuning, fetch_part=1.0, assumed_prefill_s=1e3)
             setup = replace(setup, below=below, store_from_use=1, tuning=tuning)
         engine = FollowedEngine(setup)
         num_asked = 0
