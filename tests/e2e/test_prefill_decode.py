@@ -111,14 +111,15 @@ def test_tier_and_connector_both_did_their_part(pair: Pair) -> None:
 @pytest.mark.engines("large")
 def test_what_waits_to_be_read_keeps_its_bytes(results: Results, pair: Pair) -> None:
     """While other prompts are evicted, stored and loaded around it."""
-    expected = results("large")["workloads"]["passed_on"]["answers"]
-    first, *others = TURNS[1]
-    begun = pair.begin(first)
+    answers = results("large")["workloads"]["passed_on"]["answers"]
+    expected = answers[len(TURNS[0]) :][: len(TURNS[1])]
+    for prompt in TURNS[0]:
+        pair.ask(prompt)
     before = counted(pair.prefill, "kv_tier_loaded_blocks_total")
-    assert_same_answers([pair.ask(p) for p in others], expected[len(others) + 2 :][:7])
+    begun = pair.begin(TURNS[1][0])
+    assert_same_answers([pair.ask(p) for p in TURNS[1][1:]], expected[1:])
     assert counted(pair.prefill, "kv_tier_loaded_blocks_total") > before
-    answer = pair.continue_(first, begun)
-    assert_same_answers([answer], expected[len(others) + 1 :][:1])
+    assert_same_answers([pair.continue_(TURNS[1][0], begun)], expected[:1])
 
 
 @pytest.mark.compat(
