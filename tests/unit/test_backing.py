@@ -4,7 +4,6 @@
 import pytest
 
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
-from vllm.v1.kv_tier.scheduling import sources
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
 from .below import SETTLED, Below, Request, key
@@ -179,46 +178,6 @@ def test_a_request_goes_on_at_its_deadline_and_what_comes_later_is_kept() -> Non
     assert not set(job.slots) & set(below.pool.host._free)
     below.end(job)
     assert below.where("a") == "host"
-
-
-def test_a_store_that_never_answers_is_left_alone_after_a_few(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    below = Below(deadline_s=5.0)
-    below.store.answers.clear()
-    logged: list[tuple] = []
-    monkeypatch.setattr(sources.logger, "error", lambda *said: logged.append(said))
-    # Eight wait at once: two steps ask for four each.
-    requests = [Request("a") for _ in range(8)]
-    for _ in range(2):
-        below.tier.begin()
-        assert all(below.pool.is_loading(each, False) for each in requests)  # type: ignore[arg-type]
-        below.tier.end()
-    below.tier.now += 5.1
-    for each in requests:
-        assert not below.pool.is_loading(each, False)  # type: ignore[arg-type]
-    assert len(logged) == 1 and below.stats().late_requests == 8
-    # Nobody waits any more, for a while.
-    late = Request("a")
-    assert not below.pool.is_loading(late, False)  # type: ignore[arg-type]
-    below.tier.now += 31
-    late = Request("a")
-    assert below.pool.is_loading(late, False)  # type: ignore[arg-type]
-    below.store.answers.set()
-
-
-def test_a_step_asks_for_some_requests_and_the_next_one_for_more() -> None:
-    below = Below()
-    below.store.answers.clear()
-    requests = [Request(name) for name in "abcdef"]
-    fetching = below.pool.backing.fetching  # type: ignore[union-attr]
-    for num_asked in (4, 6, 6):
-        below.tier.begin()
-        # Whoever was not asked for waits for its turn.
-        assert all(below.pool.is_loading(each, True) for each in requests)  # type: ignore[arg-type]
-        below.tier.end()
-        assert len(fetching._waits) == num_asked
-    below.store.answers.set()
 
 
 def test_two_requests_with_one_prefix_wait_for_one_job() -> None:

@@ -201,10 +201,8 @@ class TieredBlockPool(BlockPool):
         lookup of its prefix."""
         speaks = self.releasing.speaks(request)
         self._may_load = self.releasing.may_load(request) if speaks else None
-        below = self.backing if self._serves_host else None
-        if below is not None and below.fetching.holds_back(
-            request, not has_scheduled_reqs
-        ):
+        below, is_idle = self.backing, not has_scheduled_reqs
+        if below and self._serves_host and below.fetching.holds_back(request, is_idle):
             return True
         return has_scheduled_reqs and self.waiting.is_loading(request)
 

@@ -36,8 +36,8 @@ class Due:
         return len(self.depths)
 
     def add(self, slots: Mapping[BlockHashWithGroupId, HostSlot]) -> None:
-        """These, of which none is here, are to be written, but for those whose block has
-        several keys: it was hashed before it was full."""
+        """These are to be written, of which none is here. Those whose block has several
+        keys, since it was hashed before it was full, are left out."""
         span, depths, at_depth = self._span, self.depths, self._slots
         for key, slot in slots.items():
             # Each block that is used again comes by here.
