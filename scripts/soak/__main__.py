@@ -242,7 +242,7 @@ class Soak:
             "rss": late.rss / early.rss - 1,
             "pss": late.pss / early.pss - 1,
         }
-        # What leaks is in both. RSS also grows as processes come to share pages, and PSS
+        # What leaks is in both. RSS grows too when processes come to share pages, PSS
         # with the end of others that have the same files mapped.
         if (least := min(growth.values())) > GROWTH and seconds >= 300:
             failures.append(f"memory (RSS and PSS) grew by {100 * least:.2f}%")
