@@ -32,7 +32,7 @@ DOCUMENT = ROOT / "docs" / "compatibility.md"
 MATRIX = ROOT / "tests" / "matrix.toml"
 FOLDERS = ["tests/unit", "tests/sim", "tests/e2e"]
 SECTIONS = ["model kinds", "engine modes", "faults", "refused at start"]
-ALL_TESTS = {"KV_TIER_KINDS": "all", "KV_TIER_PARALLEL": "all,ray"}
+ALL_TESTS = {"KV_TIER_KINDS": "all", "KV_TIER_PARALLEL": "all,ray,nixl"}
 """Settings with which no test is left out."""
 
 Key = tuple[str, str]

@@ -18,8 +18,9 @@ With `--tp` or `--pp` an engine has several GPUs, and its caches are as large al
 together. With `--dp` so many replicas run side by side, each on GPUs of its own and
 with conversations of its own, as the replicas of a dense model do.
 
-Those that begin with `shared` have ranks that share host slots: they need
-`--tp 2 --size 1b-one-kv-head`, whose ranks hold the same KV, and run if they are named.
+Those that begin with `shared` have ranks that share host slots: they need `--tp 2` with
+`--size 1b-mla` or `1b-one-kv-head`, whose ranks hold the same KV, and run if they are
+named.
 In `shared_slow` and `shared_race` the rank that stores is late; in the latter no other
 waits for it, which the comparison must notice.
 """
@@ -35,7 +36,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from suite.model import INDEX, SHAPES, write_model
+from suite.model import DEEPSEEK, INDEX, LLAMA, SHAPES, write_model
 from suite.options import add_parallel_options, parallel
 from suite.plants import (
     delay_copies,
@@ -97,7 +98,7 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
     llm_kwargs: dict[str, Any] = dict(config.get("llm", {}))
     if llm_kwargs:
         llm_kwargs["kv_offloading_size"] = args.host_gib
-    llm_kwargs |= parallel(args) | {"data_parallel_size": 1}
+    llm_kwargs |= parallel(args) | {"data_parallel_size": 1} | args.llm
     block = args.block_size
     started = time.perf_counter()
     llm: Any = LLM(
@@ -265,6 +266,13 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="all configurations at once: as right, but times mean nothing",
     )
+    parser.add_argument(
+        "--llm",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="arguments of the engine for all configurations",
+    )
     add_parallel_options(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--replica", type=int, default=0, help=argparse.SUPPRESS)
@@ -327,7 +335,9 @@ def main() -> int:
         return 0
 
     if not (args.model / INDEX).exists():
-        write_model(args.model, SHAPES[args.size], args.device)
+        shape = SHAPES[args.size]
+        family = DEEPSEEK if shape.latent else LLAMA
+        write_model(args.model, shape, args.device, family)
     good = True
     right: list[dict[str, Any] | None] = []
     runs = []

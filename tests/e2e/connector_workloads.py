@@ -9,6 +9,21 @@ from .engine import Engine
 from .harm import break_copy, mend_copy
 from .workloads import BLOCK, fill_device, text, workload
 
+TURNS = [
+    [text(2000 + i, 5 * BLOCK + 9 + 40 * turn) for i in range(8)] for turn in range(3)
+]
+"""Conversations by turn, the prompt of each with that of the turn before in front:
+more than two small device caches hold."""
+
+
+@workload
+def passed_on(engine: Engine) -> dict[str, Any]:
+    """What a prefill engine computes for a decode engine, here asked of one."""
+    answers = [
+        engine.generate([prompt], max_tokens=8)[0] for turn in TURNS for prompt in turn
+    ]
+    return {"answers": answers}
+
 
 @workload
 def handed_over(engine: Engine) -> dict[str, Any]:

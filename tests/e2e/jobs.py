@@ -152,6 +152,7 @@ JOBS = {
             "served",
             *BURSTS,
             "handed_over",
+            "passed_on",
             "tier_load_fails_beside_a_connector",
             *FEATURES,
             "kept_asleep",
@@ -270,7 +271,8 @@ def parallel(num_ranks: int, num_stages: int, **llm: Any) -> Job:
 
 
 ASKED = os.environ.get("KV_TIER_PARALLEL", "").split(",")
-"""For `all` of what takes longest, and for `ray`, which must be installed first."""
+"""For `all` of what takes longest, and for `ray` and `nixl`, which must be installed
+first."""
 PARALLEL = {"PP=2": parallel(1, 2)}
 if "all" in ASKED:
     PARALLEL |= {

@@ -7,22 +7,16 @@ which to count devices. The tests name one, GPUs, and start a Ray that believes 
 some. All else is as upstream has it.
 """
 
-import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .installed import installed
+
 if TYPE_CHECKING:
     from .engine import Engine
-
-ROOT = Path(__file__).parents[2]
-REQUIREMENTS = ROOT / "ci" / "requirements-ray.txt"
-# Wheels are for one Python.
-FOLDER = ROOT / "build" / "ray" / f"cp{sys.version_info[0]}{sys.version_info[1]}"
 
 _ENVIRONMENT = {
     # Else Ray writes a token to the home of whoever runs the tests.
@@ -42,28 +36,7 @@ def environment() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(
         prefix="ray-", dir="/tmp", ignore_cleanup_errors=True
     ) as folder:
-        yield {**_ENVIRONMENT, "RAY_TMPDIR": folder, "PYTHONPATH": _installed()}
-
-
-def _installed() -> str:
-    """The folder that Ray is in.
-
-    It is installed there when it is first asked for, and not into the environment:
-    vLLM takes Ray into account wherever it finds it.
-    """
-    done = FOLDER / "requirements.txt"
-    if not done.is_file() or done.read_text() != REQUIREMENTS.read_text():
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        # Environments have no pip of their own.
-        with tempfile.TemporaryDirectory() as folder:
-            python = Path(folder) / "bin" / "python"
-            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-            pip: list[str | Path] = [python, "-m", "pip", "install", "-q"]
-            flags: list[str | Path] = ["--no-deps", "--only-binary", ":all:"]
-            what: list[str | Path] = ["--target", FOLDER, "-r", REQUIREMENTS]
-            subprocess.run([*pip, *flags, *what], check=True, timeout=600)
-        done.write_text(REQUIREMENTS.read_text())
-    return str(FOLDER)
+        yield {**_ENVIRONMENT, "RAY_TMPDIR": folder, "PYTHONPATH": installed("ray")}
 
 
 def count_ranks_as_gpus() -> None:

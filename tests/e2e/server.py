@@ -54,6 +54,7 @@ class Server:
         client_timeout_s: float = 120,
     ) -> None:
         self.model = str(model)
+        self.flags = list(flags)
         self._client_timeout_s = client_timeout_s
         self._log = log
         with socket.socket() as s:

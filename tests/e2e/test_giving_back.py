@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An idle server gives device memory back to the machine, and answers as before."""
+"""An idle engine gives device memory back, and answers as before."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from vllm.v1.worker import utils
+
+from .conftest import ROOT, environment
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, WITH_RANKS, GiB
 from .pipeline_cpu import STAGES
 from .release import ENVIRONMENT, cache_bytes
@@ -100,3 +105,33 @@ def test_memory_goes_and_prefixes_come_back(
         assert server.terminate() == 0
     finally:
         server.kill()
+
+
+@pytest.mark.skipif(
+    not hasattr(utils, "new_kv_cache"),
+    reason="this release does not make the KV cache in one piece of memory",
+)
+def test_pages_are_mapped_by_the_scheduler(llama: Path) -> None:
+    """As on a GPU: some come when the engine has started, all go when it is idle, and
+    nobody touches one that is not mapped, which would end the process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.mapped_pages", str(llama)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    first, *others = found["rounds"]
+    assert 0 < found["missing"] < found["pages"]
+    for each in found["rounds"]:
+        # The page of the block that stands for none stays.
+        assert each["unmapped"] == found["pages"] - 1
+        assert each["mapped_bytes"] <= 1.5 * found["page_bytes"]
+        assert not each["preempted"]
+    assert first["host_hit_tokens"] == 0
+    for each in others:
+        assert each["tokens"] == first["tokens"]
+        assert each["host_hit_tokens"] >= 0.9 * found["prompt_tokens"]

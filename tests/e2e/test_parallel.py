@@ -175,7 +175,7 @@ def replicas(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def ask(server: Server, replica: int | None = None) -> list[Answer]:
     """The answers of one engine to what the workload `served` asks."""
     return [
-        _answer(
+        answer_of(
             server.complete(
                 prompt,
                 replica,
@@ -189,7 +189,8 @@ def ask(server: Server, replica: int | None = None) -> list[Answer]:
     ]
 
 
-def _answer(response: dict[str, Any]) -> Answer:
+def answer_of(response: dict[str, Any]) -> Answer:
+    """What `/v1/completions` said, which was asked as `ask` does."""
     (choice,) = response["choices"]
     found = choice["logprobs"]
 

@@ -67,6 +67,10 @@ class Engine:
         self._epoch = 0
         self._in_flight: deque[Step] = deque()
         self.below = None if setup.below is None else Below(*setup.below)
+        self._roots: dict[str, int] = {}
+        self._worker = Worker(
+            setup.layout, setup.num_blocks, setup.num_slots, self._roots, self.below
+        )
         self._scheduler = make_scheduler(setup, self.below, lambda: self._worker.device)
         self._num_steps = 0
         tier = self._scheduler.kv_cache_manager.kv_tier
@@ -75,10 +79,6 @@ class Engine:
         tier.costs.clock = lambda: float(self._num_steps)
         tier.costs.join_s = {0: setup.join_time}
         self._hasher = get_request_block_hasher(setup.layout.hash_block_size, sha256)
-        self._roots: dict[str, int] = {}
-        self._worker = Worker(
-            setup.layout, setup.num_blocks, setup.num_slots, self._roots, self.below
-        )
         self._invariants = Invariants(
             setup.layout, self._scheduler.kv_cache_manager.coordinator
         )

@@ -51,6 +51,8 @@ class Elastic:
     """In steps."""
     pressure: float = 0.2
     """How often others want pages."""
+    missing: float = 0.0
+    """Part of the pages that are not mapped at first."""
     by_ranks: bool = False
     """The ranks give memory back, as plans ask; else whoever maps does, at once."""
 
@@ -74,7 +76,12 @@ class Pages:
         self._pressure = elastic.pressure
         self._rng = Random(elastic.seed)
         self._device = device
-        self._unmapped: list[int] = []
+        # The longest request of a script may need all others.
+        self._unmapped = self._rng.sample(
+            range(1, self._num_pages), int(elastic.missing * (self._num_pages - 1))
+        )
+        self.missing = [*self._unmapped]
+        device().unmapped.update(self._blocks(self.missing))
         self.counts = (0, 0)
         """Pages that were unmapped, and pages that were mapped again."""
 

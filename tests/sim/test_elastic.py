@@ -39,6 +39,7 @@ def elastic_script(seed: int, by_ranks: bool | None = None) -> Script:
         shrink_after=rng.choice([0, 1, 5]),
         pressure=rng.choice([0.0, 0.2, 0.8]),
         by_ranks=rng.random() < 0.3 if by_ranks is None else by_ranks,
+        missing=rng.choice([0.0, 0.0, 0.5, 1.0]),
     )
     setup = replace(
         script.setup,
@@ -102,6 +103,11 @@ def leave_blocks_in_the_queue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ElasticBlockPool, "take_out", lambda self, blocks: None)
 
 
+def forget_what_is_missing(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are in the queue whose memory is not there from the start."""
+    patch.setattr(ElasticBlockPool, "_take_missing", lambda self: None)
+
+
 def unmap_what_was_needed_again(patch: pytest.MonkeyPatch) -> None:
     """A page that was put back is unmapped all the same."""
     need = ElasticDevice.need
@@ -121,6 +127,7 @@ BUGS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
     hand_out_what_is_unmapped: {"unmapped"},
     leave_blocks_in_the_queue: {"refs"},
     unmap_what_was_needed_again: {"refs"},
+    forget_what_is_missing: {"unmapped"},
 }
 
 

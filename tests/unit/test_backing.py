@@ -4,6 +4,7 @@
 import pytest
 
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
+from vllm.v1.kv_tier.scheduling import sources
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
 from .below import SETTLED, Below, Request, key
@@ -180,6 +181,46 @@ def test_a_request_goes_on_at_its_deadline_and_what_comes_later_is_kept() -> Non
     assert below.where("a") == "host"
 
 
+def test_a_store_that_never_answers_is_left_alone_after_a_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    below = Below(deadline_s=5.0)
+    below.store.answers.clear()
+    logged: list[tuple] = []
+    monkeypatch.setattr(sources.logger, "error", lambda *said: logged.append(said))
+    # Eight wait at once: two steps ask for four each.
+    requests = [Request("a") for _ in range(8)]
+    for _ in range(2):
+        below.tier.begin()
+        assert all(below.pool.is_loading(each, False) for each in requests)  # type: ignore[arg-type]
+        below.tier.end()
+    below.tier.now += 5.1
+    for each in requests:
+        assert not below.pool.is_loading(each, False)  # type: ignore[arg-type]
+    assert len(logged) == 1 and below.stats().late_requests == 8
+    # Nobody waits any more, for a while.
+    late = Request("a")
+    assert not below.pool.is_loading(late, False)  # type: ignore[arg-type]
+    below.tier.now += 31
+    late = Request("a")
+    assert below.pool.is_loading(late, False)  # type: ignore[arg-type]
+    below.store.answers.set()
+
+
+def test_a_step_asks_for_some_requests_and_the_next_one_for_more() -> None:
+    below = Below()
+    below.store.answers.clear()
+    requests = [Request(name) for name in "abcdef"]
+    fetching = below.pool.backing.fetching  # type: ignore[union-attr]
+    for num_asked in (4, 6, 6):
+        below.tier.begin()
+        # Whoever was not asked for waits for its turn.
+        assert all(below.pool.is_loading(each, True) for each in requests)  # type: ignore[arg-type]
+        below.tier.end()
+        assert len(fetching._waits) == num_asked
+    below.store.answers.set()
+
+
 def test_two_requests_with_one_prefix_wait_for_one_job() -> None:
     below = Below()
     below.store.keys = {key("a")}
@@ -244,91 +285,6 @@ def test_a_fetch_waits_for_the_copies_that_used_its_slots_before() -> None:
     below.store.keys = {key("c")}
     job = below.begins_to_fetch(Request("c"), "c")
     assert (job.after_stores, job.after_loads) == (stored_by, loaded_by)
-
-
-def test_computing_is_not_waited_for_where_it_is_cheaper() -> None:
-    below = Below()
-    below.store.keys = {key(name) for name in "abcd"}
-    below.end(below.begins_to_fetch(Request("a"), "a"))
-    request = Request("b")
-    below.tier.begin()
-    below.asked(request)
-    # A block takes 0.1 seconds to come, as was told.
-    below.pool.costs.prefill_s = 0.05
-    assert below.tier.try_promote(below.tier.find("b"), request=request) is None
-    assert not below.tier.end().secondary
-    assert below.where("b") == "nowhere"
-    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
-    # Nor is it asked what it has.
-    num_asked = below.store.num_asked
-    other = Request("c")
-    assert not below.pool.is_loading(other, False)  # type: ignore[arg-type]
-    # Not even its blocks are looked up.
-    assert not below.pool.backing.fetching._waits[other].wanted  # type: ignore[union-attr, index]
-    below.pool.costs.prefill_s = 0.2
-    assert below.store.num_asked == num_asked
-    below.asked(Request("c"))
-    assert below.store.num_asked == num_asked + 1
-
-
-def test_who_waits_goes_on_when_a_tier_turns_out_to_be_slow() -> None:
-    below = Below()
-    below.store.keys = {key(name) for name in "abcdef"}
-    below.pool.costs.prefill_s = 0.02
-    request = Request("abcdef")
-    below.tier.begin()
-    below.asked(request)
-    assert below.tier.try_promote(below.tier.find("abcdef"), request=request) is None
-    # Nobody knows its speed, so a few tell it.
-    first, rest = below.tier.end().secondary
-    assert first.keys == [key(name) for name in "abcd"]
-    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
-    # A tenth of a second for four.
-    below.end(first)
-    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
-    below.tier.now += 0.11
-    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
-    assert [below.where(name) for name in "adef"] == ["host"] * 2 + ["nowhere"] * 2
-    assert not below.stats().late_requests
-    assert not set(rest.slots) & set(below.pool.host._free)
-    below.end(rest)
-    assert below.where("f") == "host"
-
-
-@pytest.mark.parametrize("always", [False, True])
-def test_a_tier_is_waited_for_no_longer_than_computing_takes(always: bool) -> None:
-    below = Below(fetches_always=always)
-    below.store.keys = {key(name) for name in "ab"}
-    below.pool.costs.prefill_s = 1.0
-    request = Request("ab")
-    job = below.begins_to_fetch(request, "ab")
-    below.tier.now += 1.9
-    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
-    below.tier.now += 0.2
-    assert below.pool.is_loading(request, False) is always  # type: ignore[arg-type]
-    assert below.stats().late_requests == (not always)
-    below.end(job)
-    assert below.where("a") == below.where("b") == "host"
-
-
-def test_a_tier_that_was_slow_is_tried_again() -> None:
-    below = Below()
-    below.store.keys = {key(name) for name in "abcdef"}
-    # A tenth of a second for one.
-    below.end(below.begins_to_fetch(Request("a"), "a"))
-    below.pool.costs.prefill_s = 0.05
-    for seconds, sizes in ((29.0, []), (2.0, [4, 1])):
-        below.tier.now += seconds
-        request = Request("bcdef")
-        below.tier.begin()
-        below.asked(request)
-        if sizes:
-            below.tier.try_promote(below.tier.find("bcdef"), request=request)
-        jobs = below.tier.end().secondary
-        assert [len(job.keys) for job in jobs] == sizes
-    # By now it is for four.
-    below.end(jobs[0])
-    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------ what is void

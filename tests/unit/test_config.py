@@ -385,14 +385,3 @@ def test_an_unsupported_platform(model: str, monkeypatch: pytest.MonkeyPatch) ->
         KVTierConfig.from_vllm_config(config)
     names_all(str(error.value), "--kv-offloading-backend core runs on CUDA, ROCm")
     names_all(str(error.value), "Remove the backend")
-
-
-def test_memory_is_given_back_on_cpus_only(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = engine_config(model, kv_offloading_config={"shrink_after_s": 1})
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
-    with pytest.raises(ValueError) as error:
-        KVTierConfig.from_vllm_config(config)
-    names_all(str(error.value), "shrink_after_s works on CPUs, not on", "Remove it")

@@ -19,10 +19,11 @@ class Mapper:
 
     blocks_per_page = PAGE
 
-    def __init__(self) -> None:
+    def __init__(self, missing: list[int]) -> None:
         self.wanted = 0
         self.spare = 3
-        self.unmapped: list[int] = []
+        self.missing = missing
+        self.unmapped = [*missing]
 
     def num_mappable(self) -> int:
         return min(self.spare, len(self.unmapped))
@@ -41,8 +42,10 @@ class Mapper:
 class ElasticTier(Tier):
     """A tier whose device has three pages."""
 
-    def __init__(self, num_ranks: int = 1, **tuning: Any) -> None:
-        self.mapper = Mapper()
+    def __init__(
+        self, num_ranks: int = 1, missing: list[int] | None = None, **tuning: Any
+    ) -> None:
+        self.mapper = Mapper(missing or [])
         layout = ElasticLayout(
             lambda unmap: self.mapper,
             page_bytes=100,
@@ -99,6 +102,19 @@ def test_an_idle_engine_gives_back_after_the_time_that_was_set() -> None:
     stats = tier.pool.take_stats()
     assert (stats.device_mapped_bytes, stats.device_unmapped_bytes) == (100, 200)
     assert stats.given_back_pages == 2 and tier.pool.get_usage() == 0.0
+
+
+def test_what_is_not_mapped_at_first_comes_when_it_is_needed() -> None:
+    tier = ElasticTier(missing=[2])
+    assert tier.num_free == 2 * PAGE - 1
+    stats = tier.pool.take_stats()
+    assert (stats.device_mapped_bytes, stats.device_unmapped_bytes) == (200, 100)
+    tier.computed("abcde")
+    assert tier.mapper.unmapped == [2]
+    for name in "fghi":
+        tier.computed(name)
+    assert not tier.mapper.unmapped and tier.num_free == NUM_BLOCKS - 1
+    assert {tier.where(name) for name in "abcdefghi"} == {"device"}
 
 
 def test_a_page_goes_when_all_ranks_have_told() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.policy import POLICIES
+from vllm.v1.kv_tier.scheduling.prewarms import PATIENCE_S, PAUSE_S
 from vllm.v1.request import RequestStatus
 
 from .tier import BLOCK, Asking, Tier, assert_nothing_leaks, hashes, stores
@@ -322,9 +323,45 @@ def test_a_prewarm_that_has_ended_is_not_late() -> None:
     assert prewarmed(tier) == (4, 0, 0)
 
 
+def lack_blocks(tier: Tier) -> None:
+    """A request finds too few free blocks in the step in the making."""
+    tier.pool.load_ahead([], (), 0)
+
+
+def test_a_prewarm_leaves_blocks_to_requests_that_lack_some() -> None:
+    tier = Tier(8)
+    now = 0.0
+    tier.pool.costs.clock = lambda: now
+    prewarm: Any = Turn("1", "abcd", prewarm=True)
+    request: Any = Turn("2", "abcd", conversation="c")
+    tier.begin()
+    assert not tier.pool.is_loading(prewarm, True)
+    lack_blocks(tier)
+    assert tier.pool.is_loading(prewarm, True)
+    assert not tier.pool.is_loading(request, True)
+    # Who is alone takes what nobody else wants.
+    assert not tier.pool.is_loading(prewarm, False)
+    now += PAUSE_S
+    assert not tier.pool.is_loading(prewarm, True)
+
+
+def test_a_prewarm_does_not_wait_for_ever() -> None:
+    tier = Tier(8)
+    now = 0.0
+    tier.pool.costs.clock = lambda: now
+    prewarm: Any = Turn("1", "abcd", prewarm=True)
+    tier.begin()
+    for _ in range(int(PATIENCE_S / PAUSE_S)):
+        lack_blocks(tier)
+        assert tier.pool.is_loading(prewarm, True)
+        now += PAUSE_S
+    lack_blocks(tier)
+    assert not tier.pool.is_loading(prewarm, True)
+
+
 def test_as_many_blocks_as_owners_are_followed() -> None:
     tier = Tier(8)
-    prewarms, limit = tier.pool.releasing._prewarms, tier.pool.releasing._num_keys
+    prewarms, limit = tier.pool.releasing.prewarms, tier.pool.releasing._num_keys
     for i in range(limit):
         names = f"{chr(1000 + 2 * i)}{chr(1001 + 2 * i)}"
         prewarms.ask(Turn(str(i), names))  # type: ignore[arg-type]

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 
 
+ROPE_DIM = 64
+"""Elements of a head of MLA that know the position, beside the others."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a decoder, in elements."""
@@ -26,15 +30,42 @@ class Shape:
     vocab: int
     max_len: int = 65536
     """Positions that it knows, in tokens."""
+    latent: int = 0
+    """Rank of the latent that MLA keeps of a token instead of keys and values, beside
+    `ROPE_DIM` elements that all heads share; 0: no MLA."""
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values that one token takes in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+        """Bytes that one token takes in the KV cache of all layers."""
+        width = self.latent + ROPE_DIM if self.latent else 2 * self.kv_width
+        return self.layers * width * itemsize
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of the keys of a token in a layer, and of its values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def attention(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of the projections of the attention."""
+        width = self.heads * self.head_dim
+        if not self.latent:
+            return {
+                "q_proj": (width, self.hidden),
+                "k_proj": (self.kv_width, self.hidden),
+                "v_proj": (self.kv_width, self.hidden),
+                "o_proj": (self.hidden, width),
+            }
+        return {
+            "q_proj": (width + self.heads * ROPE_DIM, self.hidden),
+            "kv_a_proj_with_mqa": (self.latent + ROPE_DIM, self.hidden),
+            "kv_b_proj": (2 * width, self.latent),
+            "o_proj": (self.hidden, width),
+        }
 
     @property
     def num_parameters(self) -> int:
         """Of the whole model, norms aside."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
+        attention = sum(rows * columns for rows, columns in self.attention.values())
         layer = attention + 3 * self.inner * self.hidden
         return self.layers * layer + 2 * self.vocab * self.hidden
 
@@ -43,6 +74,7 @@ SHAPES = {
     "tiny": Shape(128, 256, 4, 4, 2, 32, 1024),
     "1b": Shape(2048, 8192, 16, 16, 8, 128, 32000),
     "1b-one-kv-head": Shape(2048, 8192, 16, 16, 1, 128, 32000),
+    "1b-mla": Shape(2048, 8192, 16, 16, 16, 128, 32000, latent=512),
     "8b": Shape(4096, 14336, 32, 32, 8, 128, 32000),
     "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128, 128256),
 }
@@ -74,6 +106,19 @@ LLAMA = Family(
         "rms_norm_eps": 1e-5,
     },
     {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 2.0},
+)
+DEEPSEEK = Family(
+    {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": ROPE_DIM,
+        # No layer has experts.
+        "first_k_dense_replace": 1 << 16,
+    },
+    {"q_proj": 2.0, "kv_a_proj_with_mqa": 2.0, "kv_b_proj": 2.0},
 )
 QWEN3 = Family(
     {
@@ -111,12 +156,8 @@ def weights(
 
     ones = torch.ones(shape.hidden, device=device, dtype=dtype)
     hidden, inner = shape.hidden, shape.inner
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     projections = {
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
+        **{f"self_attn.{name}": size for name, size in shape.attention.items()},
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
@@ -130,6 +171,9 @@ def weights(
             norm = torch.full_like(ones[: shape.head_dim], family.head_norm)
             yield p + "self_attn.q_norm.weight", norm
             yield p + "self_attn.k_norm.weight", norm
+        if shape.latent:
+            latent = torch.ones(shape.latent, device=device, dtype=dtype)
+            yield p + "self_attn.kv_a_layernorm.weight", latent
         yield p + "input_layernorm.weight", ones
         yield p + "post_attention_layernorm.weight", ones
     yield "model.embed_tokens.weight", normal(shape.vocab, hidden, hidden**0.5)
@@ -157,6 +201,12 @@ def write_config(
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    if shape.latent:
+        config |= {
+            "kv_lora_rank": shape.latent,
+            "qk_nope_head_dim": shape.head_dim,
+            "v_head_dim": shape.head_dim,
+        }
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -76,3 +76,10 @@ def wait_for_no_peer() -> None:
     from vllm.v1.kv_tier.rank.copier import Copier
 
     Copier._await_owner = lambda self, plan: None  # type: ignore[method-assign]
+
+
+def bind_no_worker() -> None:
+    """Keep NixlConnector from binding all workers on CPUs to the same last core."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.discover_numa_topology = list  # type: ignore[assignment]

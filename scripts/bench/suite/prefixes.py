@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from .client import Answer, Client
-from .workloads import Outcome, evict, tokens
+from .workloads import PREWARM, Outcome, evict, tokens
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class Latency:
     """Time to first token on the idle engine.
 
     Of a prefix that is in host memory only, of the same prefix now that the device
-    has it, and of a prompt that nothing has, each with a fresh tail.
+    has it, and of a prompt that nothing has, each with a fresh tail. Where the client
+    sends hints, also of another prefix in host memory that it has asked to prewarm.
     """
 
     lengths: tuple[int, ...]
@@ -26,7 +27,8 @@ class Latency:
             return tokens(client.vocab, n, "latency", repeat, n, *seed)
 
         prefixes = {n: some(n, "prefix") for n in self.lengths}
-        for n, prefix in prefixes.items():
+        others = {n: some(n, "other") for n in self.lengths if client.hints}
+        for n, prefix in (*prefixes.items(), *others.items()):
             await client.ask(f"prefill-{n}", prefix, 1)
         await evict(client, "latency", repeat)
         asked: dict[tuple[str, int], Answer] = {}
@@ -38,7 +40,11 @@ class Latency:
                 "device": prefixes[n] + some(self.tail, n, "second tail"),
                 "unseen": some(n, "unseen") + some(self.tail, n, "last tail"),
             }
+            if n in others:
+                prompts["prewarmed"] = others[n] + some(self.tail, n, "other tail")
             for kind, prompt in prompts.items():
+                if kind == "prewarmed":
+                    await client.ask(f"prewarm-{n}", others[n], 1, hints=PREWARM)
                 await asyncio.sleep(self.pause_s)
                 asked[kind, n] = await client.ask(f"{kind}-{n}", prompt, 1)
         cells = [(kind, n) for kind in prompts for n in self.lengths]

@@ -14,6 +14,7 @@ from vllm.v1.kv_tier.scheduling.asleep import check_asleep
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, check_engine, check_tiers
 from vllm.v1.kv_tier.scheduling.connectors import offloading_claim
 from vllm.v1.kv_tier.scheduling.executors import refused_executor
+from vllm.v1.kv_tier.scheduling.gpu_pages import check_device
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, check_shrink_after
 from vllm.v1.kv_tier.scheduling.quotas import check_quotas
 from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
@@ -105,9 +106,10 @@ class KVTierConfig:
     `tenant` in its hints, else its cache salt. `null` (None): no quotas."""
 
     shrink_after_s: float | None = None
-    """Give device memory back to the machine when the engine has run nothing for so
-    many seconds, or before when the machine runs short; what it held goes to the host.
-    CPU engines only. `null` (None): never. The page Giving memory back has the rest."""
+    """Give device memory back when the engine has run nothing for so many seconds, or
+    before when others run short of it; what it held goes to the host. On CPUs, and with
+    kvcached on one CUDA GPU. `null` (None): never. The page Giving memory back has the
+    rest."""
 
     keep_while_asleep: bool = False
     """Keep what the host has while the engine sleeps (level 1), for when it wakes up,
@@ -241,6 +243,8 @@ class KVTierConfig:
             )
         self._check_scheduler(vllm_config.scheduler_config.scheduler_cls)
         self._check_platform()
+        if self.shrink_after_s is not None:
+            check_device(vllm_config)
         if self.secondary_tiers:
             check_engine(vllm_config)
         check_asleep(self.keep_while_asleep, bool(self.secondary_tiers), vllm_config)
@@ -285,12 +289,6 @@ class KVTierConfig:
                 f"--kv-offloading-backend {BACKEND} runs on CUDA, ROCm and CPU, not "
                 f"on {current_platform.device_name or current_platform.device_type}. "
                 "Remove the backend."
-            )
-
-        if self.shrink_after_s is not None and not current_platform.is_cpu():
-            raise ValueError(
-                "--kv-offloading-config: shrink_after_s works on CPUs, not on "
-                f"{current_platform.device_type} yet. Remove it."
             )
 
     @staticmethod

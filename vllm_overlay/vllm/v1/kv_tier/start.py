@@ -19,8 +19,10 @@ from vllm.v1.kv_tier.config import (
     is_one_machine,
 )
 from vllm.v1.kv_tier.copying.engine import slot_bytes
+from vllm.v1.kv_tier.device_memory import device_pages, num_mapped
 from vllm.v1.kv_tier.layer_waits import set_layer_waits
 from vllm.v1.kv_tier.memory.giving_back import blocks_per_page
+from vllm.v1.kv_tier.memory.kvcached import shared_limit
 from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
 from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.memory.replicas import held_once, kv_replicas
@@ -35,6 +37,7 @@ from vllm.v1.kv_tier.scheduling.below import (
     labels,
     layout,
 )
+from vllm.v1.kv_tier.scheduling.gpu_pages import pages_of_gpu
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, pages_of_ranks
 from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
 from vllm.v1.kv_tier.stores.by_name import check_entry
@@ -232,6 +235,12 @@ def _elastic(
     if config.shrink_after_s is None:
         return None
     num_blocks = kv_cache_config.num_blocks
+    if (on_gpu := executor.collective_rpc(device_pages)[0]) is not None:
+        device, absent = on_gpu
+        limit = shared_limit(device.num_pages * device.page_bytes)
+        return pages_of_gpu(
+            vllm_config, kv_cache_config, device, absent, limit, config.shrink_after_s
+        )
     pages = executor.collective_rpc(_blocks_per_page, args=(num_blocks,))
     sizes = [num_bytes for _, num_bytes in per_rank]
     return pages_of_ranks(
@@ -359,7 +368,14 @@ def _start_rank(
     set_layer_waits(waits)
     shared = take_shared(wrapper)
     tier = HostTier.allocate(
-        regions, num_slots, runner.device, copy_engine, waits, verify, shared=shared
+        regions,
+        num_slots,
+        runner.device,
+        copy_engine,
+        waits,
+        verify,
+        shared=shared,
+        num_mapped=num_mapped(wrapper, num_blocks),
     )
     if shared is not None:
         shared.memory.close()

@@ -87,6 +87,7 @@ class HostTier:
         verify: bool = False,
         tuning: RankTuning = DEFAULT_TUNING,
         shared: SharedSlots | None = None,
+        num_mapped: int | None = None,
     ) -> "HostTier":
         """A tier with host memory.
 
@@ -99,6 +100,7 @@ class HostTier:
             verify: Check before each load that the slot holds what was stored.
             tuning: Sizes and times that no user sets.
             shared: The memory, if other ranks have it too. Else it is the rank's own.
+            num_mapped: Device blocks that have memory, the first ones; None if all do.
 
         Raises:
             MemoryError: The host memory cannot be had.
@@ -118,7 +120,12 @@ class HostTier:
         # Engines are tried on slots: by one rank at a time where they are the same.
         with shared.memory.alone() if shared is not None else nullcontext():
             engines = choose_engines(
-                regions, buffer.slots, copy_engine, device, pinned=buffer.pinned
+                regions,
+                buffer.slots,
+                copy_engine,
+                device,
+                pinned=buffer.pinned,
+                num_blocks=num_mapped,
             )
         checksums = _checksums(buffer.slots, device, shared) if verify else None
         peers = None

@@ -160,6 +160,7 @@ def choose_engines(
     device: torch.device,
     pinned: bool,
     kinds: Mapping[str, EngineKind] = ENGINES,
+    num_blocks: int | None = None,
 ) -> CopyEngines:
     """Measure the engines that this machine has, and choose.
 
@@ -173,6 +174,8 @@ def choose_engines(
         device: Where the regions are.
         pinned: Whether the GPU driver has registered the host memory.
         kinds: The engines by name.
+        num_blocks: Device blocks that there may be copies of, the first ones; None for
+            all.
 
     Raises:
         ValueError: The requested engine cannot run here.
@@ -182,15 +185,12 @@ def choose_engines(
         # A rank without KV memory (pipeline parallel) has nothing to copy.
         none = TorchCopyEngine(regions, slots)
         return CopyEngines(none, none, none, math.inf, math.inf)
+    blocks = num_blocks or regions[0].blocks.shape[0]
     names = CANDIDATES[requested]
-    found, errors = _measure(
-        {name: kinds[name] for name in names}, regions, slots, device, pinned
-    )
+    found, errors = _measure(names, kinds, regions, blocks, slots, device, pinned)
     if not found and requested == "auto":
         names = ("torch",)
-        found, errors = _measure(
-            {name: kinds[name] for name in names}, regions, slots, device, pinned
-        )
+        found, errors = _measure(names, kinds, regions, blocks, slots, device, pinned)
     if not found:
         raise _refused(requested, errors[names[-1]])
     engines = {name: measured.engine for name, measured in found.items()}
@@ -234,8 +234,10 @@ def _refused(requested: str, error: Exception) -> Exception:
 
 
 def _measure(
+    names: Sequence[str],
     kinds: Mapping[str, EngineKind],
     regions: Sequence[Region],
+    num_blocks: int,
     slots: torch.Tensor,
     device: torch.device,
     pinned: bool,
@@ -243,12 +245,13 @@ def _measure(
     """The engines that run here, and for each other one why it does not."""
     found: dict[str, _Measured] = {}
     errors: dict[str, Exception] = {}
-    for name, kind in kinds.items():
+    for name in names:
+        kind = kinds[name]
         try:
             if kind.needs_gpu:
                 _check_memory(device, pinned)
             engine = kind.make(regions, slots)
-            pairs = _random_pairs(regions, slots, device, kind.max_pieces)
+            pairs = _random_pairs(regions, num_blocks, slots, device, kind.max_pieces)
             with _stream(device):
                 prove(engine, *pairs[:, :_PROVEN_BLOCKS].tolist())
                 # In this order loads write what is there already.
@@ -279,12 +282,13 @@ def _check_memory(device: torch.device, pinned: bool) -> None:
 
 def _random_pairs(
     regions: Sequence[Region],
+    num_blocks: int,
     slots: torch.Tensor,
     device: torch.device,
     max_pieces: int,
 ) -> NDArray[np.int64]:
     """`[2, n]`: distinct blocks and slots, in no order."""
-    num_blocks, num_slots = regions[0].blocks.shape[0], slots.shape[0]
+    num_slots = slots.shape[0]
     wanted = min(_BYTES[device.type] // slot_bytes(regions), max_pieces // len(regions))
     num_pairs = min(max(wanted, 1), num_blocks, num_slots)
     rng = np.random.default_rng(0)

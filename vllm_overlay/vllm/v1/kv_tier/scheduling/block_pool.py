@@ -125,9 +125,8 @@ class TieredBlockPool(BlockPool):
         """The scheduler starts to plan a step."""
         self._draft.begin()
         self.releasing.begin_step()
-        self._serves_host = not (
-            self.costs.recompute or self._breaker.is_open(self.costs.clock())
-        )
+        is_open = self._breaker.is_open(self.costs.clock())
+        self._serves_host = not (self.costs.recompute or is_open)
 
     def take_plan(self, is_idle: bool = False) -> StepPlan:
         """End the step: its copies and fences.
@@ -197,12 +196,15 @@ class TieredBlockPool(BlockPool):
         return promoted
 
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
-        """Whether `request` waits for loads that are still on their way. Saves the
-        lookup of its prefix."""
+        """Whether `request` waits for loads that are still on their way, or leaves its
+        turn to others. Saves the lookup of its prefix."""
         speaks = self.releasing.speaks(request)
         self._may_load = self.releasing.may_load(request) if speaks else None
-        below, is_idle = self.backing, not has_scheduled_reqs
-        if below and self._serves_host and below.fetching.holds_back(request, is_idle):
+        if speaks and has_scheduled_reqs and self.releasing.must_wait(request):
+            return True
+        below = self.backing if self._serves_host else None
+        is_idle = not has_scheduled_reqs
+        if below is not None and below.fetching.holds_back(request, is_idle):
             return True
         return has_scheduled_reqs and self.waiting.is_loading(request)
 
@@ -212,8 +214,8 @@ class TieredBlockPool(BlockPool):
         computed_blocks: tuple[Sequence[KVCacheBlock], ...],
         num_tokens: int,
     ) -> None:
-        """Begin to load the hit of a request that lacks blocks, see
-        `Promotion.prefetch`."""
+        """Begin to load the hit of one that lacks blocks, see `Promotion.prefetch`."""
+        self.releasing.prewarms.others_lack_blocks()
         below = self.backing
         if below is None or not below.fetching.fetches(None, computed_blocks):
             self._promotion.prefetch(managers, computed_blocks, num_tokens)
@@ -305,10 +307,9 @@ class TieredBlockPool(BlockPool):
 
     def reset_prefix_cache(self) -> bool:
         """As upstream; the host tier is cleared only when the device cache is."""
-        if not super().reset_prefix_cache():
-            return False
-        self._clear_host()
-        return True
+        if was_reset := super().reset_prefix_cache():
+            self._clear_host()
+        return was_reset
 
     def _clear_host(self) -> None:
         self.forget_slots()
@@ -338,8 +339,7 @@ class TieredBlockPool(BlockPool):
             slot = self.host.at(index)
             if slot is not None and slot.store_seq == seq:
                 self.storer.drop(slot)
-        failed = report.failed_load_seq
-        if failed is None:
+        if (failed := report.failed_load_seq) is None:
             return None
         for block in self.blocks:
             if block.block_hash is not None and (

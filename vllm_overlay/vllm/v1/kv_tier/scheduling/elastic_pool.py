@@ -38,9 +38,16 @@ class ElasticBlockPool(TieredBlockPool):
             self._stats,
         )
         self._block_sizes = layout.elastic.block_sizes
+        self._take_missing()
         # Whether the request that was looked up last passed upstream's check of free
         # blocks.
         self._has_room = False
+
+    def _take_missing(self) -> None:
+        """Take the blocks out whose memory is not there from the start."""
+        self.elastic.unmapped.update(self.elastic.mapper.missing)
+        if missing := list(self.elastic.missing_blocks()):
+            self.take_out(missing)
 
     # ------------------------------------------------------------------ a step
 

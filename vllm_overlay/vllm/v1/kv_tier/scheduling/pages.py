@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm.v1.kv_tier.memory.limits import available_host_bytes, total_host_bytes
 
@@ -21,7 +21,7 @@ _KEPT_FREE = 1 / 50
 
 
 class PageMapper(Protocol):
-    """Maps the pages of an engine. All are mapped at first. No call waits for long.
+    """Maps the pages of an engine. No call waits for long.
 
     Who calls it sees to it that nothing reads or writes a page that is not mapped, nor
     will when what is under way goes on.
@@ -30,6 +30,10 @@ class PageMapper(Protocol):
     @property
     def blocks_per_page(self) -> int:
         """Device blocks of a page."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Pages that are not mapped at first."""
 
     def num_mappable(self) -> int:
         """How many pages could be mapped now. Others may take them first."""
@@ -81,6 +85,7 @@ class RankPages:
         poll_s: float = 0.5,
     ) -> None:
         self.blocks_per_page = blocks_per_page
+        self.missing: list[int] = []
         self._num_blocks = num_blocks
         self._num_pages = -(-num_blocks // blocks_per_page)
         self._page_bytes = page_bytes
@@ -160,6 +165,42 @@ class ElasticLayout:
     free while requests run."""
 
 
+class EngineNeeds(NamedTuple):
+    """What requests of an engine take."""
+
+    block_sizes: tuple[int, ...]
+    """As in `ElasticLayout`."""
+    headroom: int
+    """As in `ElasticLayout`."""
+    longest: int
+    """Blocks of the longest request, and its headroom."""
+
+    def min_pages(self, blocks_per_page: int) -> int:
+        """Pages with which the longest request fits."""
+        # The null block is not for requests.
+        return -(-(self.longest + 1) // blocks_per_page)
+
+
+def engine_needs(vllm_config: "VllmConfig", kv_cache_config: Any) -> EngineNeeds:
+    """What requests of an engine take.
+
+    Args:
+        vllm_config: Settings of the engine.
+        kv_cache_config: The scheduler's.
+
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    block_sizes = tuple(spec.block_size for spec in specs)
+    max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    # What it computes may begin and end within a block, and drafts follow it.
+    headroom = sum(-(-max_tokens // size) + 2 for size in block_sizes)
+    longest = sum(
+        -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+        for spec in specs
+    )
+    return EngineNeeds(block_sizes, headroom, longest + headroom)
+
+
 def pages_of_ranks(
     vllm_config: "VllmConfig",
     kv_cache_config: Any,
@@ -178,31 +219,22 @@ def pages_of_ranks(
 
     """
     num_blocks = kv_cache_config.num_blocks
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    block_sizes = tuple(spec.block_size for spec in specs)
-    max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    # What it computes may begin and end within a block, and drafts follow it.
-    headroom = sum(-(-max_tokens // size) + 2 for size in block_sizes)
-    longest = sum(
-        -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
-        for spec in specs
-    )
     page_bytes = blocks_per_page * sum(rank_bytes)
+    needs = engine_needs(vllm_config, kv_cache_config)
     return ElasticLayout(
         lambda unmap: RankPages(
             num_blocks,
             blocks_per_page,
             page_bytes,
-            # The null block is not for requests.
-            min_pages=-(-(longest + headroom + 1) // blocks_per_page),
+            min_pages=needs.min_pages(blocks_per_page),
             spare_bytes=_spare_bytes,
             unmap=unmap,
         ),
         page_bytes,
         sum(map(bool, rank_bytes)),
         shrink_after_s,
-        block_sizes,
-        headroom,
+        needs.block_sizes,
+        needs.headroom,
     )
 
 

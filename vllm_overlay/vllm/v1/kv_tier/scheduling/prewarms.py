@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether prompts that were computed or loaded ahead of a request came to be of use."""
+"""Prompts that are computed or loaded ahead of a request: when they must wait for
+others, and whether they came to be of use."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from weakref import WeakKeyDictionary
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
 
+PAUSE_S = 0.25
+"""Seconds for which prewarms wait after a request lacked device blocks."""
+PATIENCE_S = 10.0
+"""Seconds after which a prewarm that waits is a request like others: somebody may wait
+for its answer."""
+
 
 class Prewarms:
     """Follows the blocks of prompts with the hint `prewarm`, until others need them.
+
+    A prewarm takes no device blocks while requests lack some: it would hold up those
+    that can run, and what it loads would be evicted before it is of use.
 
     A block is counted once more when it is of use, since another request hits it, on
     the device or on the host; or when it is late: another request computes it before
@@ -19,15 +30,33 @@ class Prewarms:
     Args:
         num_keys: Blocks that are followed, those that were asked for last.
         stats: Counts them.
+        clock: Seconds.
 
     """
 
-    def __init__(self, num_keys: int, stats: KVTierStats) -> None:
+    def __init__(
+        self, num_keys: int, stats: KVTierStats, clock: Callable[[], float]
+    ) -> None:
         self._num_keys = num_keys
         self._stats = stats
+        self._clock = clock
+        self._lacked = float("-inf")
+        # Since when they wait.
+        self._held: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self.pending: OrderedDict[Hashable, Request] = OrderedDict()
         """Blocks that nobody has needed yet. Public, since asking whether there are
         some must cost nothing."""
+
+    def others_lack_blocks(self) -> None:
+        """A request cannot run now, since the device lacks free blocks."""
+        self._lacked = self._clock()
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether `request`, a prewarm, is to leave free blocks to others."""
+        now = self._clock()
+        if now - self._lacked >= PAUSE_S:
+            return False
+        return now - self._held.setdefault(request, now) < PATIENCE_S
 
     def ask(self, request: Request) -> None:
         """`request` does nothing but prewarm its prompt."""

@@ -87,7 +87,7 @@ class Releasing:
         self.retaining = retaining
         self._num_keys = num_keys
         self._owners = Owners(num_keys)
-        self._prewarms = Prewarms(num_keys, stats)
+        self.prewarms = Prewarms(num_keys, stats, retaining.said.clock)
         self._quotas = retaining.quotas
         self._stats = stats
         # None: what it says is not understood.
@@ -125,9 +125,9 @@ class Releasing:
         ) -> None:
             numbers = num_cached_blocks, num_full_blocks
             cache_full_blocks(request, blocks, *numbers, block_size, *args, **kwargs)
-            if self._prewarms.pending:
+            if self.prewarms.pending:
                 keys = [block.block_hash for block in blocks[slice(*numbers)]]
-                self._prewarms.computed(request, keys)
+                self.prewarms.computed(request, keys)
             if self.speaks(request):
                 new = blocks[slice(*numbers)]
                 self.computed(request, new, num_cached_blocks, block_size)
@@ -198,6 +198,13 @@ class Releasing:
             bool(self._quotas) and getattr(request, "cache_salt", None) in self._quotas
         )
 
+    def must_wait(self, request: Request) -> bool:
+        """Whether a request that speaks is to leave free blocks to others."""
+        speaker = self.follow(request)
+        if speaker is None or not speaker.hints.prewarm:
+            return False
+        return self.prewarms.must_wait(request)
+
     def may_load(self, request: Request) -> Callable[[BlockHash], bool] | None:
         """Tells, of a request that speaks, for which of its blocks slots may be served.
         None: for all."""
@@ -250,7 +257,7 @@ class Releasing:
         speaker = self.follow(request) if self.speaks(request) else None
         owner = None if speaker is None else speaker.owner
         storer, retaining = self._storer, self.retaining
-        pending = self._prewarms.pending
+        pending = self.prewarms.pending
         is_marked = self._owners or storer.released or storer.forbidden or pending
         if speaker is None and not (is_marked or retaining.said):
             return
@@ -265,7 +272,7 @@ class Releasing:
             if self._owners or pending:
                 keys = [block.block_hash for block in group]
                 self._owners.hit(keys, owner)
-                self._prewarms.hit(request, keys)
+                self.prewarms.hit(request, keys)
             if speaker is None:
                 retaining.used_in_silence(group)
             else:
@@ -324,7 +331,7 @@ class Releasing:
         if hints.release:
             self._last[request.request_id] = request
         if hints.prewarm:
-            self._prewarms.ask(request)
+            self.prewarms.ask(request)
         if hints.conversation is not None:
             owner = speaker.owner
             self._turns[owner] = self._turns.pop(owner, 0) + 1

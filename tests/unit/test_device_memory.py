@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the KV cache of an engine lies, and where those lie that profiling makes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.v1.kv_tier import device_memory
+from vllm.v1.kv_tier.config import KVTierConfig
+from vllm.v1.kv_tier.memory.kvcached import KvcachedMemory, _runs, shared_limit
+from vllm.v1.worker import utils
+
+from ..names import WorkerWrapperBase
+from .test_gpu_pages import (
+    NUM_BLOCKS,
+    NUM_LAYERS,
+    NUM_PAGES,
+    PAGE,
+    PAGE_BYTES,
+    Gpu,
+    Memory,
+)
+
+NUM_BYTES = NUM_LAYERS * NUM_BLOCKS * 24
+HAS_SEAM = hasattr(utils, "new_kv_cache")
+
+
+class Worker:
+    """Makes its KV caches as upstream's model runners do."""
+
+    device = torch.device("meta")
+
+    def __init__(self) -> None:
+        self.model_runner: Any = SimpleNamespace(kv_caches=[], device=self.device)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        caches = allocate(kv_cache_config)
+        self.model_runner.kv_caches = [caches]
+
+
+def allocate(kv_cache_config: Any) -> torch.Tensor:
+    """The seam of `allocate_kv_cache`, and the views that it makes."""
+    tensor = SimpleNamespace(size=NUM_BYTES, layers=["layer"])
+    config: Any = SimpleNamespace(
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[
+            SimpleNamespace(
+                layer_names=["layer"],
+                kv_cache_spec=SimpleNamespace(has_layer_views=False),
+            )
+        ],
+    )
+    cpu = torch.device("cpu")
+    found = utils.allocate_kv_cache(config, cpu, None)["layer"]  # type: ignore[arg-type]
+    return found.view(NUM_LAYERS, NUM_BLOCKS, 24)
+
+
+@pytest.fixture
+def wrapper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A wrapper whose engine gives memory back, on a GPU that is none."""
+    gpu = Gpu()
+    made: list[Memory] = []
+
+    class Made(Memory):
+        def __init__(self, num_bytes: int, device: torch.device) -> None:
+            super().__init__(gpu)
+            made.append(self)
+            self.memory = self.cache.view(torch.int8)
+
+    monkeypatch.setattr(device_memory, "KvcachedMemory", Made)
+    config = KVTierConfig(size_bytes=1, shrink_after_s=1.0)
+    monkeypatch.setattr(KVTierConfig, "from_vllm_config", lambda _: config)
+    found: Any = WorkerWrapperBase.__new__(WorkerWrapperBase)
+    found.vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(), instance_id="", fault_tolerance=None
+    )
+    found.worker, found.global_rank = Worker(), 0
+    found.gpu, found.made = gpu, made
+    return found
+
+
+def initialize(wrapper: Any) -> None:
+    wrapper.initialize_from_config([SimpleNamespace(num_blocks=NUM_BLOCKS)])
+
+
+@pytest.mark.skipif(not HAS_SEAM, reason="another way to make KV caches")
+def test_the_kv_cache_of_an_engine_may_lie_elsewhere(wrapper: Any) -> None:
+    profiled = allocate(None)
+    assert not wrapper.made
+    initialize(wrapper)
+    pages, absent = device_memory.device_pages(wrapper) or (None, None)
+    assert pages is not None and absent == []
+    assert pages.num_pages == NUM_PAGES
+    assert wrapper.gpu.total - wrapper.gpu.free == pages.mapped_bytes > 0
+    assert device_memory.num_mapped(wrapper, NUM_BLOCKS) == NUM_BLOCKS
+    assert len(wrapper.made) == 1 and not profiled.any()
+    allocate(None)
+    assert len(wrapper.made) == 1
+
+
+@pytest.mark.skipif(not HAS_SEAM, reason="another way to make KV caches")
+def test_part_of_the_kv_cache_has_memory_at_first(wrapper: Any) -> None:
+    wrapper.gpu.free = wrapper.gpu.total // 50 + 5 * PAGE_BYTES
+    initialize(wrapper)
+    found = device_memory.device_pages(wrapper)
+    assert found is not None and found[1]
+    assert device_memory.num_mapped(wrapper, NUM_BLOCKS) == found[1][0] * PAGE
+
+
+@pytest.mark.skipif(not HAS_SEAM, reason="another way to make KV caches")
+def test_without_any_memory_there_is_no_engine(wrapper: Any) -> None:
+    wrapper.gpu.free = wrapper.gpu.total // 50
+    with pytest.raises(ValueError, match="there is no GPU memory for the first page"):
+        initialize(wrapper)
+
+
+@pytest.mark.skipif(not HAS_SEAM, reason="another way to make KV caches")
+def test_kv_caches_that_lie_elsewhere(wrapper: Any) -> None:
+    def elsewhere(config: Any) -> None:
+        allocate(config)
+        wrapper.worker.model_runner.kv_caches = [torch.zeros(2, NUM_BLOCKS, 8)]
+
+    wrapper.worker.initialize_from_config = elsewhere
+    with pytest.raises(ValueError, match="does not know the layout"):
+        initialize(wrapper)
+
+
+def test_a_kv_cache_that_torch_made_cannot_be_given_back(wrapper: Any) -> None:
+    with pytest.raises(ValueError, match="needs vLLM v0.30.0 or newer"):
+        device_memory.device_pages(wrapper)
+
+
+def test_memory_of_a_library_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="kvcached on a GPU, which cannot be loaded"):
+        KvcachedMemory(1, torch.device("cuda", 0))
+    assert shared_limit(1) is None
+
+
+def test_runs_of_pages() -> None:
+    assert list(_runs([])) == []
+    assert list(_runs([3])) == [(3, 4)]
+    assert list(_runs([0, 1, 2, 5, 7, 8])) == [(0, 3), (5, 6), (7, 9)]

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of a GPU that engines share: who may map how many, and a thread that unmaps.
+
+Engines know nothing of one another but how much memory is free. Each leaves a part of
+it free and gives pages up while there is less. One that has less than its longest
+request takes goes below that part; the others then give it what they can spare. So no
+engine waits for ever, as long as the memory holds the longest request of each.
+"""
+
+import heapq
+import threading
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, engine_needs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+
+class Device(Protocol):
+    """See `DevicePages`."""
+
+    blocks_per_page: int
+    num_pages: int
+    page_bytes: int
+    mapped_bytes: int
+
+    def map(self, page: int) -> bool: ...
+
+    def unmap(self, page: int) -> None: ...
+
+    def spare_bytes(self, at_any_rate: bool = False) -> int: ...
+
+
+class Limit(Protocol):
+    """See `SharedLimit`."""
+
+    def limit_bytes(self) -> int | None: ...
+
+    def tell(self, used: int, ahead: int) -> None: ...
+
+
+class GpuPages:
+    """Pages that are mapped in the scheduler's process, where the rank is too.
+
+        given    the engine has it
+        held     mapped, but the engine has no use for it, yet or any more
+        absent   without memory
+
+    What is given back is held until the thread comes to it, so that nobody waits for
+    the driver, and what is needed again soon is there still. While the engine grows,
+    the thread maps some pages ahead.
+
+    Args:
+        device: Maps pages.
+        absent: Pages that are not mapped at first.
+        min_pages: So many are mapped even if others lack memory: the longest request
+            must fit.
+        ahead: So many are mapped ahead.
+        limit: Of this engine; None if there is none.
+        poll_s: Seconds between two looks at what others need.
+
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        absent: Sequence[int],
+        min_pages: int,
+        ahead: int,
+        limit: Limit | None,
+        poll_s: float = 0.5,
+    ) -> None:
+        self.blocks_per_page = device.blocks_per_page
+        self.missing = [*absent]
+        self._device = device
+        self._min_pages = min_pages
+        self._ahead = ahead
+        self._limit = limit
+        self._poll_s = poll_s
+        # The lowest first: neighbours share pages of the driver.
+        self._absent = sorted(absent)
+        self._held: list[int] = []
+        self._num_given = device.num_pages - len(absent)
+        # How many to hold.
+        self._goal = 0
+        self._lacking = 0
+        self._asked = float("-inf")
+        # What `limit` was told last.
+        self._told = (-1, -1)
+        self._changed = threading.Condition()
+        threading.Thread(
+            target=self._work, name="kv-tier-device-pages", daemon=True
+        ).start()
+
+    def num_mappable(self) -> int:
+        return len(self._held) + min(len(self._absent), self._room())
+
+    def num_wanted(self) -> int:
+        now = time.monotonic()
+        if now >= self._asked + self._poll_s:
+            self._asked = now
+            # Those that are held go anyway.
+            num_pages = self._spare_bytes() // self._device.page_bytes
+            self._lacking = -num_pages - len(self._held)
+            if num_pages < 0:
+                self._hold(0)
+        return max(0, min(self._lacking, self._num_given - self._min_pages))
+
+    def map_pages(self, num_pages: int) -> list[int]:
+        with self._changed:
+            pages = [self._held.pop() for _ in range(min(num_pages, len(self._held)))]
+            self._num_given += len(pages)
+        # Others take memory meanwhile.
+        while len(pages) < num_pages and self._room() > 0:
+            if (page := self._map_one()) is None:
+                break
+            pages.append(page)
+            self._num_given += 1
+        self._hold(self._ahead)
+        return pages
+
+    def unmap_pages(self, pages: list[int]) -> None:
+        with self._changed:
+            self._held += pages
+            self._num_given -= len(pages)
+            self._lacking -= len(pages)
+        self._hold(0)
+
+    # ------------------------------------------------------------------- the memory
+
+    def _spare_bytes(self) -> int:
+        """What this engine could take, or is to give, if negative."""
+        spare = self._device.spare_bytes()
+        limit = None if self._limit is None else self._limit.limit_bytes()
+        return spare if limit is None else min(spare, limit - self._device.mapped_bytes)
+
+    def _room(self) -> int:
+        """How many pages may be mapped now."""
+        size = self._device.page_bytes
+        num_pages = self._spare_bytes() // size
+        if (lack := self._min_pages - self._num_given - len(self._held)) > 0:
+            least = self._device.spare_bytes(at_any_rate=True) // size
+            num_pages = max(num_pages, min(lack, least))
+        return max(0, num_pages)
+
+    def _map_one(self) -> int | None:
+        """Map the lowest page that is absent; None if there is no memory for it."""
+        with self._changed:
+            if not self._absent:
+                return None
+            page = heapq.heappop(self._absent)
+        if self._device.map(page):
+            return page
+        with self._changed:
+            heapq.heappush(self._absent, page)
+        return None
+
+    # ------------------------------------------------------------------- the thread
+
+    def _hold(self, num_pages: int) -> None:
+        with self._changed:
+            self._goal = num_pages
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_work or self._is_untold)
+                is_less = len(self._held) < self._goal
+                page = self._held.pop() if len(self._held) > self._goal else None
+            if page is not None:
+                self._unmap_one(page)
+            elif is_less and not self._hold_one():
+                with self._changed:
+                    # Until the engine needs more.
+                    self._goal = min(self._goal, len(self._held))
+            elif not is_less:
+                self._tell()
+
+    @property
+    def _has_work(self) -> bool:
+        return len(self._held) != self._goal
+
+    def _hold_one(self) -> bool:
+        page = self._map_one() if self._room() > 0 else None
+        if page is None:
+            return False
+        with self._changed:
+            self._held.append(page)
+        return True
+
+    def _unmap_one(self, page: int) -> None:
+        try:
+            self._device.unmap(page)
+        except RuntimeError as e:
+            logger.error(
+                "KV tier: the driver did not take device memory back (%s). The engine "
+                "goes on with less memory; restart it to have all of it again.",
+                e,
+            )
+            return
+        with self._changed:
+            heapq.heappush(self._absent, page)
+
+    @property
+    def _is_untold(self) -> bool:
+        return self._limit is not None and self._use != self._told
+
+    @property
+    def _use(self) -> tuple[int, int]:
+        ahead = len(self._held) * self._device.page_bytes
+        return max(0, self._device.mapped_bytes - ahead), ahead
+
+    def _tell(self) -> None:
+        if self._limit is not None:
+            self._told = self._use
+            self._limit.tell(*self._told)
+
+
+def pages_of_gpu(
+    vllm_config: "VllmConfig",
+    kv_cache_config: Any,
+    device: Device,
+    absent: Sequence[int],
+    limit: Limit | None,
+    shrink_after_s: float,
+) -> ElasticLayout:
+    """Pages of the one GPU of an engine.
+
+    Args:
+        vllm_config: Settings of the engine.
+        kv_cache_config: The scheduler's.
+        device: Maps pages.
+        absent: Pages that are not mapped at first.
+        limit: Of this engine, if there is one.
+        shrink_after_s: As set.
+
+    """
+    needs = engine_needs(vllm_config, kv_cache_config)
+    size = device.blocks_per_page
+    return ElasticLayout(
+        # Nothing is left to the rank.
+        lambda unmap: GpuPages(
+            device,
+            absent,
+            needs.min_pages(size),
+            # What the next step may take.
+            ahead=-(-needs.headroom // size),
+            limit=limit,
+        ),
+        device.page_bytes,
+        1,
+        shrink_after_s,
+        needs.block_sizes,
+        needs.headroom,
+    )
+
+
+def check_device(vllm_config: "VllmConfig") -> None:
+    """Refuse `shrink_after_s` with what it does not go together with.
+
+    Args:
+        vllm_config: Settings of the engine.
+
+    Raises:
+        ValueError: The message names the mend.
+
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    setting = "--kv-offloading-config: shrink_after_s"
+    if not current_platform.is_cuda():
+        raise ValueError(
+            f"{setting} works on CPUs and on CUDA, not on "
+            f"{current_platform.device_name or current_platform.device_type}. "
+            "Remove it."
+        )
+    if find_spec("kvcached") is None:
+        raise ValueError(
+            f"{setting} needs kvcached on a GPU, which is not installed. Install it "
+            "(pip install kvcached --no-build-isolation), or remove shrink_after_s."
+        )
+    parallel = vllm_config.parallel_config
+    executor = parallel.distributed_executor_backend
+    if parallel.world_size > 1 or executor not in (None, "uni"):
+        raise ValueError(
+            f"{setting} on a GPU is for engines with one rank, in the process of the "
+            f"scheduler, not for {parallel.world_size} with "
+            f"--distributed-executor-backend {executor}. Run one engine for each GPU, "
+            "with --distributed-executor-backend uni, or remove it."
+        )
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise ValueError(
+            f"{setting} and --enable-sleep-mode both take the memory of the KV cache "
+            "away. Remove one of them."
+        )
+    if (transfer := vllm_config.kv_transfer_config) is not None:
+        raise ValueError(
+            f"{setting} on a GPU and --kv-transfer-config "
+            f"kv_connector={transfer.kv_connector!r} do not go together: connectors "
+            "register the memory of the KV cache once. Remove one of them."
+        )
