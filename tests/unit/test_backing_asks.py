@@ -53,14 +53,14 @@ def test_an_engine_that_runs_nothing_waits_for_the_answer_and_no_other() -> None
 
 
 def test_an_idle_step_waits_for_all_answers_no_longer_than_for_one() -> None:
-    below = Below(answer_wait_s=0.1)
+    below = Below(answer_wait_s=0.5)
     below.store.answers.clear()
     for _ in range(2):
         below.tier.begin()
         begun = time.monotonic()
         requests = [Request(name) for name in "abcd"]
         assert all(below.pool.is_loading(each, False) for each in requests)  # type: ignore[arg-type]
-        assert 0.1 <= time.monotonic() - begun < 0.4
+        assert 0.5 <= time.monotonic() - begun < 2.0
         below.tier.end()
     below.store.answers.set()
 

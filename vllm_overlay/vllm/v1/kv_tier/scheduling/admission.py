@@ -2,7 +2,7 @@
 """Which blocks have been used often enough for a host slot."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import TypeVar
 
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
@@ -30,12 +30,12 @@ class Admission:
     admits_all = False
     """Whether `admits` is true of every key."""
 
-    def hit(self, keys: Iterable[Hashable]) -> None:
+    def hit(self, keys: Collection[Hashable]) -> None:
         """A request hits the blocks of `keys`."""
         self.used(keys)
 
-    def used(self, keys: Iterable[_Key]) -> list[_Key]:
-        """The blocks of `keys` are of use. Returns those that are admitted now."""
+    def used(self, keys: Collection[_Key]) -> Collection[_Key]:
+        """As `hit`. Returns those keys that are admitted now."""
         uses, from_use = self._uses, self._from_use
         admitted = []
         for key in keys:
@@ -49,7 +49,7 @@ class Admission:
 
     def use(self, key: Hashable) -> None:
         """The block of `key` is computed."""
-        self.used((key,))
+        Admission.used(self, (key,))
 
     def uses(self, key: Hashable) -> int:
         """Of `key`, as far as they are remembered."""
@@ -67,3 +67,51 @@ class Admission:
     def wrap_policies(self, wrap: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
         """The host's order of eviction becomes that of what `wrap` makes of its policy:
         whoever imitates the host does the same."""
+
+
+class SecondUses(Admission):
+    """Admits keys that were used twice, of all that were used of late.
+
+    It knows less than `Admission`, and is cheaper: each block of each prompt comes by
+    here. Keys are kept in two generations, and a use brings a key to the younger one;
+    when that is full, the older one is forgotten.
+
+    Args:
+        num_keys: Keys that are remembered at least, and twice as many at most.
+
+    """
+
+    def __init__(self, num_keys: int) -> None:
+        super().__init__(2, num_keys)
+        self._max_young = num_keys
+        # Whether keys were used a second time.
+        self._young: dict[Hashable, bool] = {}
+        self._old: dict[Hashable, bool] = {}
+
+    def used(self, keys: Collection[_Key]) -> Collection[_Key]:
+        # What is there was computed before.
+        self._young.update(dict.fromkeys(keys, True))
+        if len(self._young) >= self._max_young:
+            self._grow_old()
+        return keys
+
+    def use(self, key: Hashable) -> None:
+        young = self._young
+        young[key] = key in young or key in self._old
+        if len(young) >= self._max_young:
+            self._grow_old()
+
+    def uses(self, key: Hashable) -> int:
+        is_second = self._young.get(key, self._old.get(key))
+        return 0 if is_second is None else 1 + is_second
+
+    def admits(self, key: Hashable) -> bool:
+        return self._young.get(key, False) or self._old.get(key, False)
+
+    def _grow_old(self) -> None:
+        self._old, self._young = self._young, {}
+
+
+def admission_from(use: int, num_keys: int) -> Admission:
+    """Admits keys from that use on, of all that were used of late."""
+    return SecondUses(num_keys) if use == 2 else Admission(use, num_keys)

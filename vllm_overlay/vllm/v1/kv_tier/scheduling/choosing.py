@@ -1,60 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`store_from_use: "auto"`: whether to store all, or what is used a second time."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.eviction.by_name import make_policy
-from vllm.v1.kv_tier.scheduling.admission import Admission
+from vllm.v1.kv_tier.scheduling.admission import Admission, SecondUses
 from vllm.v1.kv_tier.scheduling.shadow import Shadow, ShadowHost
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.scheduling.writing import clean_window
 
 if TYPE_CHECKING:
     from vllm.v1.kv_tier.config import KVTierLayout
-
-
-class SecondUses(Admission):
-    """Admits keys that were used twice, of all that were used of late.
-
-    It knows less than `Admission`, and is cheaper: each block of each prompt comes by
-    here. Keys are kept in two generations, and a use brings a key to the younger one;
-    when that is full, the older one is forgotten.
-
-    Args:
-        num_keys: Keys that are remembered at least, and twice as many at most.
-
-    """
-
-    def __init__(self, num_keys: int) -> None:
-        super().__init__(2, num_keys)
-        self._max_young = num_keys
-        # Whether keys were used a second time.
-        self._young: dict[Hashable, bool] = {}
-        self._old: dict[Hashable, bool] = {}
-
-    def hit(self, keys: Iterable[Hashable]) -> None:
-        # What is there was computed before.
-        self._young.update(dict.fromkeys(keys, True))
-        if len(self._young) >= self._max_young:
-            self._grow_old()
-
-    def use(self, key: Hashable) -> None:
-        young = self._young
-        young[key] = key in young or key in self._old
-        if len(young) >= self._max_young:
-            self._grow_old()
-
-    def uses(self, key: Hashable) -> int:
-        is_second = self._young.get(key, self._old.get(key))
-        return 0 if is_second is None else 1 + is_second
-
-    def admits(self, key: Hashable) -> bool:
-        return self._young.get(key, False) or self._old.get(key, False)
-
-    def _grow_old(self) -> None:
-        self._old, self._young = self._young, {}
 
 
 class ChosenAdmission(SecondUses):
@@ -105,8 +63,7 @@ class ChosenAdmission(SecondUses):
         # A new tier has room, and waiting for second uses would leave it empty.
         self.admits_all = True
 
-    def hit(self, keys: Iterable[Hashable]) -> None:
-        keys = list(keys)
+    def hit(self, keys: Collection[Hashable]) -> None:
         super().hit(keys)
         self._sample(keys)
 

@@ -36,10 +36,13 @@ class Due:
         return len(self.depths)
 
     def add(self, slots: Mapping[BlockHashWithGroupId, HostSlot]) -> None:
-        """These, of one key each and of which none is here, are to be written."""
+        """These are to be written, of which none is here. Those whose block has several
+        keys, since it was hashed before it was full, are left out."""
         span, depths, at_depth = self._span, self.depths, self._slots
         for key, slot in slots.items():
             # Each block that is used again comes by here.
+            if len(slot.keys) > 1:
+                continue
             depths[key] = depth = (slot.num_tokens or 0) // span
             at_depth[depth][key] = slot
 

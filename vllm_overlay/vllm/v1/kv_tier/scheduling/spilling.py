@@ -2,13 +2,13 @@
 """Writes slots to a tier below, behind the requests and before their eviction."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import not_
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.plan import SecondaryJob
-from vllm.v1.kv_tier.scheduling.admission import Admission
+from vllm.v1.kv_tier.scheduling.admission import Admission, admission_from
 from vllm.v1.kv_tier.scheduling.below import (
     SecondaryLayout,
     SecondaryTier,
@@ -57,7 +57,7 @@ class Spiller:
         self._admission: Admission | None = None
         if tier.store_from_use > 1:
             # Also of what the host has forgotten: it is computed again.
-            self._admission = Admission(tier.store_from_use, layout.max_known)
+            self._admission = admission_from(tier.store_from_use, layout.max_known)
         self._due = Due(layout.max_job * max(layout.block_sizes))
         # Keys that are being written, and that are there or were lately; the oldest
         # first.
@@ -71,7 +71,11 @@ class Spiller:
         """A slot has content: its block was computed, which is a use."""
         key = slot.keys[0]
         if not (key in self._known or key in self._writing or self._jobs.is_detached):
-            self._used({key: slot})
+            if (admission := self._admission) is not None:
+                admission.use(key)
+                if not admission.admits(key):
+                    return
+            self._due.add({key: slot})
 
     def loaded(self, slots: Sequence[HostSlot]) -> None:
         """Loads are uses of the requests that they are for, see `hit`."""
@@ -96,8 +100,11 @@ class Spiller:
             and not (key in known or key in due or key in writing)
             and (slot := get(key)) is not None
         }
-        if used:
-            self._used(used)
+        if used and self._admission is not None:
+            admitted = self._admission.used(used)
+            if len(admitted) < len(used):
+                used = {key: used[key] for key in admitted}
+        self._due.add(used)
 
     def is_below(self, key: BlockHashWithGroupId) -> None:
         """The tier has `key`."""
@@ -146,14 +153,6 @@ class Spiller:
         if self.changed is not None:
             for key in keys:
                 self.changed(key)
-
-    def _used(self, slots: Mapping[BlockHashWithGroupId, HostSlot]) -> None:
-        """Slots by the keys of their blocks, which the tier neither has nor is getting,
-        are of use."""
-        keys = slots if self._admission is None else self._admission.used(slots)
-        # A block with several keys was hashed before it was full.
-        due = {key: slot for key in keys if len((slot := slots[key]).keys) == 1}
-        self._due.add(due)
 
     def forget(self) -> None:
         """Nothing is due any more."""
