@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from suite.room import gpu_bytes
+
 HERE = Path(__file__).parent
 
 
@@ -114,12 +116,7 @@ class Engine:
 
 def used_bytes() -> int:
     """Memory of the first GPU that is in use, by all processes; 0 without one."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return 0
-    return int(found.stdout.split()[0]) << 20
+    return next(iter(gpu_bytes("used")), 0)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.suite.engines import TRANSFER
+
 from .conftest import environment
 from .engine import Answer
 from .installed import installed
@@ -17,15 +19,6 @@ from .test_parallel import answer_of
 
 LEASE_S = 12
 """How long a prefill server keeps blocks for a decode server that does not ask."""
-START = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""`kv_transfer_params` by which a prefill server knows that another one decodes."""
 ASK = {"ignore_eos": True, "logprobs": 5, "return_tokens_as_token_ids": True}
 
 
@@ -81,7 +74,7 @@ class Pair:
 
     def begin(self, prompt: list[int], **hints: Any) -> dict[str, Any]:
         """Let the prompt be computed; what the decode server needs to get its KV."""
-        params = START | _beside(hints)
+        params = TRANSFER | _beside(hints)
         answer = self.prefill.complete(prompt, max_tokens=1, kv_transfer_params=params)
         return answer["kv_transfer_params"]
 

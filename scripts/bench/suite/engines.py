@@ -31,7 +31,7 @@ TRANSFER = {
     "remote_host": None,
     "remote_port": None,
 }
-"""By this a prefill engine knows that another one decodes."""
+"""`kv_transfer_params` by which a prefill engine knows that another one decodes."""
 
 
 @dataclass(frozen=True)

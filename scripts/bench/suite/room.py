@@ -22,12 +22,16 @@ def device_bytes(device: str) -> int | None:
     """
     if device == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(gpu_bytes("total"), default=None)
+
+
+def gpu_bytes(which: str) -> list[int]:
+    """`total` or `used` memory of each GPU, by all processes; empty if nobody tells."""
     if (smi := shutil.which("nvidia-smi")) is None:
-        return None
-    query = [smi, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        return []
+    query = [smi, f"--query-gpu=memory.{which}", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True)
-    found = [int(n) << 20 for n in done.stdout.split() if n.isdigit()]
-    return min(found, default=None)
+    return [int(n) << 20 for n in done.stdout.split() if n.isdigit()]
 
 
 def lacks_room(

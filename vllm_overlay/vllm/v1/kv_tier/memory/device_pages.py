@@ -11,12 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
+from vllm.v1.kv_tier.memory.limits import KEPT_FREE
 from vllm.v1.kv_tier.memory.regions import Region
 
-# Part of the GPU's memory that shall stay free for others, and the least that an
-# engine leaves that has not enough for its longest request: with some tens of MiB
-# kernels fail that the driver has yet to load (H100).
-_KEPT_FREE = 1 / 50
+# What an engine leaves of the GPU's memory that has not enough for its longest request:
+# with some tens of MiB kernels fail that the driver has yet to load (H100).
 _LEAST_FREE = 1 / 100
 
 # In each region. Whoever gives back one page amid others frees one less; but the page
@@ -116,7 +115,7 @@ class DevicePages:
 
         """
         free, total = self._memory.free_bytes()
-        return free - int((_LEAST_FREE if at_any_rate else _KEPT_FREE) * total)
+        return free - int((_LEAST_FREE if at_any_rate else KEPT_FREE) * total)
 
     def _numbers(self, page: int) -> list[int]:
         """Pages of the driver that a page of blocks touches, ascending."""

@@ -12,6 +12,10 @@ CGROUP = Path("/sys/fs/cgroup")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _GiB = 1 << 30
 
+KEPT_FREE = 1 / 50
+"""Part of a memory that engines which give memory back leave free for others: of the
+machine's, or of a GPU's."""
+
 
 @dataclass(frozen=True)
 class HostMemory:

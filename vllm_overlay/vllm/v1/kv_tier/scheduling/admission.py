@@ -49,7 +49,7 @@ class Admission:
 
     def use(self, key: Hashable) -> None:
         """The block of `key` is computed."""
-        Admission.used(self, (key,))
+        self.used((key,))
 
     def uses(self, key: Hashable) -> int:
         """Of `key`, as far as they are remembered."""

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from vllm.v1.kv_tier.memory.limits import available_host_bytes, total_host_bytes
+from vllm.v1.kv_tier.memory.limits import (
+    KEPT_FREE,
+    available_host_bytes,
+    total_host_bytes,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-# Part of the machine's memory that shall stay free for others.
-_KEPT_FREE = 1 / 50
 
 
 class PageMapper(Protocol):
@@ -239,4 +240,4 @@ def pages_of_ranks(
 
 
 def _spare_bytes() -> int:
-    return available_host_bytes() - int(_KEPT_FREE * total_host_bytes())
+    return available_host_bytes() - int(KEPT_FREE * total_host_bytes())
