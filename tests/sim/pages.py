@@ -85,16 +85,14 @@ class Pages:
         self.counts = (0, 0)
         """Pages that were unmapped, and pages that were mapped again."""
 
-    def num_mappable(self) -> int:
-        return self._rng.randint(0, len(self._unmapped))
-
     def num_wanted(self) -> int:
         if self._rng.random() >= self._pressure:
             return 0
         return self._rng.randint(1, self._num_pages)
 
-    def map_pages(self, num_pages: int) -> list[int]:
-        num_pages = min(num_pages, self.num_mappable())
+    def map_pages(self, num_pages: int, wait: bool) -> list[int]:
+        # Whether who asks waits or not, others may have the memory.
+        num_pages = min(num_pages, self._rng.randint(0, len(self._unmapped)))
         self._rng.shuffle(self._unmapped)
         pages = [self._unmapped.pop() for _ in range(num_pages)]
         device = self._device()

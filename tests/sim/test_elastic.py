@@ -90,7 +90,7 @@ def tell_before_the_end(patch: pytest.MonkeyPatch) -> None:
 def hand_out_what_is_unmapped(patch: pytest.MonkeyPatch) -> None:
     """Blocks go back to the free queue, their memory does not come."""
 
-    def map_pages(self: Pages, num_pages: int) -> list[int]:
+    def map_pages(self: Pages, num_pages: int, wait: bool) -> list[int]:
         pages = self._unmapped[:num_pages]
         del self._unmapped[:num_pages]
         return pages
@@ -112,9 +112,11 @@ def unmap_what_was_needed_again(patch: pytest.MonkeyPatch) -> None:
     """A page that was put back is unmapped all the same."""
     need = ElasticDevice.need
 
-    def need_and_forget(self: ElasticDevice, num_blocks: int) -> None:
+    def need_and_forget(
+        self: ElasticDevice, num_blocks: int, wait: bool = True
+    ) -> None:
         before = {seq: list(pages) for seq, pages in self.leaving.items()}
-        need(self, num_blocks)
+        need(self, num_blocks, wait)
         self.leaving.update(before)
 
     patch.setattr(ElasticDevice, "need", need_and_forget)

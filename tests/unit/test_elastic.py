@@ -22,17 +22,19 @@ class Mapper:
     def __init__(self, missing: list[int]) -> None:
         self.wanted = 0
         self.spare = 3
+        self.is_slow = False
+        """Whether it takes time to map a page, which is ready at the next call."""
+        self.num_ready = 0
         self.missing = missing
         self.unmapped = [*missing]
-
-    def num_mappable(self) -> int:
-        return min(self.spare, len(self.unmapped))
 
     def num_wanted(self) -> int:
         return self.wanted
 
-    def map_pages(self, num_pages: int) -> list[int]:
-        num_pages = min(num_pages, self.num_mappable())
+    def map_pages(self, num_pages: int, wait: bool) -> list[int]:
+        num_pages = min(num_pages, self.spare, len(self.unmapped))
+        if self.is_slow and not wait:
+            num_pages, self.num_ready = min(num_pages, self.num_ready), num_pages
         return [self.unmapped.pop() for _ in range(num_pages)]
 
     def unmap_pages(self, pages: list[int]) -> None:
@@ -229,6 +231,36 @@ def test_running_requests_keep_headroom() -> None:
     tier.give_all_back()
     tier.begin()
     tier.pool.get_new_blocks(PAGE - 1 - HEADROOM + 1)
+    assert tier.num_free >= HEADROOM
+
+
+def test_a_burst_does_not_wait_as_a_whole_until_all_of_it_has_memory() -> None:
+    """The first request waits for its own, the others for what comes meanwhile."""
+    tier = ElasticTier()
+    tier.give_all_back()
+    tier.mapper.is_slow = True
+    tier.begin()
+    tier.elastic.need_prompt(PAGE, wait=True)
+    assert tier.num_free == 2 * PAGE - 1
+    tier.pool.get_new_blocks(PAGE)
+    tier.elastic.need_prompt(PAGE, wait=False)
+    assert tier.num_free == PAGE - 1
+    tier.end()
+    tier.begin()
+    tier.elastic.need_prompt(PAGE, wait=False)
+    assert tier.num_free == 2 * PAGE - 1
+
+
+def test_the_headroom_of_a_step_is_there_when_it_begins() -> None:
+    tier = ElasticTier()
+    tier.give_all_back()
+    tier.mapper.is_slow = True
+    tier.begin()
+    tier.pool.get_new_blocks(PAGE - 1)
+    assert tier.num_free == 0
+    tier.end()
+    tier.mapper.num_ready = 0
+    tier.begin()
     assert tier.num_free >= HEADROOM
 
 

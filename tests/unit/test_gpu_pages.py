@@ -154,8 +154,8 @@ class Engine:
         )
         self.given = sorted({*range(NUM_PAGES)} - {*absent})
 
-    def take(self, num_pages: int) -> int:
-        pages = self.pages.map_pages(num_pages)
+    def take(self, num_pages: int, wait: bool = True) -> int:
+        pages = self.pages.map_pages(num_pages, wait)
         assert not {*pages} & {*self.given}, "given twice"
         assert all(self.memory.backs(page) for page in pages)
         self.given += pages
@@ -207,7 +207,7 @@ def test_some_memory_is_left_to_others() -> None:
     gpu.free = gpu.total // 50 + 2 * PAGE_BYTES - 1
     assert engine.pages.num_wanted() == 0
     assert engine.take(9) == 1
-    assert engine.pages.num_mappable() == 0
+    assert engine.take(1) == 0
     gpu.free = gpu.total // 50 - 1
     assert engine.pages.num_wanted() == 1
     # As many as its longest request takes it keeps.
@@ -256,7 +256,7 @@ def test_what_is_needed_again_is_there_still(monkeypatch: pytest.MonkeyPatch) ->
     with engine.memory.pages._lock:
         # The thread has one of them in hand.
         engine.pages.unmap_pages([engine.given.pop() for _ in range(4)])
-        pages = engine.pages.map_pages(3)
+        pages = engine.pages.map_pages(3, wait=False)
     assert len(pages) == 3
     assert all(map(engine.memory.backs, pages))
 
@@ -271,6 +271,33 @@ def test_pages_are_mapped_ahead_while_the_engine_grows() -> None:
     # It shrinks again: those go as well.
     engine.give(1)
     engine.wait_for(lambda: not any(map(engine.memory.backs, range(1, NUM_PAGES))))
+
+
+def test_who_does_not_wait_gets_pages_that_are_mapped_meanwhile() -> None:
+    engine = Engine(Gpu(), ahead=1)
+    engine.give(NUM_PAGES - 1)
+    assert engine.take(3, wait=False) == 0
+    # And what is mapped ahead of them.
+    engine.wait_for(lambda: len(engine.pages._held) == 4)
+    assert engine.take(1, wait=False) == 1
+    # The others are not given back while the engine grows.
+    time.sleep(0.05)
+    assert len(engine.pages._held) == 3
+    assert engine.take(3, wait=False) == 3
+
+
+def test_who_does_not_wait_gets_no_more_than_there_is() -> None:
+    gpu = Gpu()
+    engine = Engine(gpu)
+    engine.give(NUM_PAGES - 2)
+    gpu.free = gpu.total // 50 + 2 * PAGE_BYTES - 1
+    assert engine.take(9, wait=False) == 0
+    engine.wait_for(lambda: len(engine.pages._held) == 1)
+    gpu.free = gpu.total
+    assert engine.take(1, wait=False) == 1
+    # It is asked for again.
+    assert engine.take(1, wait=False) == 0
+    engine.wait_for(lambda: len(engine.pages._held) == 1)
 
 
 def test_pages_ahead_go_when_others_need_them() -> None:

@@ -22,6 +22,7 @@ from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.base import BlockStore
+from vllm.v1.kv_tier.turns import short_turns
 
 logger = init_logger(__name__)
 
@@ -168,7 +169,9 @@ class SecondaryIO:
             rows = [memoryview(self._slots[job.slots[i]]) for i in places]
             store = self._stores[job.tier]
             move = store.put if job.is_put else store.get
-            for i, is_done in zip(places, move(keys, rows), strict=True):
+            with short_turns():
+                moved = move(keys, rows)
+            for i, is_done in zip(places, moved, strict=True):
                 done[i] = is_done
         except Exception:
             # A store says what it could not do. This is a fault of its own.

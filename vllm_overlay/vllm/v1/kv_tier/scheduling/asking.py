@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.scheduling.below import Exists
+from vllm.v1.kv_tier.turns import short_turns
 
 logger = init_logger(__name__)
 
@@ -143,7 +144,8 @@ def _run(
             continue
         begun = time.monotonic()
         try:
-            answer = misses.exists(keys)
+            with short_turns():
+                answer = misses.exists(keys)
         except Exception:
             # A store says no where it does not know. This is a fault of its own.
             logger.exception("KV tier: the tier below could not be asked.")

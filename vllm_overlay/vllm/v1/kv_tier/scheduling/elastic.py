@@ -106,11 +106,6 @@ class ElasticDevice:
     # ---------------------------------------------------------------- what is asked
 
     @property
-    def headroom(self) -> int:
-        """As in `ElasticLayout`."""
-        return self._layout.headroom
-
-    @property
     def is_busy(self) -> bool:
         """Whether there is something to do in steps that run nothing: pages to give
         back, now or in a while."""
@@ -138,8 +133,14 @@ class ElasticDevice:
 
     # ---------------------------------------------------------------------- growing
 
-    def need(self, num_blocks: int) -> None:
-        """Have at least so many free blocks, as far as there is memory."""
+    def need(self, num_blocks: int, wait: bool = True) -> None:
+        """Have at least so many free blocks, as far as there is memory.
+
+        Args:
+            num_blocks: How many.
+            wait: As in `PageMapper`.
+
+        """
         if num_blocks <= len(self._free):
             return
         while self.leaving and num_blocks > len(self._free):
@@ -149,7 +150,7 @@ class ElasticDevice:
                 self._forget(seq)
             self._taker.put_back(self._of(page))
             self._stats.mapped_pages += 1
-        self._map(num_blocks)
+        self._map(num_blocks, wait)
 
     def spare_victims(self, num_blocks: int) -> None:
         """So many blocks are about to be taken: rather of memory that nobody has than
@@ -159,13 +160,13 @@ class ElasticDevice:
         first = next(self._free.first(1), None)
         if first is None or first.block_hash is not None:
             # Not of pages that are leaving: this plan cannot load into them any more.
-            self._map(len(self._free) + num_blocks)
+            self._map(len(self._free) + num_blocks, wait=True)
 
-    def _map(self, num_blocks: int) -> None:
+    def _map(self, num_blocks: int, wait: bool) -> None:
         """Have at least so many free blocks, of pages that can be mapped."""
         size = self.mapper.blocks_per_page
         while self.unmapped and (lack := num_blocks - len(self._free)) > 0:
-            pages = self.mapper.map_pages(-(-lack // size))
+            pages = self.mapper.map_pages(-(-lack // size), wait)
             if not pages:
                 return
             for page in pages:
@@ -173,14 +174,32 @@ class ElasticDevice:
                 self._taker.put_in(self._of(page))
             self._stats.mapped_pages += len(pages)
 
-    def need_headroom(self) -> None:
-        """Requests run: have what the next of them may take."""
-        self.need(self.headroom)
+    def need_headroom(self, wait: bool) -> None:
+        """Requests run: have what the next step of them may take.
+
+        Args:
+            wait: It is that step.
+
+        """
+        self.need(self._layout.headroom, wait)
+
+    def need_prompt(self, num_blocks: int, wait: bool) -> None:
+        """A request is looked at: have its prompt, and the headroom of those that run.
+
+        Args:
+            num_blocks: Of the prompt.
+            wait: No other request waits meanwhile. Else it is admitted in a later step,
+                so that a burst does not wait as a whole until all of it has memory.
+
+        """
+        if wait:
+            self.need(num_blocks)
+        self.need(num_blocks + self._layout.headroom, wait=False)
 
     def refused(self) -> None:
         """A request that could run lacks blocks. Upstream may ask for more than the
         request takes; so each time twice as many are free."""
-        self.need(2 * max(len(self._free), self.headroom))
+        self.need(2 * max(len(self._free), self._layout.headroom), wait=False)
 
     # -------------------------------------------------------------------- shrinking
 
@@ -209,7 +228,7 @@ class ElasticDevice:
         num_leaving = sum(map(len, self.leaving.values()))
         if not is_idle:
             self._idle_since, self._is_done = None, False
-            room = len(self._free) - self.headroom
+            room = len(self._free) - self._layout.headroom
             return min(num_wanted - num_leaving, room // self.mapper.blocks_per_page)
         if self._idle_since is None:
             self._idle_since = self._clock()

@@ -54,7 +54,7 @@ class ElasticBlockPool(TieredBlockPool):
     def begin_step(self) -> None:
         super().begin_step()
         if not self._is_unused:
-            self.elastic.need_headroom()
+            self.elastic.need_headroom(wait=True)
 
     @property
     def _is_unused(self) -> bool:
@@ -69,7 +69,7 @@ class ElasticBlockPool(TieredBlockPool):
         if super().is_loading(request, has_scheduled_reqs):
             return True
         num_blocks = sum(-(-request.num_tokens // size) for size in self._block_sizes)
-        self.elastic.need(num_blocks + self.elastic.headroom)
+        self.elastic.need_prompt(num_blocks, wait=not has_scheduled_reqs)
         self._has_room = False
         return False
 
@@ -92,7 +92,7 @@ class ElasticBlockPool(TieredBlockPool):
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         self.elastic.spare_victims(num_blocks)
         blocks = super().get_new_blocks(num_blocks)
-        self.elastic.need_headroom()
+        self.elastic.need_headroom(wait=False)
         return blocks
 
     def apply_report(self, report: StepReport) -> int | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, engine_needs
+from vllm.v1.kv_tier.turns import short_turns
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +56,7 @@ class GpuPages:
 
     What is given back is held until the thread comes to it, so that nobody waits for
     the driver, and what is needed again soon is there still. While the engine grows,
-    the thread maps some pages ahead.
+    the thread maps some pages ahead, and those that a request lacks while others run.
 
     Args:
         device: Maps pages.
@@ -99,9 +100,6 @@ class GpuPages:
             target=self._work, name="kv-tier-device-pages", daemon=True
         ).start()
 
-    def num_mappable(self) -> int:
-        return len(self._held) + min(len(self._absent), self._room())
-
     def num_wanted(self) -> int:
         now = time.monotonic()
         if now >= self._asked + self._poll_s:
@@ -113,17 +111,19 @@ class GpuPages:
                 self._hold(0)
         return max(0, min(self._lacking, self._num_given - self._min_pages))
 
-    def map_pages(self, num_pages: int) -> list[int]:
+    def map_pages(self, num_pages: int, wait: bool) -> list[int]:
         with self._changed:
             pages = [self._held.pop() for _ in range(min(num_pages, len(self._held)))]
             self._num_given += len(pages)
         # Others take memory meanwhile.
-        while len(pages) < num_pages and self._room() > 0:
+        while wait and len(pages) < num_pages and self._room() > 0:
             if (page := self._map_one()) is None:
                 break
             pages.append(page)
             self._num_given += 1
-        self._hold(self._ahead)
+        lack = 0 if wait else num_pages - len(pages)
+        # While the engine grows, what is there stays.
+        self._hold(max(self._ahead + lack, len(self._held)))
         return pages
 
     def unmap_pages(self, pages: list[int]) -> None:
@@ -189,7 +189,9 @@ class GpuPages:
         return len(self._held) != self._goal
 
     def _hold_one(self) -> bool:
-        page = self._map_one() if self._room() > 0 else None
+        # Requests wait for it, and it comes back from the driver many times.
+        with short_turns():
+            page = self._map_one() if self._room() > 0 else None
         if page is None:
             return False
         with self._changed:

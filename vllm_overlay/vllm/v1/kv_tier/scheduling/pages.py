@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PageMapper(Protocol):
-    """Maps the pages of an engine. No call waits for long.
+    """Maps the pages of an engine.
 
     Who calls it sees to it that nothing reads or writes a page that is not mapped, nor
     will when what is under way goes on.
@@ -36,14 +36,16 @@ class PageMapper(Protocol):
     def missing(self) -> list[int]:
         """Pages that are not mapped at first."""
 
-    def num_mappable(self) -> int:
-        """How many pages could be mapped now. Others may take them first."""
-
     def num_wanted(self) -> int:
         """How many mapped pages others need more than this engine does."""
 
-    def map_pages(self, num_pages: int) -> list[int]:
+    def map_pages(self, num_pages: int, wait: bool) -> list[int]:
         """Map some that are not mapped: `num_pages`, or as many as there is memory for.
+
+        Args:
+            num_pages: How many.
+            wait: The engine waits for them. Else those that would take time are made
+                ready meanwhile, for the next call.
 
         Returns:
             Which, without content.
@@ -98,7 +100,7 @@ class RankPages:
         self._spare_pages = 0
         self._asked = float("-inf")
 
-    def num_mappable(self) -> int:
+    def _num_mappable(self) -> int:
         num_mapped = self._num_pages - len(self._unmapped)
         num_pages = max(self._min_pages - num_mapped, self._spare())
         return min(len(self._unmapped), max(0, num_pages))
@@ -107,8 +109,8 @@ class RankPages:
         num_mapped = self._num_pages - len(self._unmapped)
         return max(0, min(-self._spare(), num_mapped - self._min_pages))
 
-    def map_pages(self, num_pages: int) -> list[int]:
-        num_pages = min(num_pages, self.num_mappable())
+    def map_pages(self, num_pages: int, wait: bool) -> list[int]:
+        num_pages = min(num_pages, self._num_mappable())
         # It is asked for seldom, and this much of it is gone.
         self._spare_pages -= num_pages
         return [self._unmapped.pop() for _ in range(num_pages)]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short turns of the threads that run Python."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
+from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.secondary import SecondaryIO
+from vllm.v1.kv_tier.rank.tuning import RankTuning
+from vllm.v1.kv_tier.stores.by_name import check_entry
+from vllm.v1.kv_tier.turns import TURN_S, short_turns
+
+USUAL_S = 0.004
+
+
+@pytest.fixture(autouse=True)
+def usual_turns() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(USUAL_S)
+    yield
+    sys.setswitchinterval(before)
+
+
+def turn_s() -> Any:
+    # Whole microseconds.
+    return pytest.approx(sys.getswitchinterval(), abs=2e-6)
+
+
+def test_turns_are_short_until_the_last_one_is_out() -> None:
+    with short_turns():
+        with short_turns():
+            assert turn_s() == TURN_S
+        assert turn_s() == TURN_S
+    assert turn_s() == USUAL_S
+
+
+def test_what_fails_inside_leaves_turns_as_they_were() -> None:
+    with pytest.raises(ZeroDivisionError), short_turns():
+        _ = 1 / 0
+    assert turn_s() == USUAL_S
+
+
+def test_who_has_shorter_ones_keeps_them() -> None:
+    sys.setswitchinterval(TURN_S / 2)
+    with short_turns():
+        assert turn_s() == TURN_S / 2
+    assert turn_s() == TURN_S / 2
+
+
+def test_a_store_is_written_and_read_in_short_turns(tmp_path: Path) -> None:
+    entry = {"type": "fs", "root_dir": str(tmp_path / "kv"), "max_gib": 1}
+    config = check_entry(entry)
+    config.check()
+    store = config.open("0" * 32, 0, 4096)
+    seen: list[float] = []
+    for name in ("put", "get"):
+        real = getattr(store, name)
+
+        def move(keys, rows, real=real):  # type: ignore[no-untyped-def]
+            seen.append(sys.getswitchinterval())
+            return real(keys, rows)
+
+        setattr(store, name, move)
+    report = ReportDraft()
+    io = SecondaryIO(
+        [store], torch.zeros(2, 4096, dtype=torch.uint8), report, RankTuning()
+    )
+    for is_put in (True, False):
+        job = SecondaryJob(1 + (not is_put), is_put, [b"key"], [0], 0, 0, 0)
+        plan = StepPlan(1, secondary=[job], awaits_secondary=True)
+        io.begin_step(plan, lambda stores, loads: True, lambda slot: True)
+        for _ in range(5000):
+            if len(seen) == 1 + (not is_put) and turn_s() == USUAL_S:
+                break
+            io.begin_step(
+                StepPlan(2, awaits_secondary=True),
+                lambda stores, loads: True,
+                lambda slot: True,
+            )
+    assert seen == pytest.approx([TURN_S, TURN_S], abs=2e-6)
+    assert turn_s() == USUAL_S
