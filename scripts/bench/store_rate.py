@@ -261,8 +261,9 @@ def measure_busy(store: Store, out: Rows, back: Rows) -> bool:
         store.delete(keys)
         gets.append(gb / get_s)
         print(
-            f"  beside a busy thread, {name}: put {gb / put_s:.2f}, get {gb / get_s:.2f}"
-            f" GB/s; the thread at {busy.rate / alone.rate:.2f} of its speed"
+            f"  beside a busy thread, {name}: put {gb / put_s:.2f}, "
+            f"get {gb / get_s:.2f} GB/s; the thread at "
+            f"{busy.rate / alone.rate:.2f} of its speed"
         )
     usual, short = gets
     return short >= BUSY_BAR * usual

@@ -2,8 +2,8 @@
 """Short turns of the threads that run Python.
 
 A thread that comes back from the system waits for Python's lock, for 5 ms at a time
-(`sys.getswitchinterval`) while another one computes. It takes five calls to open, check,
-read, compare and close a file, and the thread that plans steps and launches kernels
+(`sys.getswitchinterval`) while another one computes. To open, check, read, compare and
+close a file takes five such calls, and the thread that plans steps and launches kernels
 computes nearly all the time: beside it, files are read a tenth as fast as they could.
 """
 
