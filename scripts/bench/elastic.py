@@ -13,9 +13,9 @@ plain      neither, one engine, with room for all: the answers to compare with
 
 `--memory-gib` is what all KV caches have together; whatever else is free on the GPU is
 taken away before. Memory in use is what `nvidia-smi` says. The exit status is 1 if a
-bar is missed. Answers are judged with `--batch-invariant` only, which is slower: without,
-rounding differs from batch to batch. `--cpu` tries all of it but kvcached with a tiny
-model on this machine.
+bar is missed. Answers are judged with `--batch-invariant` only, which is slower:
+without, rounding differs from batch to batch. `--cpu` tries all of it but kvcached with
+a tiny model on this machine.
 """
 
 import argparse

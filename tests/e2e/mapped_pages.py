@@ -37,7 +37,7 @@ class MappedMemory:
     page_bytes = PAGE_BYTES
     made: "MappedMemory"
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, num_layers: int, device: torch.device) -> None:
         whole = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         self.memory = anonymous(whole, huge_pages=False).view(torch.int8)
         self._protect(0, whole, 0)

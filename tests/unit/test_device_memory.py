@@ -9,7 +9,12 @@ import torch
 
 from vllm.v1.kv_tier import device_memory
 from vllm.v1.kv_tier.config import KVTierConfig
-from vllm.v1.kv_tier.memory.kvcached import KvcachedMemory, _runs, shared_limit
+from vllm.v1.kv_tier.memory.kvcached import (
+    KvcachedMemory,
+    _runs,
+    page_bytes,
+    shared_limit,
+)
 from vllm.v1.worker import utils
 
 from ..names import WorkerWrapperBase
@@ -64,8 +69,11 @@ def wrapper(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: list[Memory] = []
 
     class Made(Memory):
-        def __init__(self, num_bytes: int, device: torch.device) -> None:
+        def __init__(
+            self, num_bytes: int, num_layers: int, device: torch.device
+        ) -> None:
             super().__init__(gpu)
+            assert num_layers == 1
             made.append(self)
             self.memory = self.cache.view(torch.int8)
 
@@ -82,7 +90,8 @@ def wrapper(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def initialize(wrapper: Any) -> None:
-    wrapper.initialize_from_config([SimpleNamespace(num_blocks=NUM_BLOCKS)])
+    config = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_tensors=["layer"])
+    wrapper.initialize_from_config([config])
 
 
 @pytest.mark.skipif(not HAS_SEAM, reason="another way to make KV caches")
@@ -134,8 +143,17 @@ def test_a_kv_cache_that_torch_made_cannot_be_given_back(wrapper: Any) -> None:
 
 def test_memory_of_a_library_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="kvcached on a GPU, which cannot be loaded"):
-        KvcachedMemory(1, torch.device("cuda", 0))
+        KvcachedMemory(1, 1, torch.device("cuda", 0))
     assert shared_limit(1) is None
+
+
+@pytest.mark.parametrize(
+    ("layer_mib", "page_mib"),
+    [(1, 2), (128, 2), (255, 2), (256, 4), (512, 8), (1023, 8), (1024, 16), (9999, 16)],
+)
+def test_large_caches_have_large_pages(layer_mib: int, page_mib: int) -> None:
+    """They take fewer calls of the driver, and each page is a small part still."""
+    assert page_bytes(layer_mib << 20) == page_mib << 20
 
 
 def test_runs_of_pages() -> None:

@@ -47,7 +47,8 @@ def kv_cache_memory(wrapper: Any, kv_cache_config: Any) -> Iterator[None]:
     made: list[KvcachedMemory] = []
 
     def make(num_bytes: int, device: torch.device) -> torch.Tensor:
-        made.append(KvcachedMemory(num_bytes, device))
+        num_layers = len(kv_cache_config.kv_cache_tensors)
+        made.append(KvcachedMemory(num_bytes, num_layers, device))
         return made[0].memory[:num_bytes]
 
     global _make

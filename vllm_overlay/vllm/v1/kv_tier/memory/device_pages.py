@@ -59,8 +59,11 @@ class DevicePages:
         self.num_pages = -(-num_blocks // self.blocks_per_page)
         self.page_bytes = self.blocks_per_page * sum(r.block_bytes for r in regions)
         self._memory = memory
-        self._base = base
-        self._regions = regions
+        # First byte, bytes from a block to the next one, and bytes of a block.
+        self._regions = [
+            (r.blocks.data_ptr() - base, r.blocks.stride(0), r.blocks.shape[1])
+            for r in regions
+        ]
         self._num_blocks = num_blocks
         # How many mapped pages of blocks lie on each page of the driver.
         self._counts: Counter[int] = Counter()
@@ -123,9 +126,8 @@ class DevicePages:
         end = min(first + self.blocks_per_page, self._num_blocks)
         size = self._memory.page_bytes
         found: set[int] = set()
-        for region in self._regions:
-            rows = region.blocks[first:end]
-            begin = rows.data_ptr() - self._base
-            until = begin + (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]
+        for start, stride, num_bytes in self._regions:
+            begin = start + first * stride
+            until = start + (end - 1) * stride + num_bytes
             found.update(range(begin // size, -(-until // size)))
         return sorted(found)

@@ -16,9 +16,13 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-PAGE_BYTES = 4 << 20
-"""The driver takes as long for a page of 2 MiB as for one of 16 (60 to 100
-microseconds, H100); what pages of two users meet in stays until both are gone."""
+# The driver takes as long for a page of 2 MiB as for one of 16 (60 to 100 microseconds,
+# H100); but what pages of two users meet in stays until both are gone.
+_LEAST_PAGE, _LARGEST_PAGE = 2 << 20, 16 << 20
+
+# At least so many pages of the driver lie in each layer. A page of blocks takes two of
+# them, so it is a thirty-second of the KV cache at most.
+_PAGES_OF_A_LAYER = 64
 
 # Its allocators have numbers; it makes the first one when it is initialized.
 _GROUP = 0
@@ -32,6 +36,7 @@ class KvcachedMemory:
 
     Args:
         num_bytes: Of the range. No page of it has memory at first.
+        num_layers: That lie in it one after the other.
         device: The GPU.
 
     Raises:
@@ -39,9 +44,7 @@ class KvcachedMemory:
 
     """
 
-    page_bytes = PAGE_BYTES
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, num_layers: int, device: torch.device) -> None:
         global _is_taken
         if _is_taken:
             raise ValueError(
@@ -54,8 +57,9 @@ class KvcachedMemory:
             device = torch.device(device.type, torch.cuda.current_device())
         self._device = device
         _is_taken = True
-        self._vmm.init_kvcached(str(device), PAGE_BYTES, False)
-        whole = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.page_bytes = size = page_bytes(num_bytes // max(1, num_layers))
+        self._vmm.init_kvcached(str(device), size, False)
+        whole = -(-num_bytes // size) * size
         # Bytes of one range, not keys and values of layers.
         (memory,) = self._vmm.create_kv_tensors(
             whole, 1, str(device), 1, 1, _GROUP, True
@@ -83,22 +87,23 @@ class KvcachedMemory:
         is_mapped = False
         with self._lock:
             try:
-                is_mapped = self._vmm.map_to_kv_tensors(_offsets(pages), _GROUP)
+                is_mapped = self._vmm.map_to_kv_tensors(self._offsets(pages), _GROUP)
                 if is_mapped:
                     self._clear(pages)
                 return is_mapped
             except RuntimeError as e:
                 logger.debug("KV tier: no device memory now: %s", e)
                 if is_mapped:
-                    self._vmm.unmap_from_kv_tensors(_offsets(pages), _GROUP)
+                    self._vmm.unmap_from_kv_tensors(self._offsets(pages), _GROUP)
                 return False
 
     def _clear(self, pages: Sequence[int]) -> None:
         """It was others' memory, and what is not a number spoils attention even where
         it is masked."""
+        size = self.page_bytes
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for first, end in _runs(pages):
-                self.memory[first * PAGE_BYTES : end * PAGE_BYTES].zero_()
+                self.memory[first * size : end * size].zero_()
             self._stream.synchronize()
 
     def unmap(self, pages: Sequence[int]) -> None:
@@ -110,7 +115,10 @@ class KvcachedMemory:
         """
         torch.cuda.set_device(self._device)
         with self._lock:
-            self._vmm.unmap_from_kv_tensors(_offsets(pages), _GROUP)
+            self._vmm.unmap_from_kv_tensors(self._offsets(pages), _GROUP)
+
+    def _offsets(self, pages: Iterable[int]) -> list[int]:
+        return [page * self.page_bytes for page in pages]
 
     def free_bytes(self) -> tuple[int, int]:
         """Free memory of the GPU, and all that it has."""
@@ -193,8 +201,17 @@ def _load() -> Any:
     return vmm_ops
 
 
-def _offsets(pages: Iterable[int]) -> list[int]:
-    return [page * PAGE_BYTES for page in pages]
+def page_bytes(layer_bytes: int) -> int:
+    """Bytes of the driver's pages behind a KV cache.
+
+    Args:
+        layer_bytes: Of each layer.
+
+    """
+    size = _LARGEST_PAGE
+    while size > _LEAST_PAGE and size * _PAGES_OF_A_LAYER > layer_bytes:
+        size //= 2
+    return size
 
 
 def _runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
