@@ -30,6 +30,8 @@ METRICS = (
     "vllm:kv_tier_device_unmapped_bytes",
     "vllm:kv_tier_mapped_pages",
     "vllm:kv_tier_given_back_pages",
+    "vllm:kv_tier_map_seconds",
+    "vllm:kv_tier_unmap_seconds",
 )
 
 

@@ -94,6 +94,7 @@ def test_what_is_counted_is_what_happened() -> None:
     rare |= {"load_seconds_per_block", "prefill_seconds_per_block"}
     rare |= {"secondary", "given_back_pages", "mapped_pages"}
     rare |= {"device_mapped_bytes", "device_unmapped_bytes"}
+    rare |= {"map_seconds", "unmap_seconds"}
     names = [*asdict(engine.tier.take_stats())]
     never = [name for name in names if not total[name]]
     assert set(never) <= rare

@@ -40,6 +40,9 @@ class Mapper:
     def unmap_pages(self, pages: list[int]) -> None:
         self.unmapped += pages
 
+    def take_seconds(self) -> tuple[float, float]:
+        return 0.25, 0.5
+
 
 class ElasticTier(Tier):
     """A tier whose device has three pages."""
@@ -104,6 +107,7 @@ def test_an_idle_engine_gives_back_after_the_time_that_was_set() -> None:
     stats = tier.pool.take_stats()
     assert (stats.device_mapped_bytes, stats.device_unmapped_bytes) == (100, 200)
     assert stats.given_back_pages == 2 and tier.pool.get_usage() == 0.0
+    assert (stats.map_seconds, stats.unmap_seconds) == (0.25, 0.5)
 
 
 def test_what_is_not_mapped_at_first_comes_when_it_is_needed() -> None:

@@ -251,6 +251,18 @@ def test_memory_that_others_took_first_is_not_there_now() -> None:
     assert engine.take(NUM_PAGES) == NUM_PAGES - 1
 
 
+def test_what_the_driver_takes_is_told_once() -> None:
+    engine = Engine(Gpu())
+    assert engine.pages.take_seconds() == (0.0, 0.0)
+    engine.give(2)
+    engine.wait_for(lambda: not engine.pages._held)
+    map_s, unmap_s = engine.pages.take_seconds()
+    assert map_s == 0.0 < unmap_s < 1.0
+    engine.take(1)
+    map_s, unmap_s = engine.pages.take_seconds()
+    assert 0.0 == unmap_s < map_s < 1.0
+
+
 def test_what_is_needed_again_is_there_still(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(Gpu())
     with engine.memory.pages._lock:

@@ -105,6 +105,8 @@ METRICS = (
     Metric("device_unmapped_bytes", "gauge", "Device memory that was given back."),
     Metric("given_back_pages", "counter", "Device pages whose blocks were taken out."),
     Metric("mapped_pages", "counter", "Of these, pages that were taken again."),
+    Metric("map_seconds", "counter", "Seconds of the driver to map them (GPU)."),
+    Metric("unmap_seconds", "counter", "Seconds of the driver to unmap them (GPU)."),
     Metric("stored_blocks", "counter", "KV blocks copied from device to host."),
     Metric("stored_bytes", "counter", "Bytes copied from device to host."),
     Metric(
@@ -112,9 +114,7 @@ METRICS = (
         "counter",
         "KV blocks copied from host to device for their own step.",
     ),
-    Metric(
-        "loaded_bytes", "counter", "Bytes copied from host to device for their step."
-    ),
+    Metric("loaded_bytes", "counter", "Bytes of these blocks."),
     Metric(
         "loaded_ahead_blocks",
         "counter",

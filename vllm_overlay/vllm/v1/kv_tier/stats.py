@@ -109,6 +109,9 @@ class KVTierStats:
     """Pages of device memory whose blocks went to the host and out of the device."""
     mapped_pages: int = 0
     """Pages of device memory that were taken again."""
+    map_seconds: float = 0.0
+    unmap_seconds: float = 0.0
+    """That the driver took to map and unmap pages."""
     device_mapped_bytes: int = 0
     device_unmapped_bytes: int = 0
     """Of device memory, on all ranks together."""

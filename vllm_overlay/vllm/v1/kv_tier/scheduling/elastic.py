@@ -338,8 +338,9 @@ class ElasticDevice:
     # ------------------------------------------------------------------------ stats
 
     def report(self, stats: KVTierStats) -> None:
-        """Put what is mapped now into `stats`."""
+        """Put what is mapped now into `stats`, and what that took."""
         num_mapped = self.num_pages - len(self.unmapped)
         stats.device_mapped_bytes = num_mapped * self._layout.page_bytes
         num_bytes = len(self.unmapped) * self._layout.page_bytes
         stats.device_unmapped_bytes = num_bytes
+        stats.map_seconds, stats.unmap_seconds = self.mapper.take_seconds()

@@ -93,6 +93,7 @@ class GpuPages:
         self._goal = 0
         self._lacking = 0
         self._asked = float("-inf")
+        self._map_s = self._unmap_s = 0.0
         # What `limit` was told last.
         self._told = (-1, -1)
         self._changed = threading.Condition()
@@ -133,6 +134,12 @@ class GpuPages:
             self._lacking -= len(pages)
         self._hold(0)
 
+    def take_seconds(self) -> tuple[float, float]:
+        with self._changed:
+            taken = self._map_s, self._unmap_s
+            self._map_s = self._unmap_s = 0.0
+        return taken
+
     # ------------------------------------------------------------------- the memory
 
     def _spare_bytes(self) -> int:
@@ -156,11 +163,13 @@ class GpuPages:
             if not self._absent:
                 return None
             page = heapq.heappop(self._absent)
-        if self._device.map(page):
-            return page
+        begun = time.monotonic()
+        is_mapped = self._device.map(page)
         with self._changed:
-            heapq.heappush(self._absent, page)
-        return None
+            self._map_s += time.monotonic() - begun
+            if not is_mapped:
+                heapq.heappush(self._absent, page)
+        return page if is_mapped else None
 
     # ------------------------------------------------------------------- the thread
 
@@ -199,6 +208,7 @@ class GpuPages:
         return True
 
     def _unmap_one(self, page: int) -> None:
+        begun = time.monotonic()
         try:
             self._device.unmap(page)
         except RuntimeError as e:
@@ -209,6 +219,7 @@ class GpuPages:
             )
             return
         with self._changed:
+            self._unmap_s += time.monotonic() - begun
             heapq.heappush(self._absent, page)
 
     @property
