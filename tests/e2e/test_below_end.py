@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from .below import (
@@ -53,6 +54,31 @@ def answers(server: Server) -> list[str]:
     assert counted(server, "stored_blocks") >= 5 * len(PROMPTS)
     assert counted(server, "secondary_stored_blocks") == 0
     return texts
+
+
+def test_an_engine_without_requests_writes_what_it_was_to_write(
+    model: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "kv"
+    tiers = [directory(root)]
+    with serving(model, tiers, tmp_path / "log", store_policy="write_through") as one:
+        ask(one, PROMPTS[0])
+        # Nobody asks for anything more.
+        limit = time.monotonic() + 10
+        while len(objects(root)) < HIT // BLOCK_TOKENS:
+            assert time.monotonic() < limit, "not all is written"
+            time.sleep(0.05)
+        time.sleep(0.5)
+        before = cpu_seconds(one)
+        time.sleep(2.0)
+        # And then it sleeps.
+        assert cpu_seconds(one) - before < 0.5
+
+
+def cpu_seconds(server: Server) -> float:
+    """That all of its processes have taken."""
+    times = [psutil.Process(pid).cpu_times() for pid in server.pids()]
+    return sum(each.user + each.system for each in times)
 
 
 @pytest.mark.parametrize(

@@ -171,4 +171,4 @@ def test_an_engine_has_time_to_end_only_with_a_tier_below(
         )
 
     assert time_s() == time_s(0) == 0
-    assert 7 < time_s(2, 7) < 15
+    assert 14 < time_s(2, 7) < 22

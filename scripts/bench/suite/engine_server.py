@@ -16,7 +16,6 @@ import asyncio
 import json
 import os
 import sys
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from functools import partial
 from itertools import count
@@ -25,6 +24,7 @@ from typing import Any
 
 # Imported at the top: an engine core, forked or spawned, does the same.
 from . import plants
+from .counters import counted
 from .engines import LONGEST_LINE, PLANTS, Job
 from .loader import LOAD_FORMAT
 
@@ -98,18 +98,6 @@ async def _ask(
             told["cached"] = output.num_cached_tokens or 0
             told["transfer"] = output.kv_transfer_params
         yield told
-
-
-def counted() -> dict[str, float]:
-    """Values of vLLM's metrics in this process, summed over their labels."""
-    from prometheus_client import REGISTRY
-
-    found: dict[str, float] = defaultdict(float)
-    for metric in REGISTRY.collect():
-        for sample in metric.samples:
-            if not sample.name.endswith(("_bucket", "_created")):
-                found[sample.name] += sample.value
-    return {name: value for name, value in found.items() if name.startswith("vllm:")}
 
 
 if __name__ == "__main__":

@@ -207,6 +207,7 @@ class Runner:
         settings = fingerprint(
             [llm, config.env, config.jitter_s, args.batch_invariant, args.fresh]
             + ["hints"] * config.hints
+            + ["counts"] * args.count
         )
         about = {
             "config": name,
@@ -237,6 +238,7 @@ class Runner:
             "ends": self.ends - STOP_S,
             "told": told,
             "hints": config.hints,
+            "counts": args.count,
         }
         path = args.out / f"job-{name}.json"
         path.write_text(json.dumps(job))

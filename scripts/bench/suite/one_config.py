@@ -19,6 +19,7 @@ from typing import Any
 
 # Imported at the top: a spawned engine core imports this module as its main one.
 from .client import Answer, Client
+from .counters import counted, counted_since
 from .loader import LOAD_FORMAT
 from .model import SHAPES, write_config
 from .records import append, write_outputs
@@ -40,6 +41,7 @@ class Job:
         ends: no cell begins that would last longer, in seconds of `time.time`.
         told: each cell waits for a line of standard input, so that engines which are
             there at once take turns.
+        counts: keep statistics, and record what each cell adds to them.
 
     """
 
@@ -57,6 +59,7 @@ class Job:
     ends: float
     told: bool = False
     hints: bool = False
+    counts: bool = False
 
 
 def machine() -> dict[str, str]:
@@ -158,7 +161,9 @@ async def run(job: Job) -> None:
     args = {"model": str(model), "load_format": LOAD_FORMAT} | job.llm
     begun = time.perf_counter()
     engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(**args, skip_tokenizer_init=True, disable_log_stats=True)
+        AsyncEngineArgs(
+            **args, skip_tokenizer_init=True, disable_log_stats=not job.counts
+        )
     )
     try:
         itemsize = 2 if scale.dtype == "bfloat16" else 4
@@ -221,6 +226,7 @@ async def run_cells(
         try:
             if job.fresh:
                 await refresh(engine, client, known, turn)
+            before = counted()
             outcome = await workload_of(job, name, parameters).run(client, repeat)
         except (RuntimeError, ValueError) as error:
             append(out, about | {"status": "failed", "reason": str(error)})
@@ -242,6 +248,8 @@ async def run_cells(
             "distinct_tokens": distinct(outcome.answers),
             "outputs": file,
         }
+        if job.counts:
+            found["counted"] = counted_since(before)
         append(out, about | found)
 
 

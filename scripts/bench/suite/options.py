@@ -63,6 +63,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "another has left; where a configuration cannot, each workload gets an engine",
     )
     add(
+        "--count",
+        action="store_true",
+        help="all engines keep statistics, and results.jsonl has what each cell added",
+    )
+    add(
         "--side-by-side",
         action="store_true",
         help="engines of all configurations at once, on the same device, whose cells "

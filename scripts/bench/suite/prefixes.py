@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from .client import Answer, Client
-from .workloads import PREWARM, Outcome, evict, tokens
+from .workloads import PREWARM, Outcome, evict, fillers, tokens
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class Below:
     Attributes:
         evictions: how often as much as the device has room for is asked for between,
             so that host memory, which has room for as much, forgets the prefixes.
+        settle_s: seconds behind each of their prompts in which nothing is asked: what
+            is computed without a pause is more than a disk can be given.
 
     """
 
@@ -68,6 +70,7 @@ class Below:
     evictions: int = 2
     tail: int = 64
     pause_s: float = 0.3
+    settle_s: float = 0.4
 
     async def run(self, client: Client, repeat: int) -> Outcome:
         def some(n: int, *seed: int | str) -> list[int]:
@@ -76,7 +79,9 @@ class Below:
         for n in self.lengths:
             await client.ask(f"prefill-{n}", some(n, "prefix"), 1)
         for i in range(self.evictions):
-            await evict(client, "below", repeat, i)
+            for filler in fillers(client, "below", repeat, i):
+                await client.ask("filler", filler, 1)
+                await asyncio.sleep(self.settle_s)
         asked: dict[tuple[str, int], Answer] = {}
         for n in random.Random(repeat).sample(self.lengths, len(self.lengths)):
             for kind, seed in (("below", "prefix"), ("unseen", "unseen")):

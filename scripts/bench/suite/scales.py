@@ -89,7 +89,7 @@ SCALES = {
         eager=True,
         workloads={
             "latency": Latency((128, 512, 1024), pause_s=0.05),
-            "below": Below((128, 512, 1024), pause_s=0.05),
+            "below": Below((128, 512, 1024), pause_s=0.05, settle_s=0.05),
             "multiturn": Sessions(12, 3, (512, 1024), 64, 16),
             "agent": TINY_AGENT,
             "agent_tools": replace(

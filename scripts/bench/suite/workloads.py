@@ -75,15 +75,17 @@ PREWARM = {"prewarm": True, "retain": {"priority": 75, "ttl": 2.0}}
 """Hints of who will be back at once: what was loaded ahead is held for that time."""
 
 
-async def evict(client: Client, *seed: int | str) -> None:
-    """Ask for more unrelated prompts than the device cache has room for."""
+def fillers(client: Client, *seed: int | str) -> list[list[int]]:
+    """More unrelated prompts than the device cache has room for."""
     size = min(8192, client.max_prompt_tokens // 2)
     count = round(1.15 * client.device_tokens / size) + 1
-    prompts = [tokens(client.vocab, size, "filler", i, *seed) for i in range(count)]
-    asked = (
-        client.ask("filler", prompt, 1, conversation=i)
-        for i, prompt in enumerate(prompts)
-    )
+    return [tokens(client.vocab, size, "filler", i, *seed) for i in range(count)]
+
+
+async def evict(client: Client, *seed: int | str) -> None:
+    """Ask for all of these at once."""
+    prompts = enumerate(fillers(client, *seed))
+    asked = (client.ask("filler", p, 1, conversation=i) for i, p in prompts)
     await asyncio.gather(*asked)
 
 

@@ -343,11 +343,14 @@ def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None
 
 def flush_time_s(vllm_config: "VllmConfig") -> float:
     """How long an engine may take to end, in seconds, beyond the time that upstream
-    gives to its requests: 0 without a tier below."""
+    gives to its requests: 0 without a tier below.
+
+    It may write for `flush_s` as an idle engine does, before it writes what is last.
+    """
     config = KVTierConfig.from_vllm_config(vllm_config)
     tiers = (config and config.secondary_tiers) or []
     flush_s = [check_entry(tier, index).flush_s for index, tier in enumerate(tiers)]
-    return max(flush_s) + _END_S if any(flush_s) else 0.0
+    return 2 * max(flush_s) + _END_S if any(flush_s) else 0.0
 
 
 def is_one_machine(vllm_config: "VllmConfig") -> bool:

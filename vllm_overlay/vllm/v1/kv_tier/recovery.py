@@ -60,7 +60,8 @@ def end_what_cannot_fit(
 ) -> None:
     """End requests that need more device blocks than are left; they would wait for
     ever. While no block is lost, it counts the outputs that the scheduler has taken,
-    and lets an engine without requests step on that has device memory to give back.
+    and lets an engine without requests step on that has device memory to give back, or
+    blocks to write to a tier below.
 
     Answers that grow beyond what fits end as at `max_model_len`, which is lowered.
 
@@ -72,7 +73,7 @@ def end_what_cannot_fit(
     tier = scheduler.kv_cache_manager.kv_tier
     if not isinstance(tier, TieredBlockPool):
         return
-    if isinstance(tier, ElasticBlockPool):
+    if tier.backing is not None or isinstance(tier, ElasticBlockPool):
         _step_on(scheduler, tier)
     if tier.backing is not None:
         # Each output of a step comes by here, its report before it.
@@ -107,20 +108,32 @@ def end_what_cannot_fit(
         )
 
 
-def _step_on(scheduler: "Scheduler", pool: ElasticBlockPool) -> None:
-    """Let the engine step on while it has no requests and memory is due, or soon."""
+def _step_on(scheduler: "Scheduler", pool: TieredBlockPool) -> None:
+    """Let the engine step on while it has no requests and something is due, or soon."""
     if "has_requests" not in vars(scheduler):
         # A scheduler that held itself would outlive its engine.
         has_requests = WeakMethod(scheduler.has_requests)
 
         def has_work() -> bool:
             ask = has_requests()
-            return ask is not None and (ask() or pool.elastic.is_busy)
+            return ask is not None and (ask() or _is_due(pool))
 
         scheduler.has_requests = has_work  # type: ignore[method-assign]
-    if pool.elastic.is_waiting and not scheduler.requests:
+    if not isinstance(pool, ElasticBlockPool) or scheduler.requests:
+        return
+    if pool.elastic.is_waiting and not _writes_on(pool):
         # Else the engine would spin.
         time.sleep(pool.elastic.pause_s)
+
+
+def _is_due(pool: TieredBlockPool) -> bool:
+    if isinstance(pool, ElasticBlockPool) and pool.elastic.is_busy:
+        return True
+    return _writes_on(pool)
+
+
+def _writes_on(pool: TieredBlockPool) -> bool:
+    return pool.backing is not None and pool.backing.writes_on
 
 
 def _most_tokens(scheduler: "Scheduler") -> int:

@@ -96,6 +96,7 @@ class Backing:
         all releases take that of a step whose loads failed."""
         self._table = table
         self._seq = 0
+        self._idle_since: float | None = None
         self._jobs = Jobs(table, layout.num_ranks)
         self._stats = {tier.label: SecondaryStats() for tier in layout.tiers}
         self.spillers = [
@@ -206,8 +207,23 @@ class Backing:
         for spiller in self.spillers:
             spiller.write(settled)
         self._jobs.finish(plan)
-        plan.awaits_secondary = is_idle and self.fetching.is_awaited
+        if not is_idle:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = self._costs.clock()
+        plan.awaits_secondary = is_idle and (self.fetching.is_awaited or self.writes_on)
         self.fetching.end_step()
+
+    @property
+    def writes_on(self) -> bool:
+        """Whether an engine without requests should step on, since there is something
+        to write. It does so for as long as it would when it is told to end."""
+        now = self._costs.clock()
+        idle_s = now - (now if self._idle_since is None else self._idle_since)
+        return any(
+            idle_s < tier.flush_s and (spiller.num_due or spiller.num_writing)
+            for tier, spiller in zip(self._layout.tiers, self.spillers)
+        )
 
     def _settled(self) -> int:
         """Nothing that plans up to this one have stored turns out to be void."""

@@ -43,7 +43,8 @@ class StoreConfig(ABC):
 
     flush_s: float = 3.0
     """How long the engine, told to end, writes what the host has and the tier has not,
-    in seconds: what was used most first. `0` writes nothing then."""
+    in seconds: what was used most first. So long an engine without requests goes on
+    with what it was to write, too. `0` writes nothing then."""
 
     index: int = 0
     """Which entry it is, for messages. Not a key of the entry."""
