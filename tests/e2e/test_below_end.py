@@ -62,8 +62,8 @@ def test_an_engine_without_requests_writes_what_it_was_to_write(
     root = tmp_path / "kv"
     tiers = [directory(root)]
     with serving(model, tiers, tmp_path / "log", store_policy="write_through") as one:
-        ask(one, PROMPTS[0])
-        # Nobody asks for anything more.
+        # Its last steps store what those before have computed, and begin no write.
+        one.complete(PROMPTS[0], max_tokens=3, ignore_eos=True)
         limit = time.monotonic() + 10
         while len(objects(root)) < HIT // BLOCK_TOKENS:
             assert time.monotonic() < limit, "not all is written"
