@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tier below, on the scheduler's side: what is written, what is fetched."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from vllm.v1.kv_tier.plan import SecondaryResult, StepPlan, StepReport
+from vllm.v1.kv_tier.recovery import end_what_cannot_fit
 from vllm.v1.kv_tier.scheduling import sources
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
@@ -123,6 +127,35 @@ def test_an_idle_engine_steps_on_while_there_is_something_to_write() -> None:
     below.end(job)
     assert not writes_on(below)
     assert not idle(below, 1)[0].awaits_secondary
+
+
+class Scheduler:
+    """One without requests."""
+
+    def __init__(self, below: Below) -> None:
+        self.kv_cache_manager = SimpleNamespace(kv_tier=below.pool)
+        self.requests: dict[str, Any] = {}
+        self.pause_state = 0
+
+    def has_requests(self) -> bool:
+        return False
+
+
+def test_an_engine_that_is_paused_does_not_step_on() -> None:
+    below = Below()
+    scheduler = Scheduler(below)
+    end_what_cannot_fit(scheduler, {})  # type: ignore[arg-type]
+    assert not scheduler.has_requests()
+    below.tier.demoted("ab")
+    assert scheduler.has_requests()
+    # As of `PauseState`.
+    scheduler.pause_state = 1
+    assert not scheduler.has_requests()
+    scheduler.pause_state = 0
+    (job,) = below.jobs(idle(below))
+    assert scheduler.has_requests()
+    below.end(job)
+    assert not scheduler.has_requests()
 
 
 def test_an_idle_engine_does_not_wait_for_a_store_for_ever() -> None:

@@ -8,7 +8,7 @@ it likes are gone: what no longer fits the rest ends with an error.
 import time
 from bisect import bisect_right
 from typing import TYPE_CHECKING
-from weakref import WeakMethod
+from weakref import ref
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput
@@ -112,11 +112,14 @@ def _step_on(scheduler: "Scheduler", pool: TieredBlockPool) -> None:
     """Let the engine step on while it has no requests and something is due, or soon."""
     if "has_requests" not in vars(scheduler):
         # A scheduler that held itself would outlive its engine.
-        has_requests = WeakMethod(scheduler.has_requests)
+        owner, has_requests = ref(scheduler), type(scheduler).has_requests
 
         def has_work() -> bool:
-            ask = has_requests()
-            return ask is not None and (ask() or _is_due(pool))
+            if (me := owner()) is None:
+                return False
+            # Who pauses it waits until it does nothing. Not all releases can.
+            is_paused = bool(getattr(me, "pause_state", 0))
+            return has_requests(me) or (not is_paused and _is_due(pool))
 
         scheduler.has_requests = has_work  # type: ignore[method-assign]
     if not isinstance(pool, ElasticBlockPool) or scheduler.requests:
