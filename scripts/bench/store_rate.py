@@ -48,7 +48,7 @@ from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.format import CHECKSUMS
 from vllm.v1.kv_tier.stores.space import COUNTER
-from vllm.v1.kv_tier.turns import short_turns
+from vllm.v1.kv_tier.stores.turns import short_turns
 
 BARS = {"fs": {"put": 0.8, "get": 0.9}, "mooncake": {"put": 0.95, "get": 0.95}}
 """Of the plain rate."""

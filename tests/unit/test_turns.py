@@ -14,7 +14,7 @@ from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.secondary import SecondaryIO
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.by_name import check_entry
-from vllm.v1.kv_tier.turns import TURN_S, short_turns
+from vllm.v1.kv_tier.stores.turns import TURN_S, short_turns
 
 USUAL_S = 0.004
 

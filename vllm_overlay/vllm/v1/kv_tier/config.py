@@ -343,10 +343,7 @@ def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None
 
 def flush_time_s(vllm_config: "VllmConfig") -> float:
     """How long an engine may take to end, in seconds, beyond the time that upstream
-    gives to its requests: 0 without a tier below.
-
-    It may write for `flush_s` as an idle engine does, before it writes what is last.
-    """
+    gives to its requests: 0 without a tier below. It may write as an idle one first."""
     config = KVTierConfig.from_vllm_config(vllm_config)
     tiers = (config and config.secondary_tiers) or []
     flush_s = [check_entry(tier, index).flush_s for index, tier in enumerate(tiers)]

@@ -22,7 +22,7 @@ from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.turns import short_turns
+from vllm.v1.kv_tier.stores.turns import short_turns
 
 logger = init_logger(__name__)
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.scheduling.below import Exists
-from vllm.v1.kv_tier.turns import short_turns
+from vllm.v1.kv_tier.stores.turns import short_turns
 
 logger = init_logger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, engine_needs
-from vllm.v1.kv_tier.turns import short_turns
+from vllm.v1.kv_tier.stores.turns import short_turns
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
