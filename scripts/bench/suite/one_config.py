@@ -226,7 +226,7 @@ async def run_cells(
         try:
             if job.fresh:
                 await refresh(engine, client, known, turn)
-            before = counted()
+            before = counted() if job.counts else {}
             outcome = await workload_of(job, name, parameters).run(client, repeat)
         except (RuntimeError, ValueError) as error:
             append(out, about | {"status": "failed", "reason": str(error)})
