@@ -167,6 +167,7 @@ def random_tuning(rng: Random) -> SchedulingTuning:
         max_failed_loads=choose([1, 3, 1000]),
         retry_loads_s=choose([0.0, 3.0, 10.0]),
         first_fetch=choose([1, 4]),
+        num_fetches=choose([1, 5]),
         patience_s=choose([0.0, 3.0]),
         retry_store_s=choose([0.0, 3.0, 30.0]),
     )

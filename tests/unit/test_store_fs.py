@@ -243,6 +243,37 @@ def test_what_has_not_begun_at_the_deadline_is_a_miss(
     assert store.exists(KEYS[:9]) == [True] * 9
 
 
+def test_who_reads_has_all_threads_while_the_disk_takes_no_more(
+    store: FsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(put(store, i) for i in (0, 1, 2))
+    takes_more, read = threading.Event(), os.preadv
+    # All three threads that read at once.
+    together = threading.Barrier(3)
+
+    def write_late(*args: object) -> int:
+        takes_more.wait(30)
+        raise OSError(28, "No space left on device")
+
+    def read_together(*args: object) -> int:
+        together.wait(10)
+        return read(*args)
+
+    monkeypatch.setattr(os, "writev", write_late)
+    monkeypatch.setattr(os, "preadv", read_together)
+    writer = threading.Thread(
+        target=store.put, args=(KEYS[3:9], [row(i) for i in range(3, 9)])
+    )
+    writer.start()
+    try:
+        places = [empty() for _ in range(3)]
+        assert store.get(KEYS[:3], places) == [True] * 3
+        assert [bytes(each) for each in places] == [row(i) for i in range(3)]
+    finally:
+        takes_more.set()
+        writer.join()
+
+
 # ------------------------------------------------------------------ last use
 
 

@@ -52,7 +52,7 @@ class Source:
         self._tier = tier
         self._costs = costs
         self._tuning = tuning
-        self._fetch_s = 0.0
+        self._fetched_s: deque[float] = deque(maxlen=tuning.num_fetches)
         self._measured_at = self._asked_at = -math.inf
         self._under_way: deque[int] = deque()
         self._head_since = 0.0
@@ -84,6 +84,13 @@ class Source:
         """For each block of a question whether it is there; None: no answer yet,
         although it was waited for until then (`time.monotonic`)."""
         return self._tier.asker.take_answer(number, until)
+
+    @property
+    def _fetch_s(self) -> float:
+        """Seconds to fetch a block: the median of the last jobs, since one that met
+        something else on the disk says nothing of the next. 0: unknown."""
+        times = sorted(self._fetched_s)
+        return times[len(times) // 2] if times else 0.0
 
     @property
     def is_known(self) -> bool:
@@ -131,13 +138,9 @@ class Source:
         self._stats.record_job("get", len(done), seconds)
         self._stats.loaded_blocks += sum(done)
         self._stats.missed_blocks += len(done) - sum(done)
-        block_s = seconds / len(done)
-        weight = self._tuning.cost_weight
-        if block_s > self._fetch_s:
-            weight = self._tuning.slower_weight
         if not self.is_known:
-            weight = 1.0
-        self._fetch_s += weight * (block_s - self._fetch_s)
+            self._fetched_s.clear()
+        self._fetched_s.append(seconds / len(done))
         self._under_way.popleft()
         self._measured_at = self._head_since = self._costs.clock()
 

@@ -131,9 +131,9 @@ class SchedulingTuning:
     slower than computing, and who waits learns it from them; fewer would not show what
     its threads do beside one another."""
 
-    slower_weight: float = 0.5
-    """As `cost_weight`, for fetches that took longer than known: requests wait for
-    them, while one that is computed meanwhile loses less."""
+    num_fetches: int = 5
+    """Jobs whose median says what a tier below takes for a block. Some of them are held
+    up by what else is written or read, and their time is not that of the others."""
 
     patience_s: float = 0.1
     """Seconds that a request waits for a fetch although it takes longer than computing:

@@ -47,7 +47,7 @@ class FsConfig(StoreConfig):
     """GiB that all files below `root_dir` may take together, whoever wrote them."""
 
     num_threads: int = 4
-    """Threads of each rank that read and write."""
+    """Threads of each rank that read, and as many that write."""
 
     @property
     def name(self) -> str:
@@ -142,10 +142,12 @@ class FsStore(BlockStore):
         self._format = ObjectFormat(namespace, rank, slot_bytes)
         self._deadline_s = config.deadline_ms / 1e3
         self._space = Space(Path(config.root_dir), config.max_bytes)
-        self._threads = Threads(config.num_threads, "fs")
+        # A disk that takes no more for a while must keep nobody from reading.
+        self._readers = Threads(config.num_threads, "fs-get")
+        self._writers = Threads(config.num_threads, "fs-put")
 
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        return self._threads.spread(self._put, keys, rows)
+        return self._writers.spread(self._put, keys, rows)
 
     def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         deadline = time.monotonic() + self._deadline_s
@@ -153,7 +155,7 @@ class FsStore(BlockStore):
         def get_in_time(key: bytes, row: memoryview) -> bool:
             return time.monotonic() < deadline and self._get(key, row)
 
-        return self._threads.spread(get_in_time, keys, rows)
+        return self._readers.spread(get_in_time, keys, rows)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         # Half the time of a look at owner and size, which `get` has.
@@ -168,7 +170,8 @@ class FsStore(BlockStore):
         return self._space.take_evicted_bytes()
 
     def close(self) -> None:
-        self._threads.close()
+        self._readers.close()
+        self._writers.close()
         self._space.close()
         os.close(self._folder)
 

@@ -165,7 +165,8 @@ class RedisStore(BlockStore):
         self._prefix = f"kvtier:{namespace}:r{rank}:".encode()
         self._format = ObjectFormat(namespace, rank, slot_bytes)
         self._deadline_s = config.deadline_ms / 1e3
-        self._threads = Threads(config.num_connections, "redis")
+        self._readers = Threads(config.num_connections, "redis-get")
+        self._writers = Threads(config.num_connections, "redis-put")
         self._window = max(1, _WINDOW_BYTES // slot_bytes)
         self._idle: list[Wire] = []
         self._breaker = Breaker(config.name)
@@ -176,10 +177,11 @@ class RedisStore(BlockStore):
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         if not self._writing.allows():
             return [False] * len(keys)
-        return self._in_windows(self._put, keys, rows)
+        return self._in_windows(self._writers, self._put, keys, rows)
 
     def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        return self._in_windows(self._get, keys, rows, monotonic() + self._deadline_s)
+        deadline = monotonic() + self._deadline_s
+        return self._in_windows(self._readers, self._get, keys, rows, deadline)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         commands = [command(b"EXISTS", self._name(key)) for key in keys]
@@ -190,7 +192,8 @@ class RedisStore(BlockStore):
         self._ask(lambda wire: wire.ask(commands), len(keys))
 
     def close(self) -> None:
-        self._threads.close()
+        self._readers.close()
+        self._writers.close()
         while self._idle:
             self._idle.pop().close()
 
@@ -199,6 +202,7 @@ class RedisStore(BlockStore):
 
     def _in_windows(
         self,
+        threads: Threads,
         work: Callable[[Wire, Sequence[bytes], Sequence[memoryview]], list[bool]],
         keys: Sequence[bytes],
         rows: Sequence[memoryview],
@@ -210,7 +214,7 @@ class RedisStore(BlockStore):
         def window(keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
             return self._ask(lambda wire: work(wire, keys, rows), len(keys))
 
-        return self._threads.spread_batches(window, keys, rows, n, deadline)
+        return threads.spread_batches(window, keys, rows, n, deadline)
 
     def _ask(self, operation: _Operation, num_keys: int) -> list[bool]:
         """Answers of an operation; no to all if the server is in trouble."""

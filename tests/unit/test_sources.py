@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier below is believed to cost."""
+
+from collections.abc import Sequence
+
+from vllm.v1.kv_tier.scheduling.asking import Asker
+from vllm.v1.kv_tier.scheduling.below import SecondaryTier
+from vllm.v1.kv_tier.scheduling.costs import Costs
+from vllm.v1.kv_tier.scheduling.sources import Source
+from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.stats import SecondaryStats
+
+BLOCKS = 32
+FAST_S, PREFILL_S, SLOW_S = 0.25e-3, 0.5e-3, 12e-3
+"""Seconds of a block: from the tier, computed, and from a disk that is writing."""
+
+
+def exists(keys: Sequence[bytes]) -> list[bool]:
+    return [True] * len(keys)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+        tier = SecondaryTier("/kv", "fs", "LOCAL", Asker(exists), 1, deadline_s=5.0)
+        costs = Costs(load_s=0.04e-3, max_stall_s=1.0)
+        costs.prefill_s = PREFILL_S
+        costs.clock = lambda: self.now
+        self.tuning = SchedulingTuning()
+        self.source = Source(0, tier, costs, SecondaryStats(), self.tuning)
+
+    def fetch(self, block_s: float, num_jobs: int = 1) -> None:
+        for _ in range(num_jobs):
+            self.source.begins(BLOCKS)
+            self.now += block_s * BLOCKS
+            self.source.came([True] * BLOCKS, block_s * BLOCKS)
+
+
+def test_a_job_that_something_held_up_says_nothing_of_the_others() -> None:
+    clock = Clock()
+    clock.fetch(FAST_S, 3)
+    for _ in range(4):
+        clock.fetch(SLOW_S, 2)
+        clock.fetch(FAST_S, 3)
+        assert clock.source.is_worth_it
+
+
+def test_nor_does_the_first_one_for_long() -> None:
+    clock = Clock()
+    clock.fetch(SLOW_S)
+    assert not clock.source.is_worth_it
+    clock.fetch(FAST_S, 2)
+    assert clock.source.is_worth_it
+
+
+def test_a_tier_that_became_slow_is_left_alone_after_three() -> None:
+    clock = Clock()
+    clock.fetch(FAST_S, 5)
+    clock.fetch(SLOW_S, 3)
+    assert not clock.source.is_worth_it
+    # Later it is tried anew, and what was known is forgotten.
+    clock.now += clock.tuning.retry_store_s
+    assert clock.source.is_worth_it and not clock.source.is_known
+    clock.fetch(FAST_S)
+    assert clock.source.is_worth_it and clock.source.is_known
