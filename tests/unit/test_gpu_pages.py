@@ -127,6 +127,23 @@ def test_a_page_that_gets_no_memory_has_none() -> None:
     assert memory.pages.map(0) and memory.backs(0)
 
 
+@pytest.mark.parametrize("driver_page", [24, 96, 240])
+def test_pages_of_whole_pages_of_the_driver_are_as_small(driver_page: int) -> None:
+    """Where every layer is made of whole ones, nothing is shared with a neighbour, and
+    the page of the block that stands for none takes one of each layer."""
+    cache = torch.zeros(NUM_LAYERS * NUM_BLOCKS * BLOCK_BYTES, dtype=torch.uint8)
+    layers = cache.view(NUM_LAYERS, NUM_BLOCKS, BLOCK_BYTES)
+    memory = Memory(Gpu())
+    memory.page_bytes = driver_page
+    base, regions = cache.data_ptr(), [Region(layer) for layer in layers]
+    pages = DevicePages(memory, base, regions, NUM_BLOCKS)
+    assert pages.blocks_per_page == driver_page // BLOCK_BYTES
+    # As soon as they lie elsewhere.
+    pages = DevicePages(memory, base - 8, regions, NUM_BLOCKS)
+    twice = 2 * driver_page // BLOCK_BYTES
+    assert pages.blocks_per_page == min(twice, NUM_BLOCKS // 8)
+
+
 # -------------------------------------------------------------- who may have how many
 
 

@@ -3,7 +3,7 @@
 
 A page of blocks lies in every region of the KV cache, and begins and ends where it
 likes: two that are neighbours may share a page of the driver. That has memory as long
-as one of them has.
+as one of them has. Where they can begin and end together, they do.
 """
 
 import threading
@@ -18,8 +18,9 @@ from vllm.v1.kv_tier.memory.regions import Region
 # with some tens of MiB kernels fail that the driver has yet to load (H100).
 _LEAST_FREE = 1 / 100
 
-# In each region. Whoever gives back one page amid others frees one less; but the page
-# of the block that stands for none never goes.
+# In each region, where pages of blocks do not end where those of the driver do. Whoever
+# gives back one page amid others frees one less; but the page of the block that stands
+# for none never goes.
 _DRIVER_PAGES = 2
 
 
@@ -53,11 +54,6 @@ class DevicePages:
         regions: Sequence[Region],
         num_blocks: int,
     ) -> None:
-        width = min(region.block_bytes for region in regions)
-        blocks = -(-_DRIVER_PAGES * memory.page_bytes // width)
-        self.blocks_per_page = max(1, min(blocks, num_blocks // 8))
-        self.num_pages = -(-num_blocks // self.blocks_per_page)
-        self.page_bytes = self.blocks_per_page * sum(r.block_bytes for r in regions)
         self._memory = memory
         # First byte, bytes from a block to the next one, and bytes of a block.
         self._regions = [
@@ -65,11 +61,26 @@ class DevicePages:
             for r in regions
         ]
         self._num_blocks = num_blocks
+        self.blocks_per_page = max(1, min(self._num_together, num_blocks // 8))
+        self.num_pages = -(-num_blocks // self.blocks_per_page)
+        self.page_bytes = self.blocks_per_page * sum(r.block_bytes for r in regions)
         # How many mapped pages of blocks lie on each page of the driver.
         self._counts: Counter[int] = Counter()
         self.mapped_bytes = 0
         """Memory of the driver behind mapped pages."""
         self._lock = threading.Lock()
+
+    @property
+    def _num_together(self) -> int:
+        """Blocks that come and go together."""
+        size = self._memory.page_bytes
+        width = min(num_bytes for _, _, num_bytes in self._regions)
+        blocks = -(-size // width)
+        if any(
+            start % size or blocks * stride % size for start, stride, _ in self._regions
+        ):
+            blocks = -(-_DRIVER_PAGES * size // width)
+        return blocks
 
     def map(self, page: int) -> bool:
         """Map a page that is not. False if there is no memory for it now."""
