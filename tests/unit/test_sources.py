@@ -19,7 +19,9 @@ def exists(keys: Sequence[bytes]) -> list[bool]:
     return [True] * len(keys)
 
 
-class Clock:
+class Fetches:
+    """From a tier, in a time of our own."""
+
     def __init__(self) -> None:
         self.now = 100.0
         tier = SecondaryTier("/kv", "fs", "LOCAL", Asker(exists), 1, deadline_s=5.0)
@@ -37,29 +39,30 @@ class Clock:
 
 
 def test_a_job_that_something_held_up_says_nothing_of_the_others() -> None:
-    clock = Clock()
-    clock.fetch(FAST_S, 3)
+    tier = Fetches()
+    tier.fetch(FAST_S, 3)
     for _ in range(4):
-        clock.fetch(SLOW_S, 2)
-        clock.fetch(FAST_S, 3)
-        assert clock.source.is_worth_it
+        tier.fetch(SLOW_S, 2)
+        assert tier.source.is_worth_it
+        tier.fetch(FAST_S, 3)
+        assert tier.source.is_worth_it
 
 
 def test_nor_does_the_first_one_for_long() -> None:
-    clock = Clock()
-    clock.fetch(SLOW_S)
-    assert not clock.source.is_worth_it
-    clock.fetch(FAST_S, 2)
-    assert clock.source.is_worth_it
+    tier = Fetches()
+    tier.fetch(SLOW_S)
+    assert not tier.source.is_worth_it
+    tier.fetch(FAST_S, 2)
+    assert tier.source.is_worth_it
 
 
 def test_a_tier_that_became_slow_is_left_alone_after_three() -> None:
-    clock = Clock()
-    clock.fetch(FAST_S, 5)
-    clock.fetch(SLOW_S, 3)
-    assert not clock.source.is_worth_it
+    tier = Fetches()
+    tier.fetch(FAST_S, 5)
+    tier.fetch(SLOW_S, 3)
+    assert not tier.source.is_worth_it
     # Later it is tried anew, and what was known is forgotten.
-    clock.now += clock.tuning.retry_store_s
-    assert clock.source.is_worth_it and not clock.source.is_known
-    clock.fetch(FAST_S)
-    assert clock.source.is_worth_it and clock.source.is_known
+    tier.now += tier.tuning.retry_store_s
+    assert tier.source.is_worth_it and not tier.source.is_known
+    tier.fetch(FAST_S)
+    assert tier.source.is_worth_it and tier.source.is_known

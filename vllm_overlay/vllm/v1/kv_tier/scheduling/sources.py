@@ -52,7 +52,11 @@ class Source:
         self._tier = tier
         self._costs = costs
         self._tuning = tuning
+        # Seconds to fetch a block, of the last jobs, and their median: one that met
+        # something else on the disk says nothing of the next. Each block that is to be
+        # fetched asks for it. 0: unknown.
         self._fetched_s: deque[float] = deque(maxlen=tuning.num_fetches)
+        self._fetch_s = 0.0
         self._measured_at = self._asked_at = -math.inf
         self._under_way: deque[int] = deque()
         self._head_since = 0.0
@@ -84,13 +88,6 @@ class Source:
         """For each block of a question whether it is there; None: no answer yet,
         although it was waited for until then (`time.monotonic`)."""
         return self._tier.asker.take_answer(number, until)
-
-    @property
-    def _fetch_s(self) -> float:
-        """Seconds to fetch a block: the median of the last jobs, since one that met
-        something else on the disk says nothing of the next. 0: unknown."""
-        times = sorted(self._fetched_s)
-        return times[len(times) // 2] if times else 0.0
 
     @property
     def is_known(self) -> bool:
@@ -141,6 +138,7 @@ class Source:
         if not self.is_known:
             self._fetched_s.clear()
         self._fetched_s.append(seconds / len(done))
+        self._fetch_s = sorted(self._fetched_s)[len(self._fetched_s) // 2]
         self._under_way.popleft()
         self._measured_at = self._head_since = self._costs.clock()
 
