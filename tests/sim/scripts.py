@@ -168,6 +168,7 @@ def random_tuning(rng: Random) -> SchedulingTuning:
         retry_loads_s=choose([0.0, 3.0, 10.0]),
         first_fetch=choose([1, 4]),
         num_fetches=choose([1, 5]),
+        fetch_job_s=choose([0.0, 5.0, 100.0]),
         patience_s=choose([0.0, 3.0]),
         retry_store_s=choose([0.0, 3.0, 30.0]),
     )

@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan, StepReport
 from vllm.v1.kv_tier.scheduling.asking import Asker
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
-from vllm.v1.kv_tier.scheduling.fetching import StoredBlock
+from vllm.v1.kv_tier.scheduling.stored import StoredBlock
 from vllm.v1.kv_tier.stats import SecondaryStats
 
 from .tier import BLOCK, Tier, hash_of, hashes
@@ -63,6 +63,7 @@ class Below:
         miss_s: float = 0.0,
         assumed_prefill_s: float = 1e3,
         answer_wait_s: float = 0.0,
+        min_prefetch: int = 64,
         **layout: Any,
     ) -> None:
         # The thread that asks holds it, and nothing else of the test.
@@ -102,6 +103,7 @@ class Below:
                 "max_asks": 4,
                 "assumed_prefill_s": assumed_prefill_s,
                 "answer_wait_s": answer_wait_s,
+                "min_prefetch": min_prefetch,
             },
         )
         self.asker = tiers[0].asker

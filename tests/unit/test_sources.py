@@ -66,3 +66,13 @@ def test_a_tier_that_became_slow_is_left_alone_after_three() -> None:
     assert tier.source.is_worth_it and not tier.source.is_known
     tier.fetch(FAST_S)
     assert tier.source.is_worth_it and tier.source.is_known
+
+
+def test_jobs_of_a_fast_tier_are_longer() -> None:
+    tier = Fetches()
+    assert tier.source.job_size(BLOCKS) == BLOCKS
+    tier.fetch(FAST_S)
+    seconds = tier.source.job_size(BLOCKS) * FAST_S
+    assert 0.9 * tier.tuning.fetch_job_s < seconds <= tier.tuning.fetch_job_s
+    tier.fetch(SLOW_S, tier.tuning.num_fetches)
+    assert tier.source.job_size(BLOCKS) == BLOCKS

@@ -90,6 +90,12 @@ def test_blake3_is_always_known_and_an_unknown_checksum_is_a_miss(
     assert not read(written)
 
 
+def test_a_slow_checksum_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert form.advice() is None
+    monkeypatch.setattr(form, "CHECKSUMS", {b"blake3": CHECKSUMS[b"blake3"]})
+    assert "pip install xxhash" in str(form.advice())
+
+
 def test_a_write_that_is_cut_short_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

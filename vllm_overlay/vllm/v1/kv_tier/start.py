@@ -41,6 +41,7 @@ from vllm.v1.kv_tier.scheduling.gpu_pages import pages_of_gpu
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, pages_of_ranks
 from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
 from vllm.v1.kv_tier.stores.by_name import check_entry
+from vllm.v1.kv_tier.stores.format import advice
 from vllm.v1.kv_tier.stores.identity import namespace
 from vllm.v1.kv_tier.stores.settings import ALWAYS, StoreConfig
 from vllm.v1.kv_tier.worker import HostTier
@@ -274,6 +275,8 @@ def _open_secondary(
     ranks = executor.collective_rpc(
         open_rank, args=(entries, space, num_blocks, replicas)
     )
+    if (hint := advice()) is not None:
+        logger.info("KV tier: %s", hint)
     opened = []
     for entry, label in zip(entries, labels([tier["type"] for tier in tiers])):
         logger.info("KV tier: below the host, %s, as %s.", entry.name, space)

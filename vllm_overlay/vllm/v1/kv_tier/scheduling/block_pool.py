@@ -40,6 +40,7 @@ from vllm.v1.kv_tier.scheduling.promotion import Promotion
 from vllm.v1.kv_tier.scheduling.releasing import Releasing
 from vllm.v1.kv_tier.scheduling.retaining import Retaining
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
+from vllm.v1.kv_tier.scheduling.stored import before_stored
 from vllm.v1.kv_tier.scheduling.storing import BlockStorer
 from vllm.v1.kv_tier.scheduling.waiting import WaitingRoom
 from vllm.v1.kv_tier.scheduling.writing import Cleaner, Writer, WriteThrough
@@ -101,7 +102,7 @@ class TieredBlockPool(BlockPool):
         )
         num_spare = int(tuning.spare * self.num_gpu_blocks)
         self.waiting = WaitingRoom(
-            self.costs, self.prefetches, self._draft, tuning, num_spare
+            self.costs, prefetches, self._draft, tuning, num_spare
         )
         loader = Loader(
             *common, self._draft, prefetches, self.costs, self.writer, stats, tuning
@@ -217,8 +218,9 @@ class TieredBlockPool(BlockPool):
         """Begin to load the hit of one that lacks blocks, see `Promotion.prefetch`."""
         self.releasing.prewarms.others_lack_blocks()
         below = self.backing
-        if below is None or not below.fetching.fetches(None, computed_blocks):
-            self._promotion.prefetch(managers, computed_blocks, num_tokens)
+        if below is not None and below.fetching.fetches(None, computed_blocks):
+            computed_blocks = before_stored(computed_blocks)
+        self._promotion.prefetch(managers, computed_blocks, num_tokens)
 
     # ------------------------------------------------------------------ demote
 

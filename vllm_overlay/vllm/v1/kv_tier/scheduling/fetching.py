@@ -19,47 +19,9 @@ from vllm.v1.kv_tier.scheduling.hashes import hashes_of_blocks
 from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.scheduling.sources import Source, Wanted
+from vllm.v1.kv_tier.scheduling.stored import StoredBlock
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.request import Request
-
-
-class StoredBlock(KVCacheBlock):
-    """A block that a tier below has, and the placeholder for it in a prefix scan.
-
-    As a `HostSlot` it is never referenced, and counts as one block to allocate. But it
-    stands for no memory: a hit with one of them is not admitted.
-
-    Args:
-        key: Of the block.
-        num_tokens: Prefix tokens that it covers.
-        source: The first tier that has it.
-
-    """
-
-    __slots__ = ("key", "num_tokens", "source")
-    block_id = -1
-    ref_cnt = 0
-    prev_free_block = next_free_block = None
-    is_null = False
-
-    def __init__(
-        self, key: BlockHashWithGroupId, num_tokens: int, source: Source
-    ) -> None:
-        self.key = key
-        self.num_tokens = num_tokens
-        self.source = source
-
-    @property
-    def block_hash(self) -> BlockHashWithGroupId:
-        return self.key
-
-    @property
-    def block_hash_num_tokens(self) -> int:
-        return self.num_tokens
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-    __repr__ = object.__repr__
 
 
 @dataclass
@@ -73,6 +35,9 @@ class _Wait:
     found: list[BlockHashWithGroupId] = field(default_factory=list)
     jobs: dict[int, Source] = field(default_factory=dict)
     """That fetch what it waits for."""
+    look_at: tuple[int, int] = 0, 0
+    """When so many of them have ended and so many blocks have come, its prefix is
+    looked at again: what has come is loaded on to the device while the rest comes."""
     is_over: bool = False
 
 
@@ -141,7 +106,7 @@ class Fetching:
         self._fetched_by: dict[BlockHashWithGroupId, int] = {}
         # Nobody tells of requests that are aborted.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
-        self._num_asked = 0
+        self._num_asked = self._num_come = 0
         # How long this step waits for answers.
         self._until = 0.0
         self._num_filling = [0] * len(sources)
@@ -203,7 +168,8 @@ class Fetching:
             or (source.is_overdue and not is_patient)
         ]
         if len(late) < len(awaited):
-            return True
+            num_ended, num_come = wait.look_at
+            return self._num_come < num_come or self._num_ended(wait) < num_ended
         for source in late:
             source.is_late(wait.since, now)
         if wait.jobs or not wait.found:
@@ -347,16 +313,24 @@ class Fetching:
             # Found by another request, after this one had asked.
             wait = self._waits[request] = _Wait(self._costs.clock())
         wait.jobs |= jobs
+        # Half of those that are under way: a look takes time. The blocks of the last
+        # ones are loaded with the step that the request joins.
+        num_ended = self._num_ended(wait)
+        num_ended += max(1, (len(wait.jobs) - num_ended) // 2)
+        wait.look_at = num_ended, self._num_come + self._tuning.min_prefetch
         if not wait.jobs:
             self._give_up(wait)
 
+    def _num_ended(self, wait: _Wait) -> int:
+        return sum(not self._jobs.is_under_way(job) for job in wait.jobs)
+
     def _fetch(self, blocks: Sequence[StoredBlock], indices: list[int]) -> None:
         """Fetch as many of `blocks` as there are slots."""
-        places, size = list(zip(blocks, indices)), self._layout.max_job
+        places, least = list(zip(blocks, indices)), self._layout.max_job
         for source in self._sources:
             some = [place for place in places if place[0].source is source]
             # A few tell whether the others are worth the wait.
-            num = size
+            num = size = source.job_size(least)
             if some and not source.is_known:
                 num = min(size, self._tuning.first_fetch)
             while some:
@@ -379,6 +353,7 @@ class Fetching:
 
     def _came(self, block: StoredBlock, index: int, is_there: bool) -> None:
         key, tier = block.key, block.source.index
+        self._num_come += 1
         del self._fetched_by[key]
         self._num_filling[tier] -= 1
         self.found.pop(key, None)

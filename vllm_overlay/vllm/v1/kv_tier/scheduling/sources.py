@@ -98,6 +98,13 @@ class Source:
             self._is_dear and self._costs.clock() >= retry_at
         )
 
+    def job_size(self, num_blocks: int) -> int:
+        """Blocks of a job, so many at least. At the end of a job threads wait for one
+        another, which takes a part of the time of a short one."""
+        if not self.is_known:
+            return num_blocks
+        return max(num_blocks, int(self._tuning.fetch_job_s / self._fetch_s))
+
     def begins(self, num_blocks: int) -> None:
         """A job begins that fetches so many blocks, when those before have ended."""
         if not self._under_way:

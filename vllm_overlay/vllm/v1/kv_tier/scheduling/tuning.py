@@ -131,6 +131,10 @@ class SchedulingTuning:
     slower than computing, and who waits learns it from them; fewer would not show what
     its threads do beside one another."""
 
+    fetch_job_s: float = 0.02
+    """Seconds of a job of a tier that is so fast that its usual jobs take less: nobody
+    can use any of its blocks before all of them are there."""
+
     num_fetches: int = 5
     """Jobs whose median says what a tier below takes for a block. Some of them are held
     up by what else is written or read, and their time is not that of the others."""

@@ -29,10 +29,21 @@ def _blake3(row: memoryview) -> bytes:
 CHECKSUMS: dict[bytes, Callable[[memoryview], bytes]] = {b"blake3": _blake3}
 """128 bit each, by the names that headers have. New objects have the last one."""
 with contextlib.suppress(ImportError):
-    # Five times as fast, but no dependency of vLLM.
+    # Nine times as fast, but no dependency of vLLM.
     import xxhash
 
     CHECKSUMS[b"xxh3_128"] = xxhash.xxh3_128_digest
+
+
+def advice() -> str | None:
+    """What would make checksums faster; None: nothing."""
+    if b"xxh3_128" in CHECKSUMS:
+        return None
+    return (
+        "the package xxhash is not installed, without which a checksum takes a quarter "
+        "of the time of reading an object. pip install xxhash, for all engines that "
+        "share a store."
+    )
 
 
 class ObjectFormat:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has come from a tier below is loaded on to the device while the rest comes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
+from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+
+from .below import Below, Request, key
+from .tier import BLOCK
+
+pytestmark = pytest.mark.skipif(
+    not keys_are_bytes(), reason="refused: hashes are numbers of a process"
+)
+
+
+class Fetched:
+    """A request whose blocks, of which a tier below has all, come in jobs of two."""
+
+    def __init__(self, names: str, **below: int) -> None:
+        options = {"num_blocks": 64, "num_slots": 128, "max_job": 2, "min_prefetch": 2}
+        self.below = Below(**options | below)
+        self.names = names
+        self.below.store.keys = {key(name) for name in names}
+        self.request = Request(names)
+        self.below.tier.begin()
+        self.below.asked(self.request)
+        self.below.tier.end()
+        self.jobs = self.look().secondary
+
+    @property
+    def waits(self) -> bool:
+        return self.below.pool.is_loading(self.request, False)  # type: ignore[arg-type]
+
+    def look(self) -> StepPlan:
+        """A step that looks at the prefix as the scheduler does, and cannot admit."""
+        tier = self.below.tier
+        tier.begin()
+        hit = tier.find(self.names)
+        assert tier.try_promote(hit, request=self.request) is None
+        managers = [
+            SimpleNamespace(block_size=BLOCK, get_num_skipped_tokens=lambda n: 0)
+        ]
+        tier.pool.load_ahead(managers, (hit,), len(hit) * BLOCK)
+        return tier.end()
+
+    def come(self, *jobs: SecondaryJob) -> None:
+        for job in jobs:
+            self.below.end(job)
+
+
+def test_half_of_it_is_loaded_while_the_other_half_comes() -> None:
+    fetched = Fetched("abcdefgh")
+    first, second, third, last = fetched.jobs
+    fetched.come(first)
+    assert fetched.waits
+    fetched.come(second)
+    assert not fetched.waits
+    plan = fetched.look()
+    assert sorted(plan.ahead_slots) == sorted(first.slots + second.slots)
+    assert fetched.waits and not plan.secondary
+    fetched.come(third)
+    assert not fetched.waits
+    assert sorted(fetched.look().ahead_slots) == sorted(third.slots)
+    fetched.come(last)
+    assert not fetched.waits
+    tier = fetched.below.tier
+    tier.begin()
+    (group,) = tier.promote(tier.find("abcdefgh"), request=fetched.request)
+    assert len(group) == 8
+    assert sorted(tier.end().load_slots) == sorted(last.slots)
+
+
+def test_a_hole_ends_the_wait_for_what_is_behind_it() -> None:
+    fetched = Fetched("abcdefgh")
+    first, second, *_ = fetched.jobs
+    fetched.come(first)
+    fetched.below.end(second, False, False)
+    assert not fetched.waits
+    tier = fetched.below.tier
+    tier.begin()
+    (group,) = tier.promote(tier.find("ab"), request=fetched.request)
+    assert len(group) == 2
+
+
+def test_a_long_prefix_is_looked_at_a_few_times() -> None:
+    names = "".join(map(chr, range(ord("A"), ord("A") + 32)))
+    fetched = Fetched(names)
+    assert len(fetched.jobs) == 16
+    num_looks = 0
+    for job in fetched.jobs[:-1]:
+        fetched.come(job)
+        while not fetched.waits:
+            fetched.look()
+            num_looks += 1
+    assert num_looks == 4
+
+
+def test_what_is_still_below_is_not_loaded() -> None:
+    fetched = Fetched("abcd")
+    assert not fetched.look().ahead_slots
