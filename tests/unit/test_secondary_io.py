@@ -211,6 +211,27 @@ def test_only_a_step_that_runs_nothing_waits_and_not_for_long(stub: Stub) -> Non
     assert time.monotonic() - begun < 10
 
 
+def test_a_step_waits_longer_while_something_is_read(stub: Stub) -> None:
+    rank = Rank(stub, idle_wait_s=0.0, idle_read_s=0.2)
+    begun = time.monotonic()
+    rank.step(put(1, [0]), awaits=True)
+    assert time.monotonic() - begun < 0.1
+    rank.step(get(2, [3], [3]), awaits=True)
+    assert 0.2 <= time.monotonic() - begun < 5
+
+
+def test_a_step_that_has_something_to_tell_does_not_wait(stub: Stub) -> None:
+    rank = Rank(stub, idle_wait_s=60, idle_read_s=60)
+    stub.goes_on.set()
+    rank.step(put(1, [0]))
+    limit = time.monotonic() + 10
+    while rank.report.is_empty:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    rank.step(awaits=True)
+    assert time.monotonic() < limit
+
+
 def test_results_of_all_ranks_reach_the_scheduler() -> None:
     drafts = [ReportDraft(), ReportDraft()]
     for draft, done in zip(drafts, (True, False)):

@@ -97,9 +97,11 @@ class SecondaryIO:
                 self._queues[job.tier, job.is_put].put(work)
             else:
                 self._waiting.append(job)
-        if plan.awaits_secondary:
+        if plan.awaits_secondary and self._report.is_empty:
             # Else an engine that waits for a store would spin.
-            self._has_ended.wait(self._tuning.idle_wait_s)
+            reads = not all(each.none.is_set() for each in self._reads)
+            tuning = self._tuning
+            self._has_ended.wait(tuning.idle_read_s if reads else tuning.idle_wait_s)
 
     def flush(
         self,

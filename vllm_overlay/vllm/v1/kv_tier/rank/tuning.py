@@ -73,6 +73,10 @@ class RankTuning:
     """How long a step that runs nothing waits for the tier below. A request that
     arrives meanwhile waits with it."""
 
+    idle_read_s: float = 4e-3
+    """As above, while something is read, which a request waits for: steps that run
+    nothing keep Python's lock from the threads that read."""
+
     max_put_delay_s: float = 1.0
     """How long a write to a tier below leaves the way to what is read from it, which
     requests wait for. Not for ever: what hangs holds up no writes."""

@@ -66,7 +66,7 @@ class TieredBlockPool(BlockPool):
             getattr(self, "metrics_collector", None) is not None
         )
         self._stats = stats = KVTierStats()
-        self.costs = Costs(
+        self.costs = costs = Costs(
             layout.load_s,
             config.max_load_stall_s,
             layout.layerwise,
@@ -101,9 +101,7 @@ class TieredBlockPool(BlockPool):
             *common, self.storer, prefetches, self.retaining, num_keys, stats
         )
         num_spare = int(tuning.spare * self.num_gpu_blocks)
-        self.waiting = WaitingRoom(
-            self.costs, prefetches, self._draft, tuning, num_spare
-        )
+        self.waiting = WaitingRoom(costs, prefetches, self._draft, tuning, num_spare)
         loader = Loader(
             *common, self._draft, prefetches, self.costs, self.writer, stats, tuning
         )
@@ -186,14 +184,13 @@ class TieredBlockPool(BlockPool):
         """Turn the host slots of a prefix hit into cached device blocks, see
         `Promotion.promote`, which takes the same. What lies below the host is fetched
         first."""
-        promote, below = self._promotion.promote, self.backing
-        if below is None:
-            return promote(request, managers, computed_blocks, *others)
-        if below.fetching.fetches(request, computed_blocks):
+        below = self.backing
+        if below is not None and below.fetching.fetches(request, computed_blocks):
             return None
-        promoted = promote(request, managers, computed_blocks, *others)
-        for group in promoted or ():
-            below.hit(group)
+        promoted = self._promotion.promote(request, managers, computed_blocks, *others)
+        if below is not None:
+            for group in promoted or ():
+                below.hit(group)
         return promoted
 
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:

@@ -289,35 +289,37 @@ class Fetching:
             else:
                 self.found.pop(block.key, None)
         if request is not None:
-            self._wait_for(request, jobs)
+            self._wait_for(request, jobs, sum(map(len, groups)))
         return True
 
     def _worth_it(self, blocks: Sequence[StoredBlock]) -> list[StoredBlock]:
         """The first of `blocks` that come sooner than they are computed, and in time:
         behind what is on its way already."""
-        queued = dict(zip(self._sources, self._num_filling))
+        left = {
+            source: source.num_in_time(num_queued)
+            for source, num_queued in zip(self._sources, self._num_filling)
+        }
         worth = []
         for block in blocks:
-            source = block.source
-            if source.is_overdue or not source.is_worth_it:
+            if not left[block.source]:
                 break
-            if not source.is_in_time(queued[source]):
-                break
-            queued[source] += 1
+            left[block.source] -= 1
             worth.append(block)
         return worth
 
-    def _wait_for(self, request: Request, jobs: dict[int, Source]) -> None:
+    def _wait_for(
+        self, request: Request, jobs: dict[int, Source], num_blocks: int
+    ) -> None:
         wait = self._waits.get(request)
         if wait is None or wait.is_over:
             # Found by another request, after this one had asked.
             wait = self._waits[request] = _Wait(self._costs.clock())
         wait.jobs |= jobs
-        # Half of those that are under way: a look takes time. The blocks of the last
-        # ones are loaded with the step that the request joins.
+        # The blocks of the last jobs are loaded with the step that the request joins.
         num_ended = self._num_ended(wait)
         num_ended += max(1, (len(wait.jobs) - num_ended) // 2)
-        wait.look_at = num_ended, self._num_come + self._tuning.min_prefetch
+        num_more = max(self._tuning.min_prefetch, num_blocks // self._tuning.max_looks)
+        wait.look_at = num_ended, self._num_come + num_more
         if not wait.jobs:
             self._give_up(wait)
 

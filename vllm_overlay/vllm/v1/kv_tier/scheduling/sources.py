@@ -3,6 +3,7 @@
 it answers in time."""
 
 import math
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -149,10 +150,14 @@ class Source:
         self._under_way.popleft()
         self._measured_at = self._head_since = self._costs.clock()
 
-    def is_in_time(self, num_before: int) -> bool:
-        """Whether a block comes within the deadline, as far as is known, behind so many
-        others."""
-        return not self.is_known or (num_before + 1) * self._fetch_s < self.deadline_s
+    def num_in_time(self, num_before: int) -> int:
+        """How many blocks come sooner than they are computed, and within the deadline,
+        as far as is known, behind so many others."""
+        if self.is_overdue or not self.is_worth_it:
+            return 0
+        if not self.is_known:
+            return sys.maxsize
+        return max(0, math.ceil(self.deadline_s / self._fetch_s) - 1 - num_before)
 
     def is_late(self, since: float, now: float) -> None:
         """A request that has waited since then goes on without what has not come."""

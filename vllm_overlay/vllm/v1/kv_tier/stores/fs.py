@@ -46,7 +46,7 @@ class FsConfig(StoreConfig):
     max_gib: float
     """GiB that all files below `root_dir` may take together, whoever wrote them."""
 
-    num_threads: int = 4
+    num_threads: int = 8
     """Threads of each rank that read, and as many that write."""
 
     @property
