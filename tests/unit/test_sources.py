@@ -25,7 +25,7 @@ class Fetches:
     def __init__(self) -> None:
         self.now = 100.0
         tier = SecondaryTier("/kv", "fs", "LOCAL", Asker(exists), 1, deadline_s=5.0)
-        costs = Costs(load_s=0.04e-3, max_stall_s=1.0)
+        self.costs = costs = Costs(load_s=0.04e-3, max_stall_s=1.0)
         costs.prefill_s = PREFILL_S
         costs.clock = lambda: self.now
         self.tuning = SchedulingTuning()
@@ -76,3 +76,33 @@ def test_jobs_of_a_fast_tier_are_longer() -> None:
     assert 0.9 * tier.tuning.fetch_job_s < seconds <= tier.tuning.fetch_job_s
     tier.fetch(SLOW_S, tier.tuning.num_fetches)
     assert tier.source.job_size(BLOCKS) == BLOCKS
+
+
+def test_few_blocks_are_not_worth_the_wait_for_any() -> None:
+    tier = Fetches()
+    tier.fetch(FAST_S, 3)
+    worth = (BLOCKS * (PREFILL_S - FAST_S - tier.costs.load_s)) / 2
+    assert tier.source.gain_s(BLOCKS) > worth
+    # Twice what so many blocks win.
+    tier.source.was_waited_for(FAST_S * 4 * BLOCKS + 4 * worth, 4 * BLOCKS)
+    assert tier.source.gain_s(BLOCKS) < 0 < tier.source.gain_s(4 * BLOCKS)
+    tier.source.ask([])
+    assert not tier.source.is_worth_asking(BLOCKS)
+    assert tier.source.is_worth_asking(4 * BLOCKS)
+
+
+def test_a_step_that_joins_takes_its_time_anyway() -> None:
+    tier = Fetches()
+    tier.fetch(FAST_S, 3)
+    gain_s = tier.source.gain_s(BLOCKS)
+    tier.costs.join_s = {4: 2 * gain_s, 7: 1.1 * gain_s}
+    assert tier.source.gain_s(BLOCKS) < 0 < tier.source.gain_s(2 * BLOCKS)
+
+
+def test_what_was_waited_for_is_measured_anew() -> None:
+    tier = Fetches()
+    tier.fetch(FAST_S, 3)
+    tier.source.was_waited_for(100.0, BLOCKS)
+    assert tier.source.gain_s(BLOCKS) < 0
+    tier.now += tier.tuning.retry_store_s
+    assert tier.source.gain_s(BLOCKS) > 0

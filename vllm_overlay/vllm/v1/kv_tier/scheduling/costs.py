@@ -206,6 +206,12 @@ class Costs:
         return self.prefill_s or self._tuning.assumed_prefill_s * self._tokens_per_block
 
     @property
+    def least_join_s(self) -> float:
+        """Seconds that a step takes in which a request joins, however little it has to
+        compute; 0: unknown."""
+        return min(self.join_s.values(), default=0.0)
+
+    @property
     def recompute(self) -> bool:
         """Whether computing a block takes less time than loading it."""
         return 0 < self.prefill_s < self.load_s

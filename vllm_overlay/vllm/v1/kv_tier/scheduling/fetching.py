@@ -35,6 +35,8 @@ class _Wait:
     found: list[BlockHashWithGroupId] = field(default_factory=list)
     jobs: dict[int, Source] = field(default_factory=dict)
     """That fetch what it waits for."""
+    alone: tuple[Source, int] | None = None
+    """Where its blocks come from, and how many, if nothing else is fetched."""
     look_at: tuple[int, int] = 0, 0
     """When so many of them have ended and so many blocks have come, its prefix is
     looked at again: what has come is loaded on to the device while the rest comes."""
@@ -172,6 +174,9 @@ class Fetching:
             return self._num_come < num_come or self._num_ended(wait) < num_ended
         for source in late:
             source.is_late(wait.since, now)
+        if wait.alone is not None and self._num_ended(wait) == len(wait.jobs):
+            source, num_blocks = wait.alone
+            source.was_waited_for(now - wait.since, num_blocks)
         if wait.jobs or not wait.found:
             # What has come lies in slots now. What has not is computed.
             self._give_up(wait)
@@ -283,13 +288,15 @@ class Fetching:
             self._table.pin(b for g in groups for b in g if type(b) is HostSlot)
             self._fetch(new, self._table.reserve(min(len(new), self._room)))
         jobs: dict[int, Source] = {}
+        num_fetched = 0
         for block in blocks:
             if (job := self._fetched_by.get(block.key)) is not None:
                 jobs[job] = block.source
+                num_fetched += 1
             else:
                 self.found.pop(block.key, None)
         if request is not None:
-            self._wait_for(request, jobs, sum(map(len, groups)))
+            self._wait_for(request, jobs, num_fetched, sum(map(len, groups)))
         return True
 
     def _worth_it(self, blocks: Sequence[StoredBlock]) -> list[StoredBlock]:
@@ -305,15 +312,29 @@ class Fetching:
                 break
             left[block.source] -= 1
             worth.append(block)
-        return worth
+        # Blocks of several tiers are taken for those of the first.
+        return worth if worth and worth[0].source.gain_s(len(worth)) > 0 else []
 
     def _wait_for(
-        self, request: Request, jobs: dict[int, Source], num_blocks: int
+        self,
+        request: Request,
+        jobs: dict[int, Source],
+        num_fetched: int,
+        num_blocks: int,
     ) -> None:
+        """`request` waits for `jobs`, which fetch so many blocks of its prefix of so
+        many, and maybe others."""
         wait = self._waits.get(request)
         if wait is None or wait.is_over:
             # Found by another request, after this one had asked.
             wait = self._waits[request] = _Wait(self._costs.clock())
+        sources = {*jobs.values()}
+        if (
+            not wait.jobs
+            and len(sources) == 1
+            and num_fetched == sum(self.num_filling())
+        ):
+            wait.alone = sources.pop(), num_fetched
         wait.jobs |= jobs
         # The blocks of the last jobs are loaded with the step that the request joins.
         num_ended = self._num_ended(wait)

@@ -5,7 +5,7 @@ it answers in time."""
 import math
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from vllm.logger import init_logger
@@ -58,6 +58,9 @@ class Source:
         # fetched asks for it. 0: unknown.
         self._fetched_s: deque[float] = deque(maxlen=tuning.num_fetches)
         self._fetch_s = 0.0
+        # What a request waits beyond that: steps hear of it, and plan what is next.
+        self._waited_s: deque[float] = deque(maxlen=tuning.num_fetches)
+        self._fixed_s = 0.0
         self._measured_at = self._asked_at = -math.inf
         self._under_way: deque[int] = deque()
         self._head_since = 0.0
@@ -75,10 +78,22 @@ class Source:
         become faster."""
         if not self._prefill_s:
             return True
-        fetch_s = self._costs.load_s + (self._fetch_s if self.is_known else 0.0)
         retry_at = self._asked_at + self._tuning.retry_store_s
-        gain_s = num_blocks * (self._prefill_s - fetch_s)
-        return gain_s > self._tier.asker.ask_s or self._costs.clock() >= retry_at
+        is_gain = self.gain_s(num_blocks) > self._tier.asker.ask_s
+        return is_gain or self._costs.clock() >= retry_at
+
+    def gain_s(self, num_blocks: int) -> float:
+        """Seconds by which so many blocks come sooner than they are computed, as far as
+        is known."""
+        if not self._prefill_s:
+            return math.inf
+        each = self._prefill_s - self._costs.load_s
+        if not self.is_known:
+            return num_blocks * each
+        gain_s = num_blocks * (each - self._fetch_s)
+        if self._costs.clock() >= self._measured_at + self._tuning.retry_store_s:
+            return gain_s
+        return gain_s - self._fixed_s - self._costs.least_join_s
 
     def ask(self, wanted: Sequence[Wanted]) -> int:
         """Ask which of these are there. Returns the number of the question."""
@@ -146,9 +161,15 @@ class Source:
         if not self.is_known:
             self._fetched_s.clear()
         self._fetched_s.append(seconds / len(done))
-        self._fetch_s = sorted(self._fetched_s)[len(self._fetched_s) // 2]
+        self._fetch_s = _median(self._fetched_s)
         self._under_way.popleft()
         self._measured_at = self._head_since = self._costs.clock()
+
+    def was_waited_for(self, seconds: float, num_blocks: int) -> None:
+        """A request had so many blocks after so many seconds, and none were fetched for
+        others."""
+        self._waited_s.append(max(0.0, seconds - num_blocks * self._fetch_s))
+        self._fixed_s = _median(self._waited_s)
 
     def num_in_time(self, num_before: int) -> int:
         """How many blocks come sooner than they are computed, and within the deadline,
@@ -180,3 +201,7 @@ class Source:
             self.deadline_s * 1e3,
             self._tuning.retry_store_s,
         )
+
+
+def _median(numbers: Collection[float]) -> float:
+    return sorted(numbers)[len(numbers) // 2]
