@@ -77,6 +77,20 @@ def test_a_released_conversation_leaves_the_device_first() -> None:
     assert_nothing_leaks(tier)
 
 
+def test_what_others_hit_while_it_runs_is_not_released() -> None:
+    tier = Tier(8)
+    running = Turn("1", "abcd", release=True)
+    tier.begin()
+    assert not tier.pool.is_loading(running, False)  # type: ignore[arg-type]
+    blocks = tier.pool.get_new_blocks(4)
+    tier.pool.cache_full_blocks(running, blocks, 0, 4, BLOCK, 0)  # type: ignore[arg-type]
+    tier.end()
+    serve(tier, Turn("2", "abxy", conversation="c"), "abxy", 2)
+    tier.free(reversed(blocks))
+    running.has_ended = True
+    assert victims(tier, 4, "abcdxy") == "cd"
+
+
 def test_without_a_hint_the_oldest_leave_first() -> None:
     tier = Tier(8)
     serve(tier, Turn("1", "ab"), "ab")

@@ -28,6 +28,7 @@ NO_HINT = 50
 CAPS = ("max_load_tokens", "max_offload_tokens")
 """Fields that upstream's connectors read beside `kv_tier`. The tier does, too."""
 
+_FIELDS = frozenset((KEY, *CAPS))
 _PARAMS = "kv_transfer_params"
 _WHERE = f"{_PARAMS}.{KEY}"
 
@@ -254,3 +255,9 @@ def _check_cap(value: object, where: str) -> None:
 def _is_int(value: object) -> bool:
     """Whether it is a whole number from 0 on."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def are_in(params: Mapping[str, Any] | None) -> bool:
+    """Whether a client says something of the KV of its request, with these
+    `kv_transfer_params`."""
+    return params is not None and not _FIELDS.isdisjoint(params)

@@ -277,7 +277,7 @@ class TieredBlockPool(BlockPool):
         """As upstream; remembers which steps may still use the blocks."""
         blocks = list(ordered_blocks)
         self._draft.free(blocks)
-        self.releasing.some_were_freed = True
+        self.releasing.freed(blocks)
         if self._draft.in_step:
             self.free.leave_place(blocks)
         super().free_blocks(blocks, **kwargs)

@@ -115,13 +115,13 @@ class FreeBlocks:
             Whether nothing that is kept is among the next victims now.
 
         """
-        passed = []
-        queue = self._pool.free_block_queue
-        num_looks = len(self) if max_looks is None else min(max_looks, len(self))
-        block = queue.fake_free_list_head.next_free_block
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
         assert block is not None, "the tail of the queue is always there"
+        # Each block of a decoding request comes by here.
         if num_blocks == 1 and block.block_id not in candidates:
             return True
+        passed = []
+        num_looks = len(self) if max_looks is None else min(max_looks, len(self))
         if num_blocks <= num_looks:
             # Each block that is taken comes by here, and mostly none is kept.
             ids: list[int] = []

@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
-from vllm.v1.kv_tier.hints import CAPS, KEY, Hints
+from vllm.v1.kv_tier.hints import Hints, are_in
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
 from vllm.v1.kv_tier.scheduling.owners import Owners
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
@@ -30,14 +30,16 @@ from vllm.v1.kv_tier.scheduling.prewarms import Prewarms
 from vllm.v1.kv_tier.scheduling.retaining import Retaining
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.scheduling.storing import BlockStorer
+from vllm.v1.kv_tier.scheduling.untold import Untold
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request, RequestStatus
 
 logger = init_logger(__name__)
 
 
-_KEYS = frozenset((KEY, *CAPS))
 _STATUS = attrgetter("status")
+# As upstream has them in order, so that all that run are looked at without a call each.
+_UNFINISHED = max(int(each) for each in RequestStatus if not each.is_finished(each))
 
 
 class Speaker(NamedTuple):
@@ -87,6 +89,8 @@ class Releasing:
         self.retaining = retaining
         self._num_keys = num_keys
         self._owners = Owners(num_keys)
+        self.untold = Untold(lambda *run: self.computed(*run))
+        """What requests have computed of which the rest here has not heard."""
         self.prewarms = Prewarms(num_keys, stats, retaining.said.clock)
         self._quotas = retaining.quotas
         self._stats = stats
@@ -97,9 +101,8 @@ class Releasing:
         self._last: dict[str, Request] = {}
         # Requests so far, by conversation; those used last.
         self._turns: OrderedDict[Hashable, int] = OrderedDict()
-        self.some_were_freed = False
-        """Whether blocks were freed since the last step, as they are when a request
-        ends. Public, since it is set for each."""
+        # As they are when a request ends.
+        self._some_were_freed = False
         self.is_listening = False
         """Whether this hears of what is computed."""
         if self._quotas:
@@ -112,7 +115,7 @@ class Releasing:
         by there, and upstream's own method is the cheapest.
         """
         self.is_listening = True
-        cache_full_blocks = self._pool.cache_full_blocks
+        cache_full_blocks, goes_on = self._pool.cache_full_blocks, self.untold.goes_on
 
         def listening(
             request: Request,
@@ -128,9 +131,8 @@ class Releasing:
             if self.prewarms.pending:
                 keys = [block.block_hash for block in blocks[slice(*numbers)]]
                 self.prewarms.computed(request, keys)
-            if self.speaks(request):
-                new = blocks[slice(*numbers)]
-                self.computed(request, new, num_cached_blocks, block_size)
+            if not goes_on(request, blocks, *numbers) and self.speaks(request):
+                self._computes(request, blocks, *numbers, block_size)
 
         self._pool.cache_full_blocks = listening  # type: ignore[method-assign]
         if (cache_partial := getattr(self._pool, "cache_partial_block", None)) is None:
@@ -147,15 +149,38 @@ class Releasing:
 
         self._pool.cache_partial_block = listening_to_parts  # type: ignore[method-assign]
 
+    def _computes(
+        self,
+        request: Request,
+        blocks: Sequence[KVCacheBlock],
+        first: int,
+        last: int,
+        block_size: int,
+    ) -> None:
+        speaker = self.follow(request)
+        if speaker is None:
+            return
+        # What is stored at once must be known at once.
+        if speaker.hints.offload_limit is not None or self.retaining.orders_itself:
+            self.computed(request, blocks[first:last], first, block_size)
+        else:
+            self.untold.begin(request, blocks, first, last, block_size)
+
+    def freed(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Requests let go of `blocks`."""
+        self._some_were_freed = True
+        if self.untold.runs:
+            self.untold.needed(blocks)
+
     def begin_step(self) -> None:
         """Put first what requests have released that ended since the last step."""
         self.retaining.begin_step()
-        if not (self.some_were_freed and self._last):
+        if not (self._some_were_freed and self._last):
             return
-        self.some_were_freed = False
+        self._some_were_freed = False
         # All that run may be among them.
         last = self._last
-        have_ended = map(RequestStatus.is_finished, map(_STATUS, last.values()))
+        have_ended = map(_UNFINISHED.__lt__, map(_STATUS, last.values()))
         for request in list(compress(last.values(), have_ended)):
             del last[request.request_id]
             self.retaining.ended(request.request_id)
@@ -194,7 +219,7 @@ class Releasing:
 
     def speaks(self, request: Request) -> bool:
         """Whether there is something to know of `request`."""
-        return has_hints(request) or (
+        return are_in(getattr(request, "kv_transfer_params", None)) or (
             bool(self._quotas) and getattr(request, "cache_salt", None) in self._quotas
         )
 
@@ -250,10 +275,13 @@ class Releasing:
     def hit(
         self,
         request: Request,
-        groups: Iterable[Sequence[KVCacheBlock]],
+        groups: Sequence[Sequence[KVCacheBlock]],
         managers: Iterable[Any],
     ) -> None:
         """`request` is admitted with device blocks in `groups` that it hit."""
+        if self.untold.runs:
+            for group in groups:
+                self.untold.needed(group)
         speaker = self.follow(request) if self.speaks(request) else None
         owner = None if speaker is None else speaker.owner
         storer, retaining = self._storer, self.retaining
@@ -316,7 +344,9 @@ class Releasing:
         hints = None
         try:
             hints = Hints.from_params(request.kv_transfer_params)
-            if hints is None and not has_hints(request):
+            if hints is None and not are_in(
+                getattr(request, "kv_transfer_params", None)
+            ):
                 # Only its cache salt is of interest.
                 hints = Hints()
         except ValueError as e:
@@ -359,13 +389,6 @@ class Releasing:
 
     def _is_in_use(self, block: KVCacheBlock) -> bool:
         return block.ref_cnt > 0 or self._prefetches.is_unclaimed(block)
-
-
-def has_hints(request: Request) -> bool:
-    """Whether a client says something of the KV of `request`."""
-    # Tests of upstream have stand-ins.
-    params = getattr(request, "kv_transfer_params", None)
-    return params is not None and not _KEYS.isdisjoint(params)
 
 
 def _speaker(request: Request, hints: Hints) -> Speaker:

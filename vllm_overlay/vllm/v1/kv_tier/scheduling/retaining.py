@@ -89,6 +89,13 @@ class Retaining:
                 self._admission.wrap_policies(wrap)
         return self.hinted
 
+    @property
+    def orders_itself(self) -> bool:
+        """Whether the host's order of eviction is that of what is said, or of tenants:
+        it is to be known of a block before it has a slot."""
+        hinted = self.hinted
+        return bool(self.quotas) or (hinted is not None and hinted.orders_itself)
+
     def begin_step(self) -> None:
         """A step begins: what was in vain may not be any more."""
         self._is_vain = False

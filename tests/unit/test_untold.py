@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is computed is told when somebody needs to know, and at once."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.scheduling.untold import Untold
+
+SIZE = 16
+
+
+class Hearing:
+    """Blocks of requests, and what was told of them."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, list[int], int]] = []
+        self.untold = Untold(self._hear)
+        self._num_blocks = 0
+
+    def _hear(
+        self, request: Any, blocks: Sequence[KVCacheBlock], first: int, size: int
+    ) -> None:
+        assert size == SIZE
+        self.told.append((request.name, [b.block_id for b in blocks], first))
+
+    def blocks(self, number: int) -> list[KVCacheBlock]:
+        self._num_blocks += number
+        first = self._num_blocks - number
+        return [KVCacheBlock(first + i) for i in range(number)]
+
+    def computes(
+        self, request: Any, blocks: list[KVCacheBlock], first: int, last: int
+    ) -> None:
+        if not self.untold.goes_on(request, blocks, first, last):
+            self.untold.begin(request, blocks, first, last, SIZE)
+
+
+def request(name: str) -> Any:
+    return SimpleNamespace(name=name)
+
+
+def test_all_of_a_request_is_told_at_once() -> None:
+    hearing = Hearing()
+    a, blocks = request("a"), hearing.blocks(4)
+    hearing.computes(a, blocks, 0, 2)
+    hearing.computes(a, blocks, 2, 3)
+    hearing.computes(a, blocks, 3, 4)
+    assert not hearing.told
+    hearing.untold.needed(blocks[1:2])
+    assert hearing.told == [("a", [0, 1, 2, 3], 0)]
+    hearing.untold.needed(blocks)
+    assert len(hearing.told) == 1 and not hearing.untold.runs
+
+
+def test_what_others_compute_waits_on() -> None:
+    hearing = Hearing()
+    a, b = request("a"), request("b")
+    of_a, of_b = hearing.blocks(2), hearing.blocks(2)
+    hearing.computes(a, of_a, 0, 2)
+    hearing.computes(b, of_b, 0, 2)
+    hearing.untold.needed(of_a)
+    assert [name for name, _, _ in hearing.told] == ["a"]
+    assert hearing.untold.runs.keys() == {block.block_id for block in of_b}
+
+
+def test_what_follows_a_block_of_another_request_is_not_its() -> None:
+    hearing = Hearing()
+    a, b = request("a"), request("b")
+    shared, of_b = hearing.blocks(1), hearing.blocks(1)
+    hearing.computes(a, shared, 0, 1)
+    hearing.computes(b, shared + of_b, 1, 2)
+    hearing.untold.needed(shared)
+    hearing.untold.needed(of_b)
+    assert hearing.told == [("a", [0], 0), ("b", [1], 1)]
+
+
+def test_what_comes_after_a_telling_is_told_by_itself() -> None:
+    hearing = Hearing()
+    a, blocks = request("a"), hearing.blocks(3)
+    hearing.computes(a, blocks, 0, 1)
+    hearing.untold.needed(blocks[:1])
+    hearing.computes(a, blocks, 1, 2)
+    hearing.computes(a, blocks, 2, 3)
+    hearing.untold.needed(blocks)
+    assert hearing.told == [("a", [0], 0), ("a", [1, 2], 1)]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that requests with hints have computed, and of which nobody has been told.
+
+A request that decodes fills a block every few steps, and to tell of one takes about as
+long as to tell of all. Nobody asks before the block is free or another request hits
+it: so its request's blocks are told then, at once.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+Tell = Callable[[Request, Sequence[KVCacheBlock], int, int], None]
+"""As `Releasing.computed`."""
+
+_ID = attrgetter("block_id")
+
+
+class _Run:
+    """Blocks of one request, one after another."""
+
+    __slots__ = ("block_size", "blocks", "first", "request")
+
+    def __init__(
+        self, request: Request, first: int, block_size: int, blocks: list[KVCacheBlock]
+    ) -> None:
+        self.request = request
+        self.first = first
+        self.block_size = block_size
+        self.blocks = blocks
+
+
+class Untold:
+    """Computed blocks that wait to be told of.
+
+    Args:
+        tell: Is told.
+
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self.runs: dict[int, _Run] = {}
+        """By block id. Public, since asking whether there are some must cost
+        nothing."""
+
+    def goes_on(
+        self, request: Request, blocks: Sequence[KVCacheBlock], first: int, last: int
+    ) -> bool:
+        """`request` computes those of its `blocks` from index `first` to `last`.
+
+        Returns:
+            Whether they follow what waits to be told, and so do, too.
+
+        """
+        # Each block of a decoding request comes by here.
+        runs = self.runs
+        run = runs.get(blocks[first - 1].block_id) if first else None
+        if run is None or run.request is not request:
+            return False
+        for block in blocks[first:last]:
+            run.blocks.append(block)
+            runs[block.block_id] = run
+        return True
+
+    def begin(
+        self,
+        request: Request,
+        blocks: Sequence[KVCacheBlock],
+        first: int,
+        last: int,
+        block_size: int,
+    ) -> None:
+        """As `goes_on`, where they do not follow others."""
+        new = blocks[first:last]
+        run = _Run(request, first, block_size, list(new))
+        self.runs.update(dict.fromkeys(map(_ID, new), run))
+
+    def needed(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Tell of `blocks`, as far as nobody has been told, and of all that their
+        requests have computed before and since."""
+        for run in set(map(self.runs.get, map(_ID, blocks))):
+            if run is not None:
+                self._end(run)
+
+    def _end(self, run: _Run) -> None:
+        for block in run.blocks:
+            if self.runs.get(block.block_id) is run:
+                del self.runs[block.block_id]
+        self._tell(run.request, run.blocks, run.first, run.block_size)
