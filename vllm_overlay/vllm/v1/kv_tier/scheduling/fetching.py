@@ -329,11 +329,8 @@ class Fetching:
             # Found by another request, after this one had asked.
             wait = self._waits[request] = _Wait(self._costs.clock())
         sources = {*jobs.values()}
-        if (
-            not wait.jobs
-            and len(sources) == 1
-            and num_fetched == sum(self.num_filling())
-        ):
+        is_all = num_fetched == sum(self._num_filling)
+        if not wait.jobs and len(sources) == 1 and is_all:
             wait.alone = sources.pop(), num_fetched
         wait.jobs |= jobs
         # The blocks of the last jobs are loaded with the step that the request joins.
