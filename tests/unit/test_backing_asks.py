@@ -150,38 +150,36 @@ def test_a_tier_that_was_slow_is_tried_again() -> None:
     assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
 
 
-def test_a_prompt_does_not_wait_where_the_wait_itself_takes_longer() -> None:
+def two_seconds_until_a_block_is_used(names: str) -> Below:
+    """A tier with blocks of these names. One takes a tenth of a second, and the step
+    that can use it comes two seconds later; to compute one takes a second."""
     below = Below(num_slots=64, deadline_s=50.0)
-    below.store.keys = {key(name) for name in "abcdefgh"}
+    below.store.keys = {key(name) for name in "z" + names}
     below.pool.costs.prefill_s = 1.0
-    # A block takes a tenth of a second, and it is two seconds until it is used.
-    request = Request("a")
-    job = below.begins_to_fetch(request, "a")
+    request = Request("z")
+    job = below.begins_to_fetch(request, "z")
     below.tier.now += 2.1
     below.end(job)
     below.asked(request)
-    short, long = Request("b"), Request("cdefgh")
+    return below
+
+
+def test_a_prompt_does_not_wait_where_the_wait_itself_takes_longer() -> None:
+    below = two_seconds_until_a_block_is_used("abcdef")
     below.tier.begin()
-    below.asked(short)
-    assert below.where("b") == "nowhere"
-    below.asked(long)
-    assert below.where("c") == "below"
+    below.asked(Request("a"))
+    assert below.where("a") == "nowhere"
+    below.asked(Request("bcdef"))
+    assert below.where("b") == "below"
     below.tier.end()
 
 
 def test_nor_for_the_few_blocks_of_it_that_are_there() -> None:
-    below = Below(num_slots=64, deadline_s=50.0)
-    below.store.keys = {key(name) for name in "ab"}
-    below.pool.costs.prefill_s = 1.0
-    request = Request("a")
-    job = below.begins_to_fetch(request, "a")
-    below.tier.now += 2.1
-    below.end(job)
-    below.asked(request)
-    request = Request("bcdefgh")
+    below = two_seconds_until_a_block_is_used("a")
+    request = Request("abcdef")
     below.tier.begin()
     below.asked(request)
-    assert below.where("b") == "below"
-    assert below.tier.try_promote(below.tier.find("b"), request=request) is None
+    assert below.where("a") == "below"
+    assert below.tier.try_promote(below.tier.find("a"), request=request) is None
     assert not below.tier.end().secondary
-    assert below.where("b") == "nowhere"
+    assert below.where("a") == "nowhere"
