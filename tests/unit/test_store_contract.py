@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from vllm.v1.kv_tier.stores import format as form
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.by_name import check_entry
 
@@ -196,6 +197,18 @@ def test_damage_is_a_miss_and_is_removed(
     assert client.get(1, 2) == [False, True]
     assert servers.read(name) is None and client.exists(1) == [False]
     assert client.put(1) == [True] and client.get(1) == [True]
+
+
+def test_what_nobody_here_can_check_is_left_to_those_who_can(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client.put(1, 2) == [True, True]
+    with monkeypatch.context() as without:
+        blake3 = {b"blake3": form.CHECKSUMS[b"blake3"]}
+        without.setattr(form, "CHECKSUMS", blake3)
+        assert client.put(3) == [True]
+        assert client.get(1, 2, 3) == [False, False, True]
+    assert client.get(1, 2, 3) == [True, True, True]
 
 
 def test_damage_among_many(servers: Servers, client: Client) -> None:

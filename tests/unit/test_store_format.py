@@ -32,7 +32,7 @@ def read(path: Path, format_: ObjectFormat = FORMAT, key: bytes = KEYS[0]) -> bo
     with path.open("rb") as file:
         is_right = format_.read(file.fileno(), key, place)
     assert place == row(0) or not is_right
-    return is_right
+    return is_right is True
 
 
 def test_what_is_written_is_read(written: Path) -> None:

@@ -36,7 +36,6 @@ from vllm.v1.request import Request, RequestStatus
 
 logger = init_logger(__name__)
 
-
 _STATUS = attrgetter("status")
 # As upstream has them in order, so that all that run are looked at without a call each.
 _UNFINISHED = max(int(each) for each in RequestStatus if not each.is_finished(each))

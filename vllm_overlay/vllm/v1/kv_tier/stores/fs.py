@@ -207,16 +207,17 @@ class FsStore(BlockStore):
             return False
         try:
             status = os.fstat(fd)
-            if self._is_ours(status, key) and self._format.read(fd, key, row):
+            is_right = self._is_ours(status, key) and self._format.read(fd, key, row)
+            if is_right:
                 _touch(fd, status)
-                return True
         except OSError:
             # The disk is in trouble, which says nothing of the object.
             return False
         finally:
             os.close(fd)
-        self._remove(name)
-        return False
+        if is_right is False:
+            self._remove(name)
+        return is_right is True
 
     def _has(self, key: bytes) -> bool:
         """Whether there is a file for the key, which is used now."""

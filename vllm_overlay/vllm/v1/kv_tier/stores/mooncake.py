@@ -285,10 +285,11 @@ class MooncakeStore(BlockStore):
             answers = []
             for i in part:
                 is_read = codes[i] == self._format.size(keys[i])
-                answers.append(
-                    is_read and self._format.is_right(headers[i], keys[i], rows[i])
+                is_right = is_read and self._format.is_right(
+                    headers[i], keys[i], rows[i]
                 )
-                if is_read and not answers[-1]:
+                answers.append(is_right is True)
+                if is_read and is_right is False:
                     damaged.append(names[i])
             return answers
 

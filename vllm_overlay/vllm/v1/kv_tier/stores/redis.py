@@ -302,7 +302,8 @@ class RedisStore(BlockStore):
     def _take(
         self, wire: Wire, answer: bytes, key: bytes, row: memoryview
     ) -> bool | None:
-        """Receive a value. None: there is none; False: it is not what it should be."""
+        """Receive a value. None: there is none, or nobody here can tell; False: it is
+        not what it should be."""
         if answer == b"$-1":
             return None
         if answer.startswith(b"-WRONGTYPE"):
