@@ -41,9 +41,9 @@ def advice() -> str | None:
     if _FAST in CHECKSUMS:
         return None
     return (
-        "the package xxhash is not installed, without which a checksum takes a quarter "
-        "of the time of reading an object, and what engines that have it have written "
-        "is not read. pip install xxhash, for all that share a store."
+        "the package xxhash is not installed. Without it checksums are slow, and what "
+        "engines that have it have written is not read. pip install xxhash, for all "
+        "that share a store."
     )
 
 
