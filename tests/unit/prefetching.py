@@ -46,11 +46,16 @@ def places(tier: Tier, names: str) -> dict[int, int]:
     return {b.block_id: tier.slot(n).index for n, b in zip(names, tier.find(names))}
 
 
+def lack_room(tier: Tier, names: str) -> None:
+    """This step has no room to admit a request that hit `names`."""
+    managers = [SimpleNamespace(block_size=BLOCK, get_num_skipped_tokens=lambda n: 0)]
+    tier.pool.load_ahead(managers, (tier.find(names),), len(names) * BLOCK)
+
+
 def load_ahead(tier: Tier, names: str) -> StepPlan:
     """A step that has no room to admit a request that hit `names`."""
     tier.begin()
-    managers = [SimpleNamespace(block_size=BLOCK, get_num_skipped_tokens=lambda n: 0)]
-    tier.pool.load_ahead(managers, (tier.find(names),), len(names) * BLOCK)
+    lack_room(tier, names)
     return tier.end()
 
 

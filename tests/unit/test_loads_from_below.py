@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has come from a tier below is loaded on to the device while the rest comes."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
 from .below import Below, Request, key
-from .tier import BLOCK
+from .prefetching import lack_room
 
 pytestmark = pytest.mark.skipif(
     not keys_are_bytes(), reason="refused: hashes are numbers of a process"
@@ -40,10 +38,7 @@ class Fetched:
         tier.begin()
         hit = tier.find(self.names)
         assert tier.try_promote(hit, request=self.request) is None
-        managers = [
-            SimpleNamespace(block_size=BLOCK, get_num_skipped_tokens=lambda n: 0)
-        ]
-        tier.pool.load_ahead(managers, (hit,), len(hit) * BLOCK)
+        lack_room(tier, self.names)
         return tier.end()
 
     def come(self, *jobs: SecondaryJob) -> None:

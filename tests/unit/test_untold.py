@@ -34,7 +34,7 @@ class Hearing:
         self, request: Any, blocks: list[KVCacheBlock], first: int, last: int
     ) -> None:
         if not self.untold.goes_on(request, blocks, first, last):
-            self.untold.begin(request, blocks, first, last, SIZE)
+            self.untold.begin(request, blocks[first:last], first, SIZE)
 
 
 def request(name: str) -> Any:

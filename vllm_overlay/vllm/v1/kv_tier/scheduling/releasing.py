@@ -30,7 +30,7 @@ from vllm.v1.kv_tier.scheduling.prewarms import Prewarms
 from vllm.v1.kv_tier.scheduling.retaining import Retaining
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.scheduling.storing import BlockStorer
-from vllm.v1.kv_tier.scheduling.untold import Untold
+from vllm.v1.kv_tier.scheduling.untold import Tell, Untold
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request, RequestStatus
 
@@ -131,7 +131,8 @@ class Releasing:
                 keys = [block.block_hash for block in blocks[slice(*numbers)]]
                 self.prewarms.computed(request, keys)
             if not goes_on(request, blocks, *numbers) and self.speaks(request):
-                self._computes(request, blocks, *numbers, block_size)
+                new = blocks[slice(*numbers)]
+                self._computes(request, new, num_cached_blocks, block_size)
 
         self._pool.cache_full_blocks = listening  # type: ignore[method-assign]
         if (cache_partial := getattr(self._pool, "cache_partial_block", None)) is None:
@@ -153,17 +154,16 @@ class Releasing:
         request: Request,
         blocks: Sequence[KVCacheBlock],
         first: int,
-        last: int,
         block_size: int,
     ) -> None:
-        speaker = self.follow(request)
-        if speaker is None:
+        """As `computed`, now or when somebody needs to know."""
+        if (speaker := self.follow(request)) is None:
             return
-        # What is stored at once must be known at once.
+        tell: Tell = self.untold.begin
         if speaker.hints.offload_limit is not None or self.retaining.orders_itself:
-            self.computed(request, blocks[first:last], first, block_size)
-        else:
-            self.untold.begin(request, blocks, first, last, block_size)
+            # What is stored at once must be known at once.
+            tell = self.computed
+        tell(request, blocks, first, block_size)
 
     def freed(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Requests let go of `blocks`."""

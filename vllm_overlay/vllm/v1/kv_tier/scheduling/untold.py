@@ -7,6 +7,7 @@ it: so its request's blocks are told then, at once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -18,18 +19,14 @@ Tell = Callable[[Request, Sequence[KVCacheBlock], int, int], None]
 _ID = attrgetter("block_id")
 
 
+@dataclass(eq=False, slots=True)
 class _Run:
     """Blocks of one request, one after another."""
 
-    __slots__ = ("block_size", "blocks", "first", "request")
-
-    def __init__(
-        self, request: Request, first: int, block_size: int, blocks: list[KVCacheBlock]
-    ) -> None:
-        self.request = request
-        self.first = first
-        self.block_size = block_size
-        self.blocks = blocks
+    request: Request
+    blocks: list[KVCacheBlock]
+    first: int
+    block_size: int
 
 
 class Untold:
@@ -70,13 +67,12 @@ class Untold:
         request: Request,
         blocks: Sequence[KVCacheBlock],
         first: int,
-        last: int,
         block_size: int,
     ) -> None:
-        """As `goes_on`, where they do not follow others."""
-        new = blocks[first:last]
-        run = _Run(request, first, block_size, list(new))
-        self.runs.update(dict.fromkeys(map(_ID, new), run))
+        """`request` computes `blocks`, from index `first` on, which follow no others
+        that wait."""
+        run = _Run(request, list(blocks), first, block_size)
+        self.runs.update(dict.fromkeys(map(_ID, blocks), run))
 
     def needed(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Tell of `blocks`, as far as nobody has been told, and of all that their
