@@ -150,17 +150,20 @@ def test_a_tier_that_was_slow_is_tried_again() -> None:
     assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
 
 
-def two_seconds_until_a_block_is_used(names: str) -> Below:
+def two_seconds_until_a_block_is_used(names: str, is_idle: bool = True) -> Below:
     """A tier with blocks of these names. One takes a tenth of a second, and the step
     that can use it comes two seconds later; to compute one takes a second."""
     below = Below(num_slots=64, deadline_s=50.0)
-    below.store.keys = {key(name) for name in "z" + names}
+    below.store.keys = {key(name) for name in "yz" + names}
     below.pool.costs.prefill_s = 1.0
-    request = Request("z")
-    job = below.begins_to_fetch(request, "z")
-    below.tier.now += 2.1
-    below.end(job)
-    below.asked(request)
+    # One could have met something else.
+    for name in "yz":
+        request = Request(name)
+        job = below.begins_to_fetch(request, name)
+        assert below.pool.is_loading(request, not is_idle)  # type: ignore[arg-type]
+        below.tier.now += 2.1
+        below.end(job)
+        below.asked(request)
     return below
 
 
@@ -183,3 +186,11 @@ def test_nor_for_the_few_blocks_of_it_that_are_there() -> None:
     assert below.tier.try_promote(below.tier.find("a"), request=request) is None
     assert not below.tier.end().secondary
     assert below.where("a") == "nowhere"
+
+
+def test_what_requests_wait_for_while_others_run_is_not_the_wait_itself() -> None:
+    below = two_seconds_until_a_block_is_used("abcdef", is_idle=False)
+    below.tier.begin()
+    below.asked(Request("a"))
+    assert below.where("a") == "below"
+    below.tier.end()

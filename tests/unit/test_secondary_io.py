@@ -178,6 +178,44 @@ def test_writing_leaves_the_way_to_what_requests_wait_for(
     assert [result.number for result in rank.told(3)] == [1, 2, 3]
 
 
+def test_writing_stops_between_objects_when_something_is_read(
+    stub: Stub, store: BlockStore
+) -> None:
+    given: list[Callable[[], None]] = []
+    stub.give_way = given.append  # type: ignore[method-assign]
+    rank = Rank(stub, max_put_delay_s=60.0, after_read_s=0.2)
+    begun = time.monotonic()
+    given[0]()
+    assert time.monotonic() - begun < 0.2
+    rank.step(get(1, [3], [3]))
+    writer = threading.Thread(target=given[0])
+    writer.start()
+    writer.join(0.05)
+    assert writer.is_alive()
+    stub.goes_on.set()
+    rank.told()
+    told = time.monotonic()
+    writer.join()
+    # What was read is loaded, and a step is launched with it.
+    assert 0.15 < time.monotonic() - told < 30
+
+
+def test_reads_one_after_the_other_do_not_hold_up_writing_for_ever(stub: Stub) -> None:
+    given: list[Callable[[], None]] = []
+    stub.give_way = given.append  # type: ignore[method-assign]
+    stub.goes_on.set()
+    rank = Rank(stub, max_put_delay_s=0.3, after_read_s=5.0)
+    begun = time.monotonic()
+    for number in range(1, 9):
+        rank.step(get(number, [3], [3]))
+        rank.told()
+        time.sleep(0.05)
+    assert time.monotonic() - begun > 0.35
+    begun = time.monotonic()
+    given[0]()
+    assert time.monotonic() - begun < 2
+
+
 def test_a_read_that_hangs_does_not_hold_up_writing_for_ever(
     stub: Stub, store: BlockStore
 ) -> None:

@@ -81,28 +81,63 @@ def test_jobs_of_a_fast_tier_are_longer() -> None:
 def test_few_blocks_are_not_worth_the_wait_for_any() -> None:
     tier = Fetches()
     tier.fetch(FAST_S, 3)
-    worth = (BLOCKS * (PREFILL_S - FAST_S - tier.costs.load_s)) / 2
-    assert tier.source.gain_s(BLOCKS) > worth
-    # Twice what so many blocks win.
-    tier.source.was_waited_for(FAST_S * 4 * BLOCKS + 4 * worth, 4 * BLOCKS)
-    assert tier.source.gain_s(BLOCKS) < 0 < tier.source.gain_s(4 * BLOCKS)
+    worth = BLOCKS * (PREFILL_S - FAST_S - tier.costs.load_s)
+    assert tier.source.gain_s(BLOCKS, True) > 0.9 * worth
+    for _ in range(2):
+        tier.source.was_waited_for(FAST_S * BLOCKS + 2 * worth, BLOCKS)
+        tier.source.was_waited_for(FAST_S * 4 * BLOCKS + 2 * worth, 4 * BLOCKS)
+    assert tier.source.gain_s(BLOCKS, True) < 0 < tier.source.gain_s(4 * BLOCKS, True)
     tier.source.ask([])
-    assert not tier.source.is_worth_asking(BLOCKS)
-    assert tier.source.is_worth_asking(4 * BLOCKS)
+    assert not tier.source.is_worth_asking(BLOCKS, True)
+    assert tier.source.is_worth_asking(4 * BLOCKS, True)
+
+
+def test_what_long_prefixes_wait_for_says_nothing_of_others() -> None:
+    tier = Fetches()
+    tier.fetch(FAST_S, 3)
+    before = tier.source.gain_s(BLOCKS, True)
+    for _ in range(2):
+        tier.source.was_waited_for(100.0, 4 * BLOCKS)
+    assert tier.source.gain_s(4 * BLOCKS, True) < 0
+    assert tier.source.gain_s(BLOCKS, True) == before
+
+
+def test_nor_does_one_wait_that_met_something_else() -> None:
+    tier = Fetches()
+    tier.fetch(FAST_S, 3)
+    tier.source.was_waited_for(100.0, BLOCKS)
+    assert tier.source.gain_s(BLOCKS, True) > 0
+    tier.source.was_waited_for(FAST_S * BLOCKS, BLOCKS)
+    assert tier.source.gain_s(BLOCKS, True) > 0
+    tier.source.was_waited_for(100.0, BLOCKS)
+    assert tier.source.gain_s(BLOCKS, True) < 0
+
+
+def test_nobody_loses_what_others_use() -> None:
+    tier = Fetches()
+    tier.fetch(FAST_S, 3)
+    for _ in range(2):
+        tier.source.was_waited_for(100.0, BLOCKS)
+    tier.costs.join_s = {4: 100.0}
+    tier.source.ask([])
+    assert tier.source.gain_s(BLOCKS, False) > 0
+    assert tier.source.is_worth_asking(BLOCKS, False)
+    assert not tier.source.is_worth_asking(BLOCKS, True)
 
 
 def test_a_step_that_joins_takes_its_time_anyway() -> None:
     tier = Fetches()
     tier.fetch(FAST_S, 3)
-    gain_s = tier.source.gain_s(BLOCKS)
+    gain_s = tier.source.gain_s(BLOCKS, True)
     tier.costs.join_s = {4: 2 * gain_s, 7: 1.1 * gain_s}
-    assert tier.source.gain_s(BLOCKS) < 0 < tier.source.gain_s(2 * BLOCKS)
+    assert tier.source.gain_s(BLOCKS, True) < 0 < tier.source.gain_s(2 * BLOCKS, True)
 
 
 def test_what_was_waited_for_is_measured_anew() -> None:
     tier = Fetches()
     tier.fetch(FAST_S, 3)
-    tier.source.was_waited_for(100.0, BLOCKS)
-    assert tier.source.gain_s(BLOCKS) < 0
+    for _ in range(2):
+        tier.source.was_waited_for(100.0, BLOCKS)
+    assert tier.source.gain_s(BLOCKS, True) < 0
     tier.now += tier.tuning.retry_store_s
-    assert tier.source.gain_s(BLOCKS) > 0
+    assert tier.source.gain_s(BLOCKS, True) > 0

@@ -7,6 +7,7 @@ serves what is read into them. Nothing here ever waits for a store but a step th
 nothing anyway.
 """
 
+import math
 import threading
 import time
 import weakref
@@ -50,8 +51,10 @@ class SecondaryIO:
     ) -> None:
         self._stores = stores
         self._slots = slots.numpy()
-        for store in stores:
+        self._reads = [_Reads(tuning) for _ in stores]
+        for store, reads in zip(stores, self._reads):
             store.register(memoryview(self._slots).cast("B"))
+            store.give_way(reads.wait_for_none)
         self._report = report
         self._tuning = tuning
         self._waiting: list[SecondaryJob] = []
@@ -59,7 +62,6 @@ class SecondaryIO:
         # What a request waits for does not queue behind what nobody waits for, nor one
         # tier behind another.
         self._queues: dict[tuple[int, bool], Queue] = {}
-        self._reads = [_Reads() for _ in stores]
         for tier in range(len(stores)):
             for is_put, name in ((True, "put"), (False, "get")):
                 queue = self._queues[tier, is_put] = SimpleQueue()
@@ -99,8 +101,7 @@ class SecondaryIO:
                 self._waiting.append(job)
         if plan.awaits_secondary and self._report.is_empty:
             # Else an engine that waits for a store would spin.
-            reads = not all(each.none.is_set() for each in self._reads)
-            tuning = self._tuning
+            tuning, reads = self._tuning, any(each.num for each in self._reads)
             self._has_ended.wait(tuning.idle_read_s if reads else tuning.idle_wait_s)
 
     def flush(
@@ -154,7 +155,7 @@ class SecondaryIO:
     def _run(self, job: SecondaryJob, places: list[int]) -> None:
         if job.is_put:
             # Both at once take each as long as one after the other.
-            self._reads[job.tier].none.wait(self._tuning.max_put_delay_s)
+            self._reads[job.tier].wait_for_none()
         begun = time.monotonic()
         done = self._move(job, places)
         seconds = time.monotonic() - begun
@@ -185,27 +186,48 @@ class SecondaryIO:
 
 
 class _Reads:
-    """Reads of one tier that are queued or under way."""
+    """Reads of one tier that are queued or under way, and who leaves them the way."""
 
-    def __init__(self) -> None:
-        self.none = threading.Event()
-        """Set while there is none."""
-        self.none.set()
-        self._num = 0
+    def __init__(self, tuning: RankTuning) -> None:
+        self.num = 0
+        """How many."""
+        self._none = threading.Event()
+        self._none.set()
+        self._tuning = tuning
         self._lock = threading.Lock()
+        self._began = self._ended = -math.inf
 
     def begin(self) -> None:
         """There is one more."""
         with self._lock:
-            self._num += 1
-            self.none.clear()
+            now = time.monotonic()
+            if not self.num and now >= self._ended + self._tuning.after_read_s:
+                self._began = now
+            self.num += 1
+            self._none.clear()
 
     def end(self) -> None:
         """There is one less."""
         with self._lock:
-            self._num -= 1
-            if not self._num:
-                self.none.set()
+            self.num -= 1
+            if not self.num:
+                self._ended = time.monotonic()
+                self._none.set()
+
+    def wait_for_none(self) -> None:
+        """Until nothing is read and a moment has passed: what was read is on its way to
+        the device then. Reads that follow one another do not hold up anybody for
+        ever."""
+        tuning = self._tuning
+        while True:
+            now, until = time.monotonic(), self._began + tuning.max_put_delay_s
+            if self._none.is_set():
+                until = min(until, self._ended + tuning.after_read_s)
+                if now >= until:
+                    return
+                time.sleep(until - now)
+            elif now >= until or not self._none.wait(until - now):
+                return
 
 
 def _work(queue: Queue) -> None:

@@ -77,9 +77,14 @@ class RankTuning:
     """As above, while something is read, which a request waits for: steps that run
     nothing keep Python's lock from the threads that read."""
 
+    after_read_s: float = 0.1
+    """How long writes to a tier below are quiet after something was read: it is loaded
+    then, and a step is launched that a request waits for. Threads that write took
+    Python's lock from both, and the loads of such a step came 40 ms late on an H100."""
+
     max_put_delay_s: float = 1.0
-    """How long a write to a tier below leaves the way to what is read from it, which
-    requests wait for. Not for ever: what hangs holds up no writes."""
+    """How long writes leave the way to what is read, all in all. Not for ever: what
+    hangs holds up no writes."""
 
     peer_look_s: float = 0.1e-3
     """How often a copy looks whether another rank has come so far. It reads a few

@@ -2,9 +2,8 @@
 """Fills slots from the tiers below, for requests that wait in the queue."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from vllm.v1.core.kv_cache_utils import (
@@ -18,7 +17,7 @@ from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.hashes import hashes_of_blocks
 from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
-from vllm.v1.kv_tier.scheduling.sources import Source, Wanted
+from vllm.v1.kv_tier.scheduling.sources import Learns, Source, Wanted
 from vllm.v1.kv_tier.scheduling.stored import StoredBlock
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.request import Request
@@ -40,30 +39,9 @@ class _Wait:
     look_at: tuple[int, int] = 0, 0
     """When so many of them have ended and so many blocks have come, its prefix is
     looked at again: what has come is loaded on to the device while the rest comes."""
+    was_idle: bool = True
+    """The engine has run nothing else since."""
     is_over: bool = False
-
-
-class Learns(Protocol):
-    """Learns what the tiers below turn out to have."""
-
-    def was_found(
-        self,
-        request: Request,
-        keys: Sequence[BlockHashWithGroupId],
-        num_tokens: int,
-        tier: int,
-    ) -> None:
-        """A tier says, and does not promise, that it has `keys`, of the first
-        `num_tokens` tokens of a request."""
-
-    def were_missing(self, keys: Iterable[BlockHashWithGroupId], tier: int) -> None:
-        """A tier says that it does not have `keys`."""
-
-    def is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """A tier has `key`."""
-
-    def is_gone(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """A tier does not have `key`, or not whole."""
 
 
 class Fetching:
@@ -148,7 +126,8 @@ class Fetching:
                 # Its turn comes in a later step: thousands may wait.
                 return True
             self._num_asked += 1
-            wait = self._waits[request] = self._ask(request, now)
+            wait = self._waits[request] = self._ask(request, now, is_idle)
+        wait.was_idle &= is_idle
         if wait.is_over:
             return False
         if self._jobs.is_detached:
@@ -174,7 +153,8 @@ class Fetching:
             return self._num_come < num_come or self._num_ended(wait) < num_ended
         for source in late:
             source.is_late(wait.since, now)
-        if wait.alone is not None and self._num_ended(wait) == len(wait.jobs):
+        is_measured = wait.was_idle and self._num_ended(wait) == len(wait.jobs)
+        if wait.alone is not None and is_measured:
             source, num_blocks = wait.alone
             source.was_waited_for(now - wait.since, num_blocks)
         if wait.jobs or not wait.found:
@@ -193,7 +173,7 @@ class Fetching:
                 source.is_late(wait.since, now)
         return bool(wait.questions)
 
-    def _ask(self, request: Request, now: float) -> _Wait:
+    def _ask(self, request: Request, now: float, is_idle: bool) -> _Wait:
         wait = _Wait(now)
         sources = [
             source
@@ -207,7 +187,7 @@ class Fetching:
             wait.questions = {
                 source: source.ask(wait.wanted)
                 for source in sources
-                if source.is_worth_asking(len(wait.wanted))
+                if source.is_worth_asking(len(wait.wanted), is_idle)
             }
         wait.is_over = not wait.questions
         return wait
@@ -283,7 +263,9 @@ class Fetching:
         # The begin of a prefix is of use without its end.
         blocks.sort(key=lambda block: block.num_tokens)
         new = [b for b in blocks if b.key not in self._fetched_by]
-        if new := self._worth_it(new):
+        wait = None if request is None else self._waits.get(request)
+        is_idle = wait is not None and wait.was_idle
+        if new := self._worth_it(new, is_idle):
             # A part of the hit must not make room for the rest.
             self._table.pin(b for g in groups for b in g if type(b) is HostSlot)
             self._fetch(new, self._table.reserve(min(len(new), self._room)))
@@ -299,7 +281,9 @@ class Fetching:
             self._wait_for(request, jobs, num_fetched, sum(map(len, groups)))
         return True
 
-    def _worth_it(self, blocks: Sequence[StoredBlock]) -> list[StoredBlock]:
+    def _worth_it(
+        self, blocks: Sequence[StoredBlock], is_idle: bool
+    ) -> list[StoredBlock]:
         """The first of `blocks` that come sooner than they are computed, and in time:
         behind what is on its way already."""
         left = {
@@ -313,7 +297,8 @@ class Fetching:
             left[block.source] -= 1
             worth.append(block)
         # Blocks of several tiers are taken for those of the first.
-        return worth if worth and worth[0].source.gain_s(len(worth)) > 0 else []
+        is_gain = worth and worth[0].source.gain_s(len(worth), is_idle) > 0
+        return worth if is_gain else []
 
     def _wait_for(
         self,

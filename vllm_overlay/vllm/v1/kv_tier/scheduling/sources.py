@@ -5,8 +5,8 @@ it answers in time."""
 import math
 import sys
 from collections import deque
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
@@ -14,6 +14,7 @@ from vllm.v1.kv_tier.scheduling.below import SecondaryTier, object_keys
 from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.stats import SecondaryStats
+from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
@@ -24,6 +25,29 @@ class Wanted(NamedTuple):
     key: BlockHashWithGroupId
     num_tokens: int
     """Prefix tokens that it covers."""
+
+
+class Learns(Protocol):
+    """Learns what the tiers below turn out to have."""
+
+    def was_found(
+        self,
+        request: Request,
+        keys: Sequence[BlockHashWithGroupId],
+        num_tokens: int,
+        tier: int,
+    ) -> None:
+        """A tier says, and does not promise, that it has `keys`, of the first
+        `num_tokens` tokens of a request."""
+
+    def were_missing(self, keys: Iterable[BlockHashWithGroupId], tier: int) -> None:
+        """A tier says that it does not have `keys`."""
+
+    def is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
+        """A tier has `key`."""
+
+    def is_gone(self, key: BlockHashWithGroupId, tier: int) -> None:
+        """A tier does not have `key`, or not whole."""
 
 
 class Source:
@@ -58,9 +82,7 @@ class Source:
         # fetched asks for it. 0: unknown.
         self._fetched_s: deque[float] = deque(maxlen=tuning.num_fetches)
         self._fetch_s = 0.0
-        # What a request waits beyond that: steps hear of it, and plan what is next.
-        self._waited_s: deque[float] = deque(maxlen=tuning.num_fetches)
-        self._fixed_s = 0.0
+        self._waits = Waits(tuning)
         self._measured_at = self._asked_at = -math.inf
         self._under_way: deque[int] = deque()
         self._head_since = 0.0
@@ -72,28 +94,42 @@ class Source:
         """Whether it is asked. It is left alone for a while where it was too slow."""
         return now >= self._closed_until
 
-    def is_worth_asking(self, num_blocks: int) -> bool:
+    def is_worth_asking(self, num_blocks: int, is_idle: bool) -> bool:
         """Whether so many blocks, if they are there, come sooner than they are computed
         by more than an answer takes. Seldom it is asked all the same: answers may have
-        become faster."""
+        become faster.
+
+        Args:
+            num_blocks: That a request lacks.
+            is_idle: As of `gain_s`.
+
+        """
         if not self._prefill_s:
             return True
         retry_at = self._asked_at + self._tuning.retry_store_s
-        is_gain = self.gain_s(num_blocks) > self._tier.asker.ask_s
+        is_gain = self.gain_s(num_blocks, is_idle) > self._tier.asker.ask_s
         return is_gain or self._costs.clock() >= retry_at
 
-    def gain_s(self, num_blocks: int) -> float:
+    def gain_s(self, num_blocks: int, is_idle: bool) -> float:
         """Seconds by which so many blocks come sooner than they are computed, as far as
-        is known."""
+        is known.
+
+        Args:
+            num_blocks: That a request lacks.
+            is_idle: The engine runs nothing else. Then a wait, and a step for a request
+                that has hardly anything left to compute, are time that nobody uses.
+
+        """
         if not self._prefill_s:
             return math.inf
         each = self._prefill_s - self._costs.load_s
         if not self.is_known:
             return num_blocks * each
         gain_s = num_blocks * (each - self._fetch_s)
-        if self._costs.clock() >= self._measured_at + self._tuning.retry_store_s:
+        if not is_idle:
             return gain_s
-        return gain_s - self._fixed_s - self._costs.least_join_s
+        wait_s = self._waits.beyond_s(num_blocks, self._costs.clock())
+        return gain_s - wait_s - self._costs.least_join_s
 
     def ask(self, wanted: Sequence[Wanted]) -> int:
         """Ask which of these are there. Returns the number of the question."""
@@ -166,10 +202,10 @@ class Source:
         self._measured_at = self._head_since = self._costs.clock()
 
     def was_waited_for(self, seconds: float, num_blocks: int) -> None:
-        """A request had so many blocks after so many seconds, and none were fetched for
-        others."""
-        self._waited_s.append(max(0.0, seconds - num_blocks * self._fetch_s))
-        self._fixed_s = _median(self._waited_s)
+        """A request had so many blocks after so many seconds, while the engine ran
+        nothing else and fetched nothing for others."""
+        beyond_s = seconds - num_blocks * self._fetch_s
+        self._waits.add(num_blocks, beyond_s, self._costs.clock())
 
     def num_in_time(self, num_before: int) -> int:
         """How many blocks come sooner than they are computed, and within the deadline,
@@ -201,6 +237,40 @@ class Source:
             self.deadline_s * 1e3,
             self._tuning.retry_store_s,
         )
+
+
+class Waits:
+    """What requests wait for a tier below beyond the reading: steps hear of the end of
+    jobs, and plan what is next.
+
+    It is not the same for short prefixes and long ones, which are looked at more often,
+    so it is kept by the bit length of their number of blocks.
+
+    Args:
+        tuning: How many waits say something, and for how long.
+
+    """
+
+    def __init__(self, tuning: SchedulingTuning) -> None:
+        self._tuning = tuning
+        self._seconds: dict[int, deque[float]] = {}
+        self._measured_at: dict[int, float] = {}
+
+    def add(self, num_blocks: int, seconds: float, now: float) -> None:
+        """A request that lacked so many blocks waited so many seconds beyond."""
+        size, last = num_blocks.bit_length(), self._tuning.num_fetches
+        self._seconds.setdefault(size, deque(maxlen=last)).append(max(0.0, seconds))
+        self._measured_at[size] = now
+
+    def beyond_s(self, num_blocks: int, now: float) -> float:
+        """Seconds that a request waits beyond which lacks so many; 0: unknown, or not
+        measured for long. A single one may have met something else."""
+        size = num_blocks.bit_length()
+        seconds = self._seconds.get(size, ())
+        is_old = now >= self._measured_at.get(size, 0.0) + self._tuning.retry_store_s
+        if len(seconds) < 2 or is_old:
+            return 0.0
+        return sorted(seconds)[(len(seconds) - 1) // 2]
 
 
 def _median(numbers: Collection[float]) -> float:

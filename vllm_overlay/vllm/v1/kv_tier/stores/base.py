@@ -7,7 +7,7 @@ to read from and to write to. Calls block, so they are for threads that do nothi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class BlockStore(ABC):
@@ -33,6 +33,14 @@ class BlockStore(ABC):
 
         Called once, before either. The memory outlives the store. A store that moves
         bytes through the kernel has nothing to do here.
+        """
+
+    def give_way(self, wait: Callable[[], None]) -> None:  # noqa: B027
+        """Call `wait` before each object of a `put`: it returns when nobody waits for
+        what is read, or has done so for long enough.
+
+        Called once, before all else. A store that writes many objects in one operation
+        has nothing to do here.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +145,10 @@ class FsStore(BlockStore):
         # A disk that takes no more for a while must keep nobody from reading.
         self._readers = Threads(config.num_threads, "fs-get")
         self._writers = Threads(config.num_threads, "fs-put")
+        self._wait: Callable[[], None] = lambda: None
+
+    def give_way(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
 
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         return self._writers.spread(self._put, keys, rows)
@@ -176,6 +180,7 @@ class FsStore(BlockStore):
         os.close(self._folder)
 
     def _put(self, key: bytes, row: memoryview) -> bool:
+        self._wait()
         if self._has(key):
             return True
         name, size = _name(key), self._format.size(key)
