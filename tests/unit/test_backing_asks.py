@@ -124,6 +124,10 @@ def test_a_tier_is_waited_for_no_longer_than_computing_takes(always: bool) -> No
     below.tier.now += 1.9
     assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
     below.tier.now += 0.2
+    # Ranks tell of it with the output of a step or two later, however long these take.
+    for _ in range(3):
+        assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+        below.backing.heard()  # type: ignore[union-attr]
     assert below.pool.is_loading(request, False) is always  # type: ignore[arg-type]
     assert below.stats().late_requests == (not always)
     below.end(job)
@@ -194,3 +198,41 @@ def test_what_requests_wait_for_while_others_run_is_not_the_wait_itself() -> Non
     below.asked(Request("a"))
     assert below.where("a") == "below"
     below.tier.end()
+
+
+def test_outputs_before_a_job_is_late_say_nothing() -> None:
+    below = Below()
+    below.store.keys = {key("a")}
+    below.pool.costs.prefill_s = 1.0
+    request = Request("a")
+    below.begins_to_fetch(request, "a")
+    for _ in range(9):
+        below.backing.heard()  # type: ignore[union-attr]
+    below.tier.now += 1.1
+    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+
+
+def test_time_in_the_queue_is_not_time_that_a_tier_takes() -> None:
+    below = Below(deadline_s=5.0)
+    below.store.keys = {key("a")}
+    request = Request("a")
+    below.tier.begin()
+    below.asked(request)
+    # Its turn comes long after it asked.
+    below.tier.now += 60.0
+    assert below.tier.try_promote(below.tier.find("a"), request=request) is None
+    below.tier.end()
+    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    below.tier.now += 2.4
+    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    below.tier.now += 0.2
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+
+
+def test_only_a_step_that_runs_nothing_makes_writes_leave_the_way() -> None:
+    below = Below()
+    for is_idle in (True, False):
+        assert not below.pool.take_plan(is_idle=True).asks_secondary
+        below.tier.begin()
+        assert below.pool.is_loading(Request("a"), False)  # type: ignore[arg-type]
+        assert below.pool.take_plan(is_idle).asks_secondary is is_idle

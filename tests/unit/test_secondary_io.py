@@ -200,6 +200,18 @@ def test_writing_stops_between_objects_when_something_is_read(
     assert 0.15 < time.monotonic() - told < 30
 
 
+def test_writing_leaves_the_way_to_questions(stub: Stub) -> None:
+    given: list[Callable[[], None]] = []
+    stub.give_way = given.append  # type: ignore[method-assign]
+    rank = Rank(stub, max_put_delay_s=60.0, after_read_s=0.2)
+    asked = time.monotonic()
+    rank.io.begin_step(
+        StepPlan(1, asks_secondary=True), lambda *_: True, lambda _: True
+    )
+    given[0]()
+    assert 0.2 <= time.monotonic() - asked < 30
+
+
 def test_reads_one_after_the_other_do_not_hold_up_writing_for_ever(stub: Stub) -> None:
     given: list[Callable[[], None]] = []
     stub.give_way = given.append  # type: ignore[method-assign]

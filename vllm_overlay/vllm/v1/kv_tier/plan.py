@@ -89,6 +89,9 @@ class StepPlan:
 
     secondary: list[SecondaryJob] = field(default_factory=list)
     """What the tier below is to write and to read."""
+    asks_secondary: bool = False
+    """The step runs nothing, and asks the tier below what a request lacks: writes leave
+    the way to the answer, and to what is read then."""
     awaits_secondary: bool = False
     """The step runs nothing, and a request waits for the tier below: a rank may take a
     moment to see whether a job ends."""

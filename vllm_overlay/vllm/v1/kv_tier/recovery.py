@@ -77,7 +77,7 @@ def end_what_cannot_fit(
         _step_on(scheduler, tier)
     if tier.backing is not None:
         # Each output of a step comes by here, its report before it.
-        tier.backing.num_outputs += 1
+        tier.backing.heard()
     if not tier.num_lost_blocks:
         return
     num_tokens = _most_tokens(scheduler)

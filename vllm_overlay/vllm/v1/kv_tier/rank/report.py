@@ -28,6 +28,8 @@ class ReportDraft:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._report: StepReport | None = None
+        self.tells_late = False
+        """Whether jobs of tiers below end while steps run, see `take_secondary`."""
         # Copies that failed, by kind and plan, until their times are told.
         self._failed: set[tuple[str, int]] = set()
 
@@ -66,6 +68,18 @@ class ReportDraft:
         with self._lock:
             self._reported().secondary.append(result)
 
+    def take_secondary(self) -> list[SecondaryResult]:
+        """Jobs that nobody was told of. Unlike all else they have nothing to do with
+        the step whose output tells of them, which may have been queued long ago."""
+        with self._lock:
+            report = self._report
+            if report is None:
+                return []
+            late, report.secondary = report.secondary, []
+            if report == StepReport():
+                self._report = None
+            return late
+
     def ended(self, seqs: list[int]) -> None:
         """All is over that plans up to these touched, or is with this step."""
         with self._lock:
@@ -100,7 +114,8 @@ class ReportDraft:
         so in the first stages of a pipeline, where a pooling model has no next one:
         an output with nothing else goes to the `StepReportAggregator`.
         """
-        if self._report is None:
+        is_late = self.tells_late and isinstance(output, AsyncModelRunnerOutput)
+        if self._report is None and not is_late:
             return output
         if output is None and not is_last_stage:
             output = EMPTY_MODEL_RUNNER_OUTPUT
@@ -109,7 +124,7 @@ class ReportDraft:
         with self._lock:
             report, self._report = self._report, None
         if isinstance(output, AsyncModelRunnerOutput):
-            return _ReportingOutput(output, report)
+            return _ReportingOutput(output, report, self)
         return with_report(output, report)
 
     def _reported(self) -> StepReport:
@@ -135,14 +150,22 @@ def with_report(
 
 class _ReportingOutput(AsyncModelRunnerOutput):
     def __init__(
-        self, output: AsyncModelRunnerOutput, report: StepReport | None
+        self,
+        output: AsyncModelRunnerOutput,
+        report: StepReport | None,
+        draft: ReportDraft,
     ) -> None:
         # Some releases ask an output for more than `get_output`.
         self._output: Any = output
         self._step_report = report
+        self._draft = draft
 
     def get_output(self) -> ModelRunnerOutput:
-        return with_report(self._output.get_output(), self._step_report)
+        output, report = self._output.get_output(), self._step_report
+        if late := self._draft.take_secondary():
+            report = report or StepReport()
+            report.secondary += late
+        return with_report(output, report)
 
     def get_kv_connector_output(self) -> "KVConnectorOutput | None":
         return self._output.get_kv_connector_output()

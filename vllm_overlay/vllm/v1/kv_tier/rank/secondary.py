@@ -56,6 +56,7 @@ class SecondaryIO:
             store.register(memoryview(self._slots).cast("B"))
             store.give_way(reads.wait_for_none)
         self._report = report
+        report.tells_late = True
         self._tuning = tuning
         self._waiting: list[SecondaryJob] = []
         self._has_ended = threading.Event()
@@ -90,6 +91,9 @@ class SecondaryIO:
         """
         # Whatever ended before is told with this step's output.
         self._has_ended.clear()
+        if plan.asks_secondary:
+            for reads in self._reads:
+                reads.expect()
         waiting, self._waiting = self._waiting + plan.secondary, []
         for job in waiting:
             if have_ended(job.after_stores, job.after_loads):
@@ -101,8 +105,8 @@ class SecondaryIO:
                 self._waiting.append(job)
         if plan.awaits_secondary and self._report.is_empty:
             # Else an engine that waits for a store would spin.
-            tuning, reads = self._tuning, any(each.num for each in self._reads)
-            self._has_ended.wait(tuning.idle_read_s if reads else tuning.idle_wait_s)
+            tuning, is_read = self._tuning, any(reads.num for reads in self._reads)
+            self._has_ended.wait(tuning.idle_read_s if is_read else tuning.idle_wait_s)
 
     def flush(
         self,
@@ -199,12 +203,18 @@ class _Reads:
 
     def begin(self) -> None:
         """There is one more."""
+        self.expect()
+        with self._lock:
+            self.num += 1
+            self._none.clear()
+
+    def expect(self) -> None:
+        """There may be one in a moment."""
         with self._lock:
             now = time.monotonic()
             if not self.num and now >= self._ended + self._tuning.after_read_s:
                 self._began = now
-            self.num += 1
-            self._none.clear()
+            self._ended = now
 
     def end(self) -> None:
         """There is one less."""

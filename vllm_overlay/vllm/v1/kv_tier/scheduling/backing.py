@@ -91,9 +91,7 @@ class Backing:
     ) -> None:
         self._layout = layout
         self._tuning = tuning
-        self.num_outputs = 0
-        """Outputs of steps that the scheduler has taken, with all that they told. Not
-        all releases take that of a step whose loads failed."""
+        self._num_outputs = 0
         self._table = table
         self._seq = 0
         self._idle_since: float | None = None
@@ -124,6 +122,13 @@ class Backing:
         self.found = lambda request, keys, num_blocks, block_size: None
         """Is told before that for which request keys were found, how many blocks its
         prefix has up to the last of them, and of how many tokens each is."""
+
+    def heard(self) -> None:
+        """The scheduler has taken the output of a step, with all that it told. Not all
+        releases take that of a step whose loads failed."""
+        self._num_outputs += 1
+        for source in self._sources:
+            source.heard()
 
     @property
     def localities(self) -> list[str]:
@@ -211,6 +216,7 @@ class Backing:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = self._costs.clock()
+        plan.asks_secondary = is_idle and self.fetching.num_asked > 0
         plan.awaits_secondary = is_idle and (self.fetching.is_awaited or self.writes_on)
         self.fetching.end_step()
 
@@ -230,7 +236,7 @@ class Backing:
         # A load of an earlier step may turn out to have failed, and what was computed
         # since to be void.
         return max(
-            self.num_outputs - self._tuning.settled_outputs,
+            self._num_outputs - self._tuning.settled_outputs,
             self._seq - self._tuning.settled_steps,
         )
 

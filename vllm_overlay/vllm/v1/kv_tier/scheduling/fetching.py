@@ -86,7 +86,8 @@ class Fetching:
         self._fetched_by: dict[BlockHashWithGroupId, int] = {}
         # Nobody tells of requests that are aborted.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
-        self._num_asked = self._num_come = 0
+        self.num_asked = self._num_come = 0
+        """Requests for which this step asks."""
         # How long this step waits for answers.
         self._until = 0.0
         self._num_filling = [0] * len(sources)
@@ -101,7 +102,7 @@ class Fetching:
 
     def end_step(self) -> None:
         """The step is complete."""
-        self._num_asked, self._until = 0, 0.0
+        self.num_asked, self._until = 0, 0.0
 
     @property
     def is_awaited(self) -> bool:
@@ -122,10 +123,10 @@ class Fetching:
         now = self._costs.clock()
         wait = self._waits.get(request)
         if wait is None:
-            if self._num_asked >= self._tuning.max_asks:
+            if self.num_asked >= self._tuning.max_asks:
                 # Its turn comes in a later step: thousands may wait.
                 return True
-            self._num_asked += 1
+            self.num_asked += 1
             wait = self._waits[request] = self._ask(request, now, is_idle)
         wait.was_idle &= is_idle
         if wait.is_over:
@@ -314,6 +315,10 @@ class Fetching:
             # Found by another request, after this one had asked.
             wait = self._waits[request] = _Wait(self._costs.clock())
         sources = {*jobs.values()}
+        if sources and not wait.jobs:
+            # It may have asked long before its turn came: half of the time is left.
+            half_s = max(source.deadline_s for source in sources) / 2
+            wait.since = max(wait.since, self._costs.clock() - half_s)
         is_all = num_fetched == sum(self._num_filling)
         if not wait.jobs and len(sources) == 1 and is_all:
             wait.alone = sources.pop(), num_fetched

@@ -86,6 +86,8 @@ class Source:
         self._measured_at = self._asked_at = -math.inf
         self._under_way: deque[int] = deque()
         self._head_since = 0.0
+        # Outputs that did not tell of a job which should have ended.
+        self._num_silent = 0
         self._num_late = 0
         self._last_came = -math.inf
         self._closed_until = 0.0
@@ -163,9 +165,18 @@ class Source:
             self._head_since = self._costs.clock()
         self._under_way.append(num_blocks)
 
+    def heard(self) -> None:
+        """The output of a step has come, with all that ranks told until it ended."""
+        self._num_silent = self._num_silent + 1 if self._is_behind else 0
+
     @property
     def is_overdue(self) -> bool:
-        """Whether a job has taken longer than to compute its blocks."""
+        """Whether a job takes longer than to compute its blocks. Steps may take longer
+        than either, and it is told of with one of the next."""
+        return self._is_behind and self._num_silent >= self._tuning.settled_outputs
+
+    @property
+    def _is_behind(self) -> bool:
         prefill_s = self._prefill_s
         if not self._under_way or not prefill_s:
             return False

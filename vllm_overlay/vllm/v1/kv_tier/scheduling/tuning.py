@@ -119,9 +119,10 @@ class SchedulingTuning:
     """Requests for which a step asks the tier below. Each has its keys made, and others
     wait meanwhile."""
 
-    answer_wait_s: float = 1e-3
+    answer_wait_s: float = 3e-3
     """Seconds that a step which runs nothing waits for answers of tiers below: files
-    and servers of the same machine give them in a fraction of it."""
+    and servers of the same machine give them in less. An empty step takes as long, and
+    keeps Python's lock from the thread that asks."""
 
     fetch_part: float = 1 / 4
     """Part of the slots that may be on their way from the tier below."""
