@@ -82,7 +82,10 @@ def wrapper(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(KVTierConfig, "from_vllm_config", lambda _: config)
     found: Any = WorkerWrapperBase.__new__(WorkerWrapperBase)
     found.vllm_config = SimpleNamespace(
-        compilation_config=SimpleNamespace(), instance_id="", fault_tolerance=None
+        compilation_config=SimpleNamespace(),
+        device_config=SimpleNamespace(device_type="cuda"),
+        instance_id="",
+        fault_tolerance=None,
     )
     found.worker, found.global_rank = Worker(), 0
     found.gpu, found.made = gpu, made
@@ -139,6 +142,14 @@ def test_kv_caches_that_lie_elsewhere(wrapper: Any) -> None:
 def test_a_kv_cache_that_torch_made_cannot_be_given_back(wrapper: Any) -> None:
     with pytest.raises(ValueError, match="needs vLLM v0.30.0 or newer"):
         device_memory.device_pages(wrapper)
+
+
+def test_workers_for_cpus_have_no_pages_whether_they_know_their_device_or_not(
+    wrapper: Any,
+) -> None:
+    wrapper.vllm_config.device_config.device_type = "cpu"
+    wrapper.worker.device = None
+    assert device_memory.device_pages(wrapper) is None
 
 
 def test_memory_of_a_library_that_is_not_there() -> None:

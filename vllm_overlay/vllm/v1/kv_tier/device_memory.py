@@ -81,7 +81,9 @@ def device_pages(wrapper: Any) -> tuple[DevicePages, list[int]] | None:
 
 
 def _on_gpu(wrapper: Any) -> bool:
-    return wrapper.worker.device.type != "cpu"
+    # A worker for CPUs does not know its device in all releases.
+    device: str = wrapper.vllm_config.device_config.device_type
+    return device != "cpu"
 
 
 def num_mapped(wrapper: Any, num_blocks: int) -> int:
