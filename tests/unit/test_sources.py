@@ -118,7 +118,6 @@ def test_nobody_loses_what_others_use() -> None:
     tier.fetch(FAST_S, 3)
     for _ in range(2):
         tier.source.was_waited_for(100.0, BLOCKS)
-    tier.costs.join_s = {4: 100.0}
     tier.source.ask([])
     assert tier.source.gain_s(BLOCKS, False) > 0
     assert tier.source.is_worth_asking(BLOCKS, False)
@@ -130,7 +129,9 @@ def test_a_step_that_joins_takes_its_time_anyway() -> None:
     tier.fetch(FAST_S, 3)
     gain_s = tier.source.gain_s(BLOCKS, True)
     tier.costs.join_s = {4: 2 * gain_s, 7: 1.1 * gain_s}
-    assert tier.source.gain_s(BLOCKS, True) < 0 < tier.source.gain_s(2 * BLOCKS, True)
+    for is_idle in (True, False):
+        assert tier.source.gain_s(BLOCKS, is_idle) < 0
+        assert tier.source.gain_s(2 * BLOCKS, is_idle) > 0
 
 
 def test_what_was_waited_for_is_measured_anew() -> None:

@@ -118,8 +118,8 @@ class Source:
 
         Args:
             num_blocks: That a request lacks.
-            is_idle: The engine runs nothing else. Then a wait, and a step for a request
-                that has hardly anything left to compute, are time that nobody uses.
+            is_idle: The engine runs nothing else: nobody uses the time of a wait. Where
+                others run, they do, and requests wait for one another anyway.
 
         """
         if not self._prefill_s:
@@ -127,11 +127,12 @@ class Source:
         each = self._prefill_s - self._costs.load_s
         if not self.is_known:
             return num_blocks * each
-        gain_s = num_blocks * (each - self._fetch_s)
-        if not is_idle:
-            return gain_s
-        wait_s = self._waits.beyond_s(num_blocks, self._costs.clock())
-        return gain_s - wait_s - self._costs.least_join_s
+        # A request that waits joins a later step, which takes its time although hardly
+        # anything is left to compute.
+        gain_s = num_blocks * (each - self._fetch_s) - self._costs.least_join_s
+        if is_idle:
+            gain_s -= self._waits.beyond_s(num_blocks, self._costs.clock())
+        return gain_s
 
     def ask(self, wanted: Sequence[Wanted]) -> int:
         """Ask which of these are there. Returns the number of the question."""
