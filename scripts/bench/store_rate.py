@@ -21,8 +21,7 @@ engine, and without its counter, when all of them are looked at.
 
     python scripts/bench/store_rate.py --busy
 
-The same store beside a thread that computes in Python, as that of the scheduler does:
-with Python's usual turns of 5 ms, and with the short ones that the tier takes.
+The same store beside a thread that computes in Python, see `store_busy.py`.
 """
 
 import argparse
@@ -33,27 +32,23 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from store_busy import measure_busy
 
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.format import CHECKSUMS
 from vllm.v1.kv_tier.stores.space import COUNTER
-from vllm.v1.kv_tier.stores.turns import short_turns
 
 BARS = {"fs": {"put": 0.8, "get": 0.9}, "mooncake": {"put": 0.95, "get": 0.95}}
 """Of the plain rate."""
-BUSY_BAR = 2.0
-"""Rate with short turns, in that with the usual ones."""
 EXISTS_BAR_MS = 3.0
 START_BAR_S = 2.0
 NUM_LOOKUPS = 1024
@@ -220,55 +215,6 @@ def one_round(
     return times
 
 
-class Busy:
-    """A thread that computes in Python while this is entered."""
-
-    def __enter__(self) -> "Busy":
-        self.num_rounds = 0
-        self._began = time.perf_counter()
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._compute)
-        self._thread.start()
-        return self
-
-    def _compute(self) -> None:
-        while not self._ends.is_set():
-            sum(i * i for i in range(10_000))
-            self.num_rounds += 1
-
-    def __exit__(self, *exc: object) -> None:
-        self._ends.set()
-        self._thread.join()
-        self.rate = self.num_rounds / (time.perf_counter() - self._began)
-
-
-def measure_busy(store: Store, out: Rows, back: Rows) -> bool:
-    """Print the rates of a store beside a thread that computes. Returns whether short
-    turns clear their bar."""
-    with Busy() as alone:
-        time.sleep(1.0)
-    gb = sum(row.nbytes for row in out) / 1e9
-    turns: dict[str, Callable[[], AbstractContextManager]] = {
-        "usual turns": nullcontext,
-        "short turns": short_turns,
-    }
-    gets: list[float] = []
-    for name, take in turns.items():
-        keys = [os.urandom(36) for _ in out]
-        with take(), Busy() as busy:
-            put_s, _ = timed(store.put, keys, out)
-            get_s, _ = timed(store.get, keys, back)
-        store.delete(keys)
-        gets.append(gb / get_s)
-        print(
-            f"  beside a busy thread, {name}: put {gb / put_s:.2f}, "
-            f"get {gb / get_s:.2f} GB/s; the thread at "
-            f"{busy.rate / alone.rate:.2f} of its speed"
-        )
-    usual, short = gets
-    return short >= BUSY_BAR * usual
-
-
 def measure(entry: dict[str, Any], args: argparse.Namespace) -> bool:
     """Print the rates of a store. Returns whether it clears its bars."""
     config = check_entry(entry | {"deadline_ms": 600_000})
@@ -284,7 +230,7 @@ def measure(entry: dict[str, Any], args: argparse.Namespace) -> bool:
     kind = entry["type"]
     ways = {"store": Store(store)} | plain_ways(config, store, kind)
     rounds = [one_round(ways, i, out, back) for i in range(args.rounds + 1)][1:]
-    is_good = not args.busy or measure_busy(Store(store), out, back)
+    is_good = not args.busy or measure_busy(store, out, back)
     store.close()
     gb = args.objects * num_bytes / 1e9
     print(f"{config.name}, {list(CHECKSUMS)[-1].decode()}")

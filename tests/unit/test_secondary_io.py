@@ -212,6 +212,17 @@ def test_writing_leaves_the_way_to_questions(stub: Stub) -> None:
     assert 0.2 <= time.monotonic() - asked < 30
 
 
+def test_writing_leaves_the_way_to_launches_but_not_for_long(stub: Stub) -> None:
+    given: list[Callable[[], None]] = []
+    stub.give_way = given.append  # type: ignore[method-assign]
+    rank = Rank(stub, put_gate_s=0.5)
+    for is_launching in (True, False):
+        rank.io.launches(is_launching)
+        begun = time.monotonic()
+        given[0]()
+        assert (time.monotonic() - begun >= 0.5) is is_launching
+
+
 def test_reads_one_after_the_other_do_not_hold_up_writing_for_ever(stub: Stub) -> None:
     given: list[Callable[[], None]] = []
     stub.give_way = given.append  # type: ignore[method-assign]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's host tier on CPU memory: copies, failures and their reports."""
 
+import time
 from collections import Counter
 from inspect import signature
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.plan import SecondaryResult, StepPlan, StepReport
 from vllm.v1.kv_tier.rank.copy_order import Copies, CopyHangs, InOrder
 from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -208,6 +210,29 @@ def test_jobs_that_end_while_a_step_runs_are_told_with_its_output() -> None:
     assert told.failed_load_seq is None and not report.is_empty
     told = report.attach(output(), True).kv_tier_report
     assert told.failed_load_seq == 10 and not told.secondary
+
+
+def test_writing_leaves_the_way_to_steps_that_run_something(rank: Rank) -> None:
+    waits: list[Any] = []
+    store: Any = SimpleNamespace(
+        register=lambda memory: None, give_way=waits.append, close=lambda: None
+    )
+    gate_s = 0.5
+    rank.tier._tuning = RankTuning(put_gate_s=gate_s)
+    rank.tier.open_secondary([store])
+
+    def wait_s() -> float:
+        begun = time.monotonic()
+        waits[0]()
+        return time.monotonic() - begun
+
+    assert wait_s() < gate_s
+    rank.tier.begin_step(step(1, tokens=[3]))
+    assert wait_s() >= gate_s
+    rank.tier.end_step(output())
+    assert wait_s() < gate_s
+    rank.tier.begin_step(step(2))
+    assert wait_s() < gate_s
 
 
 def test_outputs_pass_as_they_are_without_a_report(rank: Rank) -> None:

@@ -178,6 +178,7 @@ class HostTier:
             self.secondary.begin_step(
                 plan, self._order.have_ended, self._copier.is_filled
             )
+            self.secondary.launches(scheduler_output.total_num_scheduled_tokens > 0)
         if plan.tell_end or self._to_tell:
             self._tell_ends(plan)
         num_tokens = num_prefill_tokens(plan, scheduler_output, self._tuning)
@@ -202,6 +203,8 @@ class HostTier:
 
     def end_step(self, output: Any) -> Any:
         """The step's forward pass is queued. Returns `output`, maybe with a report."""
+        if self.secondary is not None:
+            self.secondary.launches(False)
         if joined := self._join.end():
             self.report.joined(*joined)
         if not self._order.end_step():

@@ -51,10 +51,12 @@ class SecondaryIO:
     ) -> None:
         self._stores = stores
         self._slots = slots.numpy()
-        self._reads = [_Reads(tuning) for _ in stores]
+        self._is_launched = threading.Event()
+        self._is_launched.set()
+        self._reads = [_Reads(tuning, self._is_launched) for _ in stores]
         for store, reads in zip(stores, self._reads):
             store.register(memoryview(self._slots).cast("B"))
-            store.give_way(reads.wait_for_none)
+            store.give_way(reads.leave_way)
         self._report = report
         report.tells_late = True
         self._tuning = tuning
@@ -108,6 +110,14 @@ class SecondaryIO:
             tuning, is_read = self._tuning, any(reads.num for reads in self._reads)
             self._has_ended.wait(tuning.idle_read_s if is_read else tuning.idle_wait_s)
 
+    def launches(self, is_launching: bool) -> None:
+        """The forward pass of a step is launched from now on, or has been: meanwhile no
+        object is begun to be written, for a moment at most."""
+        if is_launching:
+            self._is_launched.clear()
+        else:
+            self._is_launched.set()
+
     def flush(
         self,
         jobs: Sequence[tuple[float, Sequence[SecondaryJob]]],
@@ -159,7 +169,7 @@ class SecondaryIO:
     def _run(self, job: SecondaryJob, places: list[int]) -> None:
         if job.is_put:
             # Both at once take each as long as one after the other.
-            self._reads[job.tier].wait_for_none()
+            self._reads[job.tier].leave_way()
         begun = time.monotonic()
         done = self._move(job, places)
         seconds = time.monotonic() - begun
@@ -190,9 +200,16 @@ class SecondaryIO:
 
 
 class _Reads:
-    """Reads of one tier that are queued or under way, and who leaves them the way."""
+    """Reads of one tier that are queued or under way, and who leaves them the way.
 
-    def __init__(self, tuning: RankTuning) -> None:
+    Args:
+        tuning: For how long.
+        is_launched: Not set while a step is launched. That is left the way, too.
+
+    """
+
+    def __init__(self, tuning: RankTuning, is_launched: threading.Event) -> None:
+        self._is_launched = is_launched
         self.num = 0
         """How many."""
         self._none = threading.Event()
@@ -224,7 +241,12 @@ class _Reads:
                 self._ended = time.monotonic()
                 self._none.set()
 
-    def wait_for_none(self) -> None:
+    def leave_way(self) -> None:
+        """Wait before an object is written."""
+        self._wait_for_none()
+        self._is_launched.wait(self._tuning.put_gate_s)
+
+    def _wait_for_none(self) -> None:
         """Until nothing is read and a moment has passed: what was read is on its way to
         the device then. Reads that follow one another do not hold up anybody for
         ever."""

@@ -37,7 +37,7 @@ class BlockStore(ABC):
 
     def give_way(self, wait: Callable[[], None]) -> None:  # noqa: B027
         """Call `wait` before each object of a `put`: it returns when nobody waits for
-        what is read, or has done so for long enough.
+        what is read and no step is being launched, or has waited for long enough.
 
         Called once, before all else. A store that writes many objects in one operation
         has nothing to do here.
