@@ -106,6 +106,9 @@ class Below:
             for rank in range(self.num_ranks)
         ]
 
+    def launches(self, is_launching: bool) -> None:
+        """As `SecondaryIO.launches`. When anything is written is drawn."""
+
     def run(
         self,
         host: list[list[int]],

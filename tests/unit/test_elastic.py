@@ -110,6 +110,17 @@ def test_an_idle_engine_gives_back_after_the_time_that_was_set() -> None:
     assert (stats.map_seconds, stats.unmap_seconds) == (0.25, 0.5)
 
 
+def test_an_idle_engine_goes_on_until_its_ranks_have_been_told() -> None:
+    tier = ElasticTier()
+    tier.give_all_back()
+    assert not tier.elastic.is_busy
+    # As `RankPages` does for each page that has gone.
+    tier.pool._draft.unmap(PAGE, 2 * PAGE)
+    assert tier.elastic.is_busy and not tier.elastic.is_waiting
+    assert tier.run_idle().unmap_blocks == ((PAGE, 2 * PAGE),)
+    assert not tier.elastic.is_busy
+
+
 def test_what_is_not_mapped_at_first_comes_when_it_is_needed() -> None:
     tier = ElasticTier(missing=[2])
     assert tier.num_free == 2 * PAGE - 1

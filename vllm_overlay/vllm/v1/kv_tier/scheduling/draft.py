@@ -148,6 +148,11 @@ class PlanDraft:
         `end`, which nothing that is under way touches, before anything of this plan."""
         self._plan.unmap_blocks = (*self._plan.unmap_blocks, (first, end))
 
+    @property
+    def unmaps(self) -> bool:
+        """Whether ranks are to give memory back before anything else of this plan."""
+        return bool(self._plan.unmap_blocks)
+
     # --------------------------------------------------------------------- copies
 
     def store(

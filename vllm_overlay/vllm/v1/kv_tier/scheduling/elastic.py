@@ -108,8 +108,8 @@ class ElasticDevice:
     @property
     def is_busy(self) -> bool:
         """Whether there is something to do in steps that run nothing: pages to give
-        back, now or in a while."""
-        if self.leaving:
+        back, now or in a while, or ranks to be told of those that have gone."""
+        if self.leaving or self._draft.unmaps:
             return True
         return self._idle_since is not None and not self._is_done
 
