@@ -129,6 +129,11 @@ class Below:
         report = StepReport(secondary=[SecondaryResult(job.number, told, 0.1)])
         self.pool.apply_report(report)
 
+    def outputs(self, number: int) -> None:
+        """Outputs of so many steps come, which tell nothing."""
+        for _ in range(number):
+            self.backing.heard()  # type: ignore[union-attr]
+
     def asked(self, request: Request) -> None:
         """A request asks, and the answer comes."""
         self.until(lambda: False, request)

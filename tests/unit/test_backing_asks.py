@@ -127,7 +127,7 @@ def test_a_tier_is_waited_for_no_longer_than_computing_takes(always: bool) -> No
     # Ranks tell of it with the output of a step or two later, however long these take.
     for _ in range(3):
         assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
-        below.backing.heard()  # type: ignore[union-attr]
+        below.outputs(1)
     assert below.pool.is_loading(request, False) is always  # type: ignore[arg-type]
     assert below.stats().late_requests == (not always)
     below.end(job)
@@ -206,8 +206,7 @@ def test_outputs_before_a_job_is_late_say_nothing() -> None:
     below.pool.costs.prefill_s = 1.0
     request = Request("a")
     below.begins_to_fetch(request, "a")
-    for _ in range(9):
-        below.backing.heard()  # type: ignore[union-attr]
+    below.outputs(9)
     below.tier.now += 1.1
     assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
 

@@ -161,6 +161,7 @@ def test_short_prompts_do_not_wait_for_a_slow_store() -> None:
     request = Request("a")
     job = below.begins_to_fetch(request, "a")
     below.tier.now += 0.2
+    below.outputs(3)
     assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
     # A tenth of a second for a block, as is told.
     below.end(job)
