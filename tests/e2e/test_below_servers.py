@@ -59,12 +59,15 @@ def test_a_killed_engine_finds_what_the_servers_have(
             assert [answer for answer, _ in found] == texts
             assert [hits for _, hits in found] == [HIT] * len(PROMPTS)
             assert counted(server, "secondary_loaded_blocks") >= 5 * len(PROMPTS)
+            limit = time.monotonic() + 60
+            while not objects(root):
+                assert time.monotonic() < limit, "nothing is written above"
+                time.sleep(0.05)
             # A server that dies costs time only.
             for name in servers.names:
                 servers.kill(name)
             assert ask(server, text(700, HIT))[0]
             assert ask(server, PROMPTS[0])[0] == texts[0]
-        assert objects(root)
     finally:
         servers.close()
 
