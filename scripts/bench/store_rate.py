@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from store_busy import measure_busy
+from store_busy import Rows, measure_busy, new_keys
 
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.by_name import check_entry
@@ -52,7 +52,6 @@ BARS = {"fs": {"put": 0.8, "get": 0.9}, "mooncake": {"put": 0.95, "get": 0.95}}
 EXISTS_BAR_MS = 3.0
 START_BAR_S = 2.0
 NUM_LOOKUPS = 1024
-Rows = Sequence[memoryview]
 
 
 class Way(ABC):
@@ -193,7 +192,7 @@ def one_round(
     ways: dict[str, Way], seed: int, out: Rows, back: Rows
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """Times of each way to put and get. All of them write what is not there."""
-    keys = [os.urandom(36) for _ in out]
+    keys = new_keys(out)
     times: dict[tuple[str, str], tuple[float, float]] = {}
     turns = list(ways.items())
     random.Random(seed).shuffle(turns)

@@ -131,6 +131,10 @@ class Stub(BlockStore):
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
         self.goes_on = threading.Event()
+        self.leave_way: Callable[[], None]
+
+    def give_way(self, wait: Callable[[], None]) -> None:
+        self.leave_way = wait
 
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         self.goes_on.wait()
@@ -181,14 +185,12 @@ def test_writing_leaves_the_way_to_what_requests_wait_for(
 def test_writing_stops_between_objects_when_something_is_read(
     stub: Stub, store: BlockStore
 ) -> None:
-    given: list[Callable[[], None]] = []
-    stub.give_way = given.append  # type: ignore[method-assign]
     rank = Rank(stub, max_put_delay_s=60.0, after_read_s=0.2)
     begun = time.monotonic()
-    given[0]()
+    stub.leave_way()
     assert time.monotonic() - begun < 0.2
     rank.step(get(1, [3], [3]))
-    writer = threading.Thread(target=given[0])
+    writer = threading.Thread(target=stub.leave_way)
     writer.start()
     writer.join(0.05)
     assert writer.is_alive()
@@ -201,31 +203,25 @@ def test_writing_stops_between_objects_when_something_is_read(
 
 
 def test_writing_leaves_the_way_to_questions(stub: Stub) -> None:
-    given: list[Callable[[], None]] = []
-    stub.give_way = given.append  # type: ignore[method-assign]
     rank = Rank(stub, max_put_delay_s=60.0, after_read_s=0.2)
     asked = time.monotonic()
     rank.io.begin_step(
         StepPlan(1, asks_secondary=True), lambda *_: True, lambda _: True
     )
-    given[0]()
+    stub.leave_way()
     assert 0.2 <= time.monotonic() - asked < 30
 
 
 def test_writing_leaves_the_way_to_launches_but_not_for_long(stub: Stub) -> None:
-    given: list[Callable[[], None]] = []
-    stub.give_way = given.append  # type: ignore[method-assign]
     rank = Rank(stub, put_gate_s=0.5)
     for is_launching in (True, False):
         rank.io.launches(is_launching)
         begun = time.monotonic()
-        given[0]()
+        stub.leave_way()
         assert (time.monotonic() - begun >= 0.5) is is_launching
 
 
 def test_reads_one_after_the_other_do_not_hold_up_writing_for_ever(stub: Stub) -> None:
-    given: list[Callable[[], None]] = []
-    stub.give_way = given.append  # type: ignore[method-assign]
     stub.goes_on.set()
     rank = Rank(stub, max_put_delay_s=0.3, after_read_s=5.0)
     begun = time.monotonic()
@@ -235,7 +231,7 @@ def test_reads_one_after_the_other_do_not_hold_up_writing_for_ever(stub: Stub) -
         time.sleep(0.05)
     assert time.monotonic() - begun > 0.35
     begun = time.monotonic()
-    given[0]()
+    stub.leave_way()
     assert time.monotonic() - begun < 2
 
 

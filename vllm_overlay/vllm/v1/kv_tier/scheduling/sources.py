@@ -5,7 +5,8 @@ it answers in time."""
 import math
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from statistics import median_high, median_low
 from typing import NamedTuple, Protocol
 
 from vllm.logger import init_logger
@@ -209,7 +210,7 @@ class Source:
         if not self.is_known:
             self._fetched_s.clear()
         self._fetched_s.append(seconds / len(done))
-        self._fetch_s = _median(self._fetched_s)
+        self._fetch_s = median_high(self._fetched_s)
         self._under_way.popleft()
         self._measured_at = self._head_since = self._costs.clock()
 
@@ -265,25 +266,22 @@ class Waits:
 
     def __init__(self, tuning: SchedulingTuning) -> None:
         self._tuning = tuning
-        self._seconds: dict[int, deque[float]] = {}
-        self._measured_at: dict[int, float] = {}
+        # When each was over, and its seconds.
+        self._waits: dict[int, deque[tuple[float, float]]] = {}
 
     def add(self, num_blocks: int, seconds: float, now: float) -> None:
         """A request that lacked so many blocks waited so many seconds beyond."""
-        size, last = num_blocks.bit_length(), self._tuning.num_fetches
-        self._seconds.setdefault(size, deque(maxlen=last)).append(max(0.0, seconds))
-        self._measured_at[size] = now
+        last = deque[tuple[float, float]](maxlen=self._tuning.num_fetches)
+        waits = self._waits.setdefault(num_blocks.bit_length(), last)
+        waits.append((now, max(0.0, seconds)))
 
     def beyond_s(self, num_blocks: int, now: float) -> float:
         """Seconds that a request waits beyond which lacks so many; 0: unknown, or not
         measured for long. A single one may have met something else."""
-        size = num_blocks.bit_length()
-        seconds = self._seconds.get(size, ())
-        is_old = now >= self._measured_at.get(size, 0.0) + self._tuning.retry_store_s
-        if len(seconds) < 2 or is_old:
+        waits = self._waits.get(num_blocks.bit_length())
+        if waits is None or len(waits) < 2:
             return 0.0
-        return sorted(seconds)[(len(seconds) - 1) // 2]
-
-
-def _median(numbers: Collection[float]) -> float:
-    return sorted(numbers)[len(numbers) // 2]
+        last, _ = waits[-1]
+        if now >= last + self._tuning.retry_store_s:
+            return 0.0
+        return median_low(seconds for _, seconds in waits)
