@@ -101,12 +101,13 @@ def test_what_has_expired_is_as_if_nothing_had_been_said() -> None:
     assert host.hinted.num_yielded == 0
 
 
-def test_a_use_makes_it_the_policys_again() -> None:
+@pytest.mark.parametrize("used", ["a", "da"])
+def test_a_use_makes_it_the_policys_again(used: str) -> None:
     host = Host(8)
     host.say("ab", 100, ttl=5)
     host.insert("abcd")
     assert host.evict() == "c"
-    host.hinted.hit("a")
+    host.hinted.hits(used)
     host.now = 5.0
     assert host.evict(3) == "bda"
 
@@ -292,7 +293,7 @@ def test_whatever_is_said_somebody_makes_room(
     for action, *args in actions:
         if action == "use":
             if args[0] in host.resident:
-                host.hinted.hit(args[0])
+                host.hinted.hits(args[:1])
             else:
                 if len(host.resident) == 8:
                     _evict(host)
@@ -330,3 +331,17 @@ def test_what_is_kept_while_ends_are_cleared_expires() -> None:
     assert host.evict() in "xy"
     host.now = 5.0
     assert host.evict() == "b"
+
+
+def test_what_others_have_said_is_not_renewed() -> None:
+    said = Said(10, lambda: 0.0)
+    said.tell("b", 90, tenant="another")
+    said.tell("c", 10, tenant="one")
+    about = About(60, math.inf, "one", 1)
+    for keys in ("ab", "ac"):
+        before = [said.get(key) for key in keys]
+        assert not said.renew(keys, about)
+        assert [said.get(key) for key in keys] == before
+    assert said.renew("ad", about)
+    assert said.renew("da", later := about._replace(turn=2))
+    assert [said.get(key) for key in "ad"] == [later, later]

@@ -24,12 +24,15 @@ class Turn(Asking):
         self.kv_transfer_params = {"kv_tier": hints} if hints else None
         self.cache_salt: str | None = None
         self.num_prompt_tokens = len(tokens) * BLOCK
-        self.has_ended = False
+        self.has_ended = self.is_preempted = False
 
     @property
     def status(self) -> RequestStatus:
-        ended = RequestStatus.FINISHED_STOPPED
-        return ended if self.has_ended else RequestStatus.RUNNING
+        if self.has_ended:
+            return RequestStatus.FINISHED_STOPPED
+        if self.is_preempted:
+            return RequestStatus.PREEMPTED
+        return RequestStatus.RUNNING
 
     def is_finished(self) -> bool:
         return self.has_ended
@@ -89,6 +92,22 @@ def test_what_others_hit_while_it_runs_is_not_released() -> None:
     tier.free(reversed(blocks))
     running.has_ended = True
     assert victims(tier, 4, "abcdxy") == "cd"
+
+
+def test_a_preempted_request_releases_when_it_has_ended() -> None:
+    tier = Tier(8)
+    serve(tier, Turn("1", "ab"), "ab")
+    turn = Turn("2", "cdef", release=True)
+    tier.begin()
+    assert not tier.pool.is_loading(turn, False)  # type: ignore[arg-type]
+    blocks = tier.pool.get_new_blocks(4)
+    tier.pool.cache_full_blocks(turn, blocks, 0, 4, BLOCK, 0)  # type: ignore[arg-type]
+    tier.end()
+    turn.is_preempted = True
+    tier.free(reversed(blocks))
+    assert victims(tier, 3, "abcdef") == "b"
+    turn.has_ended = True
+    assert victims(tier, 3, "acdef") == "def"
 
 
 def test_without_a_hint_the_oldest_leave_first() -> None:

@@ -13,6 +13,7 @@ and none of them changes an answer.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 KEY = "kv_tier"
@@ -140,8 +141,9 @@ class Hints:
 
     def kinds(self) -> list[str]:
         """Which of `KINDS` say something."""
-        # A default is the attribute of the class, too.
-        return [name for name in KINDS if getattr(self, name) != getattr(Hints, name)]
+        return [
+            name for name, unsaid in _UNSAID.items() if getattr(self, name) != unsaid
+        ]
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> "Hints | None":
@@ -198,6 +200,8 @@ class Hints:
 
 KINDS = tuple(field.name for field in fields(Hints) if field.name != "version")
 """Of hints: the names of the fields."""
+# A default is the attribute of the class, too.
+_UNSAID = {name: getattr(Hints, name) for name in KINDS}
 
 
 def _ranges(given: object) -> tuple[Retain, ...]:
@@ -221,8 +225,13 @@ def _ranges(given: object) -> tuple[Retain, ...]:
     )
 
 
+@cache
+def _fields_of(schema: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(schema))
+
+
 def _names(schema: type) -> str:
-    return ", ".join(field.name for field in fields(schema))
+    return ", ".join(_fields_of(schema))
 
 
 def _check_fields(schema: type, given: object, where: str) -> None:
@@ -230,7 +239,7 @@ def _check_fields(schema: type, given: object, where: str) -> None:
         raise ValueError(
             f"{where} must be an object with {_names(schema)}, got {given!r}."
         )
-    known = {field.name for field in fields(schema)}
+    known = _fields_of(schema)
     for name in given:
         if name not in known:
             raise ValueError(

@@ -7,7 +7,7 @@ is any hashable value; the tier uses the first key of a slot.
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import NamedTuple
 
 Key = Hashable
@@ -48,6 +48,12 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def hit(self, key: Key) -> None:
         """Resident `key` is used. It is pinned until the plan in the making ends."""
+
+    def hits(self, keys: Collection[Key]) -> None:
+        """As `hit` of each of `keys`, one after another."""
+        hit = self.hit
+        for key in keys:
+            hit(key)
 
     @abstractmethod
     def remove(self, key: Key) -> None:

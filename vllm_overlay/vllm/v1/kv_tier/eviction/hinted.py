@@ -14,7 +14,7 @@ the lowest priority goes, the oldest first.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 
 from vllm.v1.kv_tier.eviction.base import NO_HINT, EvictionPolicy, Key
 from vllm.v1.kv_tier.eviction.kept import ByPriority, Kept
@@ -96,6 +96,13 @@ class Hinted(EvictionPolicy):
             self._discard(key)
             self._policy.insert(key)
         self._policy.hit(key)
+
+    def hits(self, keys: Collection[Key]) -> None:
+        # Each block that is loaded comes by here, and mostly none is kept.
+        if self.kept.isdisjoint(keys):
+            self._policy.hits(keys)
+        else:
+            super().hits(keys)
 
     def remove(self, key: Key) -> None:
         if key in self.kept:

@@ -89,18 +89,28 @@ class Said:
                 self._about.popitem(last=False)
         return about
 
-    def renew(self, keys: Collection[Key], about: About) -> None:
-        """A request says `about`, of a priority or a tenant, of all of `keys`, of which
-        nobody else has said anything.
+    def renew(self, keys: Collection[Key], about: About) -> bool:
+        """A request says `about`, of a priority above `NO_HINT`, of all of `keys`.
 
         It is `tell` without what that costs for each block of a long prefix.
+
+        Returns:
+            Whether it did. Nothing has changed where somebody else has said something
+            of one of them, or that it is to go first.
+
         """
         abouts = self._about
-        for key in abouts.keys() & keys:
+        known = abouts.keys() & keys
+        # There are few that differ.
+        for old in set(map(abouts.__getitem__, known)):
+            if old.tenant != about.tenant or old.priority < NO_HINT:
+                return False
+        for key in known:
             del abouts[key]
         abouts.update(dict.fromkeys(keys, about))
         for _ in range(len(abouts) - self._num_keys):
             abouts.popitem(last=False)
+        return True
 
     def used_in_silence(self, key: Key) -> bool:
         """A request uses `key` that says nothing. Returns whether that changes what was

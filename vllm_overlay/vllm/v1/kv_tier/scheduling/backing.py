@@ -18,7 +18,6 @@ from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
-    KVCacheBlock,
     get_group_id,
 )
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
@@ -194,10 +193,11 @@ class Backing:
         """A tier does not have `key`, or not whole."""
         self.spillers[tier].is_gone(key)
 
-    def hit(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """A request is admitted with device blocks that it hit."""
+    def hit(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """A request is admitted with device blocks of `keys` that it hit, or that are
+        loaded for it."""
         for spiller in self.spillers:
-            spiller.hit(blocks)
+            spiller.hit(keys)
 
     def finish(self, plan: StepPlan, is_idle: bool) -> None:
         """The step is complete: put its jobs into its plan.

@@ -105,11 +105,10 @@ class TieredBlockPool(BlockPool):
         loader = Loader(
             *common, self._draft, prefetches, self.costs, self.writer, stats, tuning
         )
-        deciding = loader, self.waiting, prefetches, self.writer, self.admission
-        self._promotion = Promotion(
-            self, self._draft, *deciding, self.releasing, stats, tuning
-        )
         self.backing = make_backing(layout, self, self.host, self.costs)
+        deciding = loader, self.waiting, prefetches
+        told = *deciding, self.writer, self.admission, self.backing, self.releasing
+        self._promotion = Promotion(self, self._draft, *told, stats, tuning)
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
         self._num_taken = 0
@@ -187,11 +186,7 @@ class TieredBlockPool(BlockPool):
         below = self.backing
         if below is not None and below.fetching.fetches(request, computed_blocks):
             return None
-        promoted = self._promotion.promote(request, managers, computed_blocks, *others)
-        if below is not None:
-            for group in promoted or ():
-                below.hit(group)
-        return promoted
+        return self._promotion.promote(request, managers, computed_blocks, *others)
 
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
         """Whether `request` waits for loads that are still on their way, or leaves its

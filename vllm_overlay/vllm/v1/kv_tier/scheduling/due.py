@@ -77,10 +77,14 @@ class Due:
             slots = self._slots[depth]
             seqs = map(_store_seq, islice(slots.values(), num - len(taken)))
             num_settled = len(list(takewhile(settled.__ge__, seqs)))
-            some = dict(islice(slots.items(), num_settled))
-            for key in some:
-                del slots[key], self.depths[key]
-            taken |= some
-            if not slots:
+            if num_settled == len(slots):
                 del self._slots[depth]
+                some = slots
+            else:
+                some = dict(islice(slots.items(), num_settled))
+                for key in some:
+                    del slots[key]
+            for key in some:
+                del self.depths[key]
+            taken |= some
         return taken

@@ -117,9 +117,6 @@ class FreeBlocks:
         """
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
         assert block is not None, "the tail of the queue is always there"
-        # Each block of a decoding request comes by here.
-        if num_blocks == 1 and block.block_id not in candidates:
-            return True
         passed = []
         num_looks = len(self) if max_looks is None else min(max_looks, len(self))
         if num_blocks <= num_looks:

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.scheduling.admission import Admission
+from vllm.v1.kv_tier.scheduling.backing import Backing
 from vllm.v1.kv_tier.scheduling.draft import PlanDraft
 from vllm.v1.kv_tier.scheduling.loading import Hole, Loader
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
@@ -79,6 +80,7 @@ class Promotion:
         prefetches: What is on its way.
         writer: Is told of hits.
         admission: Counts uses; None: nobody asks for them.
+        backing: The tiers below, which are told of hits.
         releasing: Is told of hits, too.
         stats: Counts hits.
         tuning: When prefetches are worth it.
@@ -94,6 +96,7 @@ class Promotion:
         prefetches: Prefetches,
         writer: Writer,
         admission: Admission | None,
+        backing: Backing | None,
         releasing: Releasing,
         stats: KVTierStats,
         tuning: SchedulingTuning,
@@ -105,6 +108,7 @@ class Promotion:
         self._prefetches = prefetches
         self._writer = writer
         self._admission = admission
+        self._backing = backing
         self._releasing = releasing
         self._stats = stats
         self._min_prefetch = tuning.min_prefetch
@@ -270,9 +274,12 @@ class Promotion:
     ) -> None:
         """`request`, which hit `groups`, is admitted."""
         self._releasing.hit(request, groups, managers)
-        if self._admission is None:
+        if self._admission is None and self._backing is None:
             return
         for group in groups:
             keys = [key for block in group if (key := block.block_hash) is not None]
-            self._admission.hit(keys)
-            self._writer.used(b for b in group if b.block_hash is not None)
+            if self._admission is not None:
+                self._admission.hit(keys)
+                self._writer.used(b for b in group if b.block_hash is not None)
+            if self._backing is not None:
+                self._backing.hit(keys)

@@ -10,8 +10,6 @@ client wants to be kept is a matter of `Retaining`.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from itertools import compress
-from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,10 +33,6 @@ from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request, RequestStatus
 
 logger = init_logger(__name__)
-
-_STATUS = attrgetter("status")
-# As upstream has them in order, so that all that run are looked at without a call each.
-_UNFINISHED = max(int(each) for each in RequestStatus if not each.is_finished(each))
 
 
 class Speaker(NamedTuple):
@@ -177,10 +171,11 @@ class Releasing:
         if not (self._some_were_freed and self._last):
             return
         self._some_were_freed = False
-        # All that run may be among them.
-        last = self._last
-        have_ended = map(_UNFINISHED.__lt__, map(_STATUS, last.values()))
-        for request in list(compress(last.values(), have_ended)):
+        # All that run may be among them, so none of those is called.
+        last, running = self._last, RequestStatus.RUNNING
+        for request in [each for each in last.values() if each.status is not running]:
+            if not request.is_finished():
+                continue
             del last[request.request_id]
             self.retaining.ended(request.request_id)
             speaker = self._speakers[request]

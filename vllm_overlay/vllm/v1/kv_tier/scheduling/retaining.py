@@ -162,18 +162,18 @@ class Retaining:
     ) -> bool:
         """Does what `_tell` does, with few calls, if all of `blocks` are to stay and
         nobody else has said anything of them; else nothing, and returns False."""
-        tenant, said = about.tenant, self.said
-        if about.priority <= NO_HINT or hinted.orders_itself or tenant in hinted.shares:
+        if (
+            about.priority <= NO_HINT
+            or hinted.orders_itself
+            or about.tenant in hinted.shares
+        ):
             return False
         stay: dict[int, Any] = {
             b.block_id: key for b in blocks if (key := b.block_hash) is not None
         }
         keys = stay.values()
-        # There are few that differ.
-        for old in set(map(said.get, keys)):
-            if old is not None and (old.tenant != tenant or old.priority < NO_HINT):
-                return False
-        said.renew(keys, about)
+        if not self.said.renew(keys, about):
+            return False
         if not hinted.kept.isdisjoint(keys):
             for kept in hinted.kept.intersection(keys):
                 if self._table.is_ordered(kept):  # type: ignore[arg-type]
@@ -290,6 +290,10 @@ class Retaining:
         """`num_blocks` are about to be taken: not those that are to stay, while there
         are others near the head of the queue."""
         if self._is_vain:
+            return
+        head = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        # Each block of a decoding request comes by here.
+        if num_blocks == 1 and head.block_id not in self.on_device:  # type: ignore[union-attr]
             return
         max_looks = 2 * num_blocks + _MAX_PASSED
         # When all that is near is to stay, there is no second look in this step.

@@ -148,14 +148,15 @@ class SlotTable:
 
         The policy hears of the use now, so that it gives up others first.
         """
-        hit = self._policy.hit
-        for slot in slots:
-            key = slot.keys[0]
-            self._pinned.add(key)
-            if key not in self._aside:
-                hit(key)
-            if self._released:
-                self._released.pop(key, None)
+        # Each block that is loaded comes by here.
+        keys = [slot.keys[0] for slot in slots]
+        self._pinned.update(keys)
+        aside, released = self._aside, self._released
+        ordered = [key for key in keys if key not in aside] if aside else keys
+        self._policy.hits(ordered)
+        if released:
+            for key in keys:
+                released.pop(key, None)
 
     def unpin_all(self) -> None:
         """The plan is complete."""

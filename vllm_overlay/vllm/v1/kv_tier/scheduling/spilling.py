@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import not_
 
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.plan import SecondaryJob
 from vllm.v1.kv_tier.scheduling.admission import Admission, admission_from
 from vllm.v1.kv_tier.scheduling.below import (
@@ -85,9 +85,9 @@ class Spiller:
         if self._due.remove(slot.keys[0]):
             self._stats.dropped_blocks += 1
 
-    def hit(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """A request is admitted with device blocks that it hit or that are loaded for
-        it: their slots, if they have some, are of use again."""
+    def hit(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """A request is admitted with device blocks of `keys` that it hit or that are
+        loaded for it: their slots, if they have some, are of use again."""
         if self._jobs.is_detached:
             return
         get, due, known = self._table.get, self._due.depths, self._known
@@ -95,9 +95,8 @@ class Spiller:
         # Each block of each hit comes by here.
         used = {
             key: slot
-            for block in blocks
-            if (key := block.block_hash) is not None
-            and not (key in known or key in due or key in writing)
+            for key in keys
+            if not (key in known or key in due or key in writing)
             and (slot := get(key)) is not None
         }
         if used and self._admission is not None:
@@ -212,10 +211,10 @@ class Spiller:
             self._table.end_hold(self._index, indices, keys)
             # Whoever asked for these before they were written was told that they are
             # not there.
-            written = list(compress(keys, done))
-            self._asker.has(object_keys(written))
-            for key in written:
-                self.is_below(key)
+            if written := list(compress(keys, done)):
+                self._asker.has(object_keys(written))
+                for key in written:
+                    self.is_below(key)
             self._tell(compress(keys, map(not_, done)))
             self._stats.record_job("put", len(done), seconds)
             self._stats.stored_blocks += sum(done)
