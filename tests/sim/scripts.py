@@ -169,7 +169,6 @@ def random_tuning(rng: Random) -> SchedulingTuning:
         first_fetch=choose([1, 4]),
         num_fetches=choose([1, 5]),
         fetch_job_s=choose([0.0, 5.0, 100.0]),
-        max_looks=choose([1, 4, 1000]),
         patience_s=choose([0.0, 3.0]),
         retry_store_s=choose([0.0, 3.0, 30.0]),
     )

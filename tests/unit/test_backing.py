@@ -129,7 +129,7 @@ def test_a_prefix_from_below_becomes_a_host_hit() -> None:
     assert below.where("a") == "below"
     below.tier.begin()
     assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
-    assert below.tier.end().awaits_secondary is False
+    assert not below.tier.end().awaits_secondary
     assert below.pool.take_plan(is_idle=True).awaits_secondary
     below.end(job)
     assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]

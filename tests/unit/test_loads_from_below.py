@@ -57,15 +57,33 @@ def test_half_of_it_is_loaded_while_the_other_half_comes() -> None:
     assert sorted(plan.ahead_slots) == sorted(first.slots + second.slots)
     assert fetched.waits and not plan.secondary
     fetched.come(third)
-    assert not fetched.waits
-    assert sorted(fetched.look().ahead_slots) == sorted(third.slots)
+    assert fetched.waits
     fetched.come(last)
     assert not fetched.waits
     tier = fetched.below.tier
     tier.begin()
     (group,) = tier.promote(tier.find("abcdefgh"), request=fetched.request)
     assert len(group) == 8
-    assert sorted(tier.end().load_slots) == sorted(last.slots)
+    assert sorted(tier.end().load_slots) == sorted(third.slots + last.slots)
+
+
+def test_ranks_are_told_how_many_jobs_must_end() -> None:
+    fetched = Fetched("abcdefgh")
+
+    def awaits() -> int:
+        return fetched.below.pool.take_plan(is_idle=True).awaits_secondary
+
+    first, second, third, last = fetched.jobs
+    assert awaits() == 2
+    fetched.come(first)
+    assert awaits() == 2
+    fetched.come(second)
+    fetched.look()
+    assert awaits() == 4
+    fetched.come(third)
+    assert awaits() == 4
+    fetched.come(last)
+    assert not fetched.waits and awaits() == 0
 
 
 def test_a_hole_ends_the_wait_for_what_is_behind_it() -> None:
@@ -80,17 +98,18 @@ def test_a_hole_ends_the_wait_for_what_is_behind_it() -> None:
     assert len(group) == 2
 
 
-def test_a_long_prefix_is_looked_at_a_few_times() -> None:
+@pytest.mark.parametrize("min_prefetch", [16, 17])
+def test_a_long_prefix_is_looked_at_once_while_it_comes(min_prefetch: int) -> None:
     names = "".join(map(chr, range(ord("A"), ord("A") + 32)))
-    fetched = Fetched(names)
+    fetched = Fetched(names, min_prefetch=min_prefetch)
     assert len(fetched.jobs) == 16
-    num_looks = 0
-    for job in fetched.jobs[:-1]:
+    looks = []
+    for number, job in enumerate(fetched.jobs[:-1], 1):
         fetched.come(job)
         while not fetched.waits:
             fetched.look()
-            num_looks += 1
-    assert num_looks == 2
+            looks.append(number)
+    assert looks == ([8] if min_prefetch == 16 else [])
 
 
 def test_what_is_still_below_is_not_loaded() -> None:

@@ -50,7 +50,7 @@ class Rank:
         *jobs: SecondaryJob,
         have_ended: Callable[[int, int], bool] = lambda stores, loads: True,
         is_filled: Callable[[int], bool] = lambda slot: True,
-        awaits: bool = False,
+        awaits: int = 0,
     ) -> None:
         self._seq += 1
         plan = StepPlan(self._seq, secondary=list(jobs), awaits_secondary=awaits)
@@ -259,34 +259,37 @@ def test_only_a_step_that_runs_nothing_waits_and_not_for_long(stub: Stub) -> Non
     begun = time.monotonic()
     rank.step(put(1, [0]))
     assert time.monotonic() - begun < 0.1
-    rank.step(awaits=True)
+    rank.step(awaits=1)
     assert 0.2 <= time.monotonic() - begun < 5
     begun = time.monotonic()
     threading.Timer(0.02, stub.goes_on.set).start()
     rank = Rank(stub, idle_wait_s=60)
-    rank.step(put(1, [0]), awaits=True)
+    rank.step(put(1, [0]), awaits=1)
     assert time.monotonic() - begun < 10
 
 
 def test_a_step_waits_longer_while_something_is_read(stub: Stub) -> None:
     rank = Rank(stub, idle_wait_s=0.0, idle_read_s=0.2)
     begun = time.monotonic()
-    rank.step(put(1, [0]), awaits=True)
+    rank.step(put(1, [0]), awaits=1)
     assert time.monotonic() - begun < 0.1
-    rank.step(get(2, [3], [3]), awaits=True)
+    rank.step(get(2, [3], [3]), awaits=2)
     assert 0.2 <= time.monotonic() - begun < 5
 
 
-def test_a_step_that_has_something_to_tell_does_not_wait(stub: Stub) -> None:
-    rank = Rank(stub, idle_wait_s=60, idle_read_s=60)
+@pytest.mark.parametrize("awaits", [1, 2, 3])
+def test_a_step_waits_until_so_many_jobs_have_ended(stub: Stub, awaits: int) -> None:
+    rank = Rank(stub, idle_wait_s=0.3 if awaits == 3 else 60)
     stub.goes_on.set()
     rank.step(put(1, [0]))
-    limit = time.monotonic() + 10
-    while rank.report.is_empty:
-        assert time.monotonic() < limit
-        time.sleep(0.001)
-    rank.step(awaits=True)
-    assert time.monotonic() < limit
+    rank.told()
+    begun = time.monotonic()
+    rank.step(put(2, [1]), awaits=awaits)
+    assert (time.monotonic() - begun >= 0.3) == (awaits == 3)
+    assert time.monotonic() - begun < 10
+    if awaits > 1:
+        # All of them are told of with the output of this step.
+        assert not rank.report.is_empty
 
 
 def test_results_of_all_ranks_reach_the_scheduler() -> None:

@@ -74,14 +74,14 @@ def test_a_store_is_written_and_read_in_short_turns(tmp_path: Path) -> None:
     )
     for is_put in (True, False):
         job = SecondaryJob(1 + (not is_put), is_put, [b"key"], [0], 0, 0, 0)
-        plan = StepPlan(1, secondary=[job], awaits_secondary=True)
+        plan = StepPlan(1, secondary=[job], awaits_secondary=2)
         io.begin_step(plan, lambda stores, loads: True, lambda slot: True)
         limit = time.monotonic() + 30
         while time.monotonic() < limit:
             if len(seen) == 1 + (not is_put) and turn_s() == USUAL_S:
                 break
             io.begin_step(
-                StepPlan(2, awaits_secondary=True),
+                StepPlan(2, awaits_secondary=2),
                 lambda stores, loads: True,
                 lambda slot: True,
             )

@@ -92,9 +92,10 @@ class StepPlan:
     asks_secondary: bool = False
     """The step runs nothing, and asks the tier below what a request lacks: writes leave
     the way to the answer, and to what is read then."""
-    awaits_secondary: bool = False
-    """The step runs nothing, and a request waits for the tier below: a rank may take a
-    moment to see whether a job ends."""
+    awaits_secondary: int = 0
+    """The step runs nothing, and before so many jobs of tiers below have ended on a
+    rank, of all that it was ever given, there is nothing to do: it may take a moment to
+    see whether they do. 0: nobody waits for any."""
 
     tell_end: bool = False
     """Tell, in `StepReport.ended`, when the stores, loads and forward passes of plans

@@ -61,7 +61,9 @@ class SecondaryIO:
         report.tells_late = True
         self._tuning = tuning
         self._waiting: list[SecondaryJob] = []
-        self._has_ended = threading.Event()
+        # Of jobs, and how many: of all that there ever were.
+        self._ends = threading.Condition()
+        self._num_ended = 0
         # What a request waits for does not queue behind what nobody waits for, nor one
         # tier behind another.
         self._queues: dict[tuple[int, bool], Queue] = {}
@@ -91,8 +93,6 @@ class SecondaryIO:
             is_filled: Whether the last store into a slot did not fail.
 
         """
-        # Whatever ended before is told with this step's output.
-        self._has_ended.clear()
         if plan.asks_secondary:
             for reads in self._reads:
                 reads.expect()
@@ -105,10 +105,14 @@ class SecondaryIO:
                 self._queues[job.tier, job.is_put].put(work)
             else:
                 self._waiting.append(job)
-        if plan.awaits_secondary and self._report.is_empty:
+        if plan.awaits_secondary:
             # Else an engine that waits for a store would spin.
             tuning, is_read = self._tuning, any(reads.num for reads in self._reads)
-            self._has_ended.wait(tuning.idle_read_s if is_read else tuning.idle_wait_s)
+            with self._ends:
+                self._ends.wait_for(
+                    lambda: self._num_ended >= plan.awaits_secondary,
+                    tuning.idle_read_s if is_read else tuning.idle_wait_s,
+                )
 
     def launches(self, is_launching: bool) -> None:
         """The forward pass of a step is launched from now on, or has been: meanwhile no
@@ -177,7 +181,9 @@ class SecondaryIO:
         self._report.secondary_ended(
             SecondaryResult(job.number, done, seconds, evicted)
         )
-        self._has_ended.set()
+        with self._ends:
+            self._num_ended += 1
+            self._ends.notify_all()
 
     def _move(self, job: SecondaryJob, places: list[int]) -> list[bool]:
         done = [False] * len(job.slots)

@@ -217,7 +217,8 @@ class Backing:
         elif self._idle_since is None:
             self._idle_since = self._costs.clock()
         plan.asks_secondary = is_idle and self.fetching.num_asked > 0
-        plan.awaits_secondary = is_idle and (self.fetching.is_awaited or self.writes_on)
+        if is_idle and (num := self.fetching.num_awaited or int(self.writes_on)):
+            plan.awaits_secondary = self._jobs.num_ended + num
         self.fetching.end_step()
 
     @property

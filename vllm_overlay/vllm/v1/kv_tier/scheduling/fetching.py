@@ -36,9 +36,8 @@ class _Wait:
     """That fetch what it waits for."""
     alone: tuple[Source, int] | None = None
     """Where its blocks come from, and how many, if nothing else is fetched."""
-    look_at: tuple[int, int] = 0, 0
-    """When so many of them have ended and so many blocks have come, its prefix is
-    looked at again: what has come is loaded on to the device while the rest comes."""
+    look_at: int = 0
+    """When so many of them have ended its prefix is looked at again."""
     was_idle: bool = True
     """The engine has run nothing else since."""
     is_over: bool = False
@@ -86,7 +85,7 @@ class Fetching:
         self._fetched_by: dict[BlockHashWithGroupId, int] = {}
         # Nobody tells of requests that are aborted.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
-        self.num_asked = self._num_come = 0
+        self.num_asked = 0
         """Requests for which this step asks."""
         # How long this step waits for answers.
         self._until = 0.0
@@ -105,9 +104,15 @@ class Fetching:
         self.num_asked, self._until = 0, 0.0
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether a request waits for a job."""
-        return any(wait.jobs for wait in self._waits.values())
+    def num_awaited(self) -> int:
+        """How many jobs must end until there is something to do for a request that
+        waits for some; 0: none waits."""
+        num_left = (
+            max(1, wait.look_at - self._num_ended(wait))
+            for wait in self._waits.values()
+            if wait.jobs
+        )
+        return min(num_left, default=0)
 
     def holds_back(self, request: Request, is_idle: bool) -> bool:
         """Whether `request` waits. Asks for it the first time.
@@ -150,8 +155,7 @@ class Fetching:
             or (source.is_overdue and not is_patient)
         ]
         if len(late) < len(awaited):
-            num_ended, num_come = wait.look_at
-            return self._num_come < num_come or self._num_ended(wait) < num_ended
+            return self._num_ended(wait) < wait.look_at
         for source in late:
             source.is_late(wait.since, now)
         is_measured = wait.was_idle and self._num_ended(wait) == len(wait.jobs)
@@ -279,7 +283,7 @@ class Fetching:
             else:
                 self.found.pop(block.key, None)
         if request is not None:
-            self._wait_for(request, jobs, num_fetched, sum(map(len, groups)))
+            self._wait_for(request, jobs, num_fetched)
         return True
 
     def _worth_it(
@@ -302,32 +306,30 @@ class Fetching:
         return worth if is_gain else []
 
     def _wait_for(
-        self,
-        request: Request,
-        jobs: dict[int, Source],
-        num_fetched: int,
-        num_blocks: int,
+        self, request: Request, jobs: dict[int, Source], num_fetched: int
     ) -> None:
-        """`request` waits for `jobs`, which fetch so many blocks of its prefix of so
-        many, and maybe others."""
+        """`request` waits for `jobs`, which fetch so many blocks of its prefix, and
+        maybe others."""
         wait = self._waits.get(request)
         if wait is None or wait.is_over:
             # Found by another request, after this one had asked.
             wait = self._waits[request] = _Wait(self._costs.clock())
         sources = {*jobs.values()}
-        if sources and not wait.jobs:
+        is_first = not wait.jobs
+        if sources and is_first:
             # It may have asked long before its turn came: half of the time is left.
             half_s = max(source.deadline_s for source in sources) / 2
             wait.since = max(wait.since, self._costs.clock() - half_s)
         is_all = num_fetched == sum(self._num_filling)
-        if not wait.jobs and len(sources) == 1 and is_all:
+        if is_first and len(sources) == 1 and is_all:
             wait.alone = sources.pop(), num_fetched
         wait.jobs |= jobs
-        # The blocks of the last jobs are loaded with the step that the request joins.
-        num_ended = self._num_ended(wait)
-        num_ended += max(1, (len(wait.jobs) - num_ended) // 2)
-        num_more = max(self._tuning.min_prefetch, num_blocks // self._tuning.max_looks)
-        wait.look_at = num_ended, self._num_come + num_more
+        # Half of a long one is loaded while the rest comes, which is loaded layer by
+        # layer with the step that the request joins. To look more often takes Python's
+        # lock from the threads that read for as long as the loads take.
+        wait.look_at = len(wait.jobs)
+        if is_first and num_fetched >= 2 * self._tuning.min_prefetch:
+            wait.look_at -= (len(wait.jobs) - self._num_ended(wait)) // 2
         if not wait.jobs:
             self._give_up(wait)
 
@@ -363,7 +365,6 @@ class Fetching:
 
     def _came(self, block: StoredBlock, index: int, is_there: bool) -> None:
         key, tier = block.key, block.source.index
-        self._num_come += 1
         del self._fetched_by[key]
         self._num_filling[tier] -= 1
         self.found.pop(key, None)

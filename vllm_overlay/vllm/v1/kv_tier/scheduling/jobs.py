@@ -46,6 +46,8 @@ class Jobs:
         one brought."""
         self.evicted_bytes: Counter[int] = Counter()
         """That stores have told of since whoever reports it cleared this, by tier."""
+        self.num_ended = 0
+        """Jobs that are over on all ranks."""
         self._num_jobs = 0
         self._queue: list[SecondaryJob] = []
         self._jobs: dict[int, _Job] = {}
@@ -119,6 +121,7 @@ class Jobs:
             job.num_told += 1
             if job.num_told == self._num_ranks:
                 del self._jobs[result.number]
+                self.num_ended += 1
                 job.ended(job.done, job.seconds)
 
     def is_under_way(self, number: int) -> bool:
