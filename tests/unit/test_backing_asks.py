@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the tier below is asked, and how long an idle step waits for the answer."""
 
+import threading
 import time
 
 import pytest
 
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.scheduling.sources import Wanted
 
 from .below import Below, Request, key
 
@@ -50,6 +52,24 @@ def test_an_engine_that_runs_nothing_waits_for_the_answer_and_no_other() -> None
     assert below.pool.is_loading(Request("cd"), True)  # type: ignore[arg-type]
     assert time.monotonic() - begun < 5
     below.store.answers.set()
+
+
+def test_the_look_up_of_a_prompt_is_no_part_of_the_wait_for_an_answer() -> None:
+    below = Below(answer_wait_s=0.5)
+    below.store.keys = {key("a")}
+    below.store.answers.clear()
+    missing = below.pool.backing.fetching._missing  # type: ignore[union-attr]
+
+    def slow(request: Request) -> list[Wanted]:
+        time.sleep(0.6)
+        threading.Timer(0.05, below.store.answers.set).start()
+        return missing(request)  # type: ignore[arg-type]
+
+    below.pool.backing.fetching._missing = slow  # type: ignore[method-assign, union-attr, assignment]
+    below.tier.begin()
+    assert not below.pool.is_loading(Request("ab"), False)  # type: ignore[arg-type]
+    assert below.where("a") == "below"
+    below.tier.end()
 
 
 def test_an_idle_step_waits_for_all_answers_no_longer_than_for_one() -> None:

@@ -48,6 +48,17 @@ def test_a_job_that_something_held_up_says_nothing_of_the_others() -> None:
         assert tier.source.is_worth_it
 
 
+def test_what_was_not_there_took_no_time() -> None:
+    tier = Fetches()
+    tier.source.begins(BLOCKS)
+    tier.source.came([False] * BLOCKS, FAST_S)
+    assert not tier.source.is_known
+    # One in 32, which took longer than it takes to compute it.
+    tier.source.begins(BLOCKS)
+    tier.source.came([True] + [False] * (BLOCKS - 1), 2 * PREFILL_S)
+    assert tier.source.is_known and not tier.source.is_worth_it
+
+
 def test_nor_does_the_first_one_for_long() -> None:
     tier = Fetches()
     tier.fetch(SLOW_S)

@@ -226,18 +226,21 @@ class _Reads:
 
     def begin(self) -> None:
         """There is one more."""
-        self.expect()
         with self._lock:
+            self._expect()
             self.num += 1
             self._none.clear()
 
     def expect(self) -> None:
         """There may be one in a moment."""
         with self._lock:
-            now = time.monotonic()
-            if not self.num and now >= self._ended + self._tuning.after_read_s:
-                self._began = now
-            self._ended = now
+            self._expect()
+
+    def _expect(self) -> None:
+        now = time.monotonic()
+        if not self.num and now >= self._ended + self._tuning.after_read_s:
+            self._began = now
+        self._ended = now
 
     def end(self) -> None:
         """There is one less."""

@@ -123,8 +123,6 @@ class Fetching:
                 moment: else another empty step, which takes longer, would find it.
 
         """
-        if is_idle and not self._until:
-            self._until = time.monotonic() + self._tuning.answer_wait_s
         now = self._costs.clock()
         wait = self._waits.get(request)
         if wait is None:
@@ -133,6 +131,9 @@ class Fetching:
                 return True
             self.num_asked += 1
             wait = self._waits[request] = self._ask(request, now, is_idle)
+        if is_idle and not self._until:
+            # Not before it has asked: to look up a long prompt takes a while, too.
+            self._until = time.monotonic() + self._tuning.answer_wait_s
         wait.was_idle &= is_idle
         if wait.is_over:
             return False

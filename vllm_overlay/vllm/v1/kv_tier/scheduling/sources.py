@@ -201,18 +201,19 @@ class Source:
 
     def came(self, done: Sequence[bool], seconds: float) -> None:
         """Blocks were fetched, or not, in so many seconds together."""
-        if any(done):
-            self._num_late = 0
-            self._last_came = self._costs.clock()
+        now, num_come = self._costs.clock(), sum(done)
         self._stats.record_job("get", len(done), seconds)
-        self._stats.loaded_blocks += sum(done)
-        self._stats.missed_blocks += len(done) - sum(done)
-        if not self.is_known:
-            self._fetched_s.clear()
-        self._fetched_s.append(seconds / len(done))
-        self._fetch_s = median_high(self._fetched_s)
+        self._stats.loaded_blocks += num_come
+        self._stats.missed_blocks += len(done) - num_come
         self._under_way.popleft()
-        self._measured_at = self._head_since = self._costs.clock()
+        self._head_since = now
+        if num_come:
+            self._num_late, self._last_came = 0, now
+            if not self.is_known:
+                self._fetched_s.clear()
+            self._fetched_s.append(seconds / num_come)
+            self._fetch_s = median_high(self._fetched_s)
+            self._measured_at = now
 
     def was_waited_for(self, seconds: float, num_blocks: int) -> None:
         """A request had so many blocks after so many seconds, while the engine ran
