@@ -38,8 +38,10 @@ class Turn(Asking):
         return self.has_ended
 
 
-def serve(tier: Tier, turn: Turn, tokens: str, num_hits: int = 0) -> None:
-    """A step that computes what `tokens` has beyond its hit; the turn ends with it."""
+def computes(
+    tier: Tier, turn: Turn, tokens: str, num_hits: int = 0
+) -> list[KVCacheBlock]:
+    """A step that computes what `tokens` has beyond its hit; the turn goes on."""
     tier.begin()
     # Upstream's scheduler asks of every waiting request.
     assert not tier.pool.is_loading(turn, False)  # type: ignore[arg-type]
@@ -51,7 +53,12 @@ def serve(tier: Tier, turn: Turn, tokens: str, num_hits: int = 0) -> None:
     blocks += tier.pool.get_new_blocks(len(tokens) - num_hits)
     tier.pool.cache_full_blocks(turn, blocks, num_hits, len(blocks), BLOCK, 0)  # type: ignore[arg-type]
     tier.end()
-    tier.free(reversed(blocks))
+    return blocks
+
+
+def serve(tier: Tier, turn: Turn, tokens: str, num_hits: int = 0) -> None:
+    """As `computes`; the turn ends with the step."""
+    tier.free(reversed(computes(tier, turn, tokens, num_hits)))
     turn.has_ended = True
 
 
@@ -83,11 +90,7 @@ def test_a_released_conversation_leaves_the_device_first() -> None:
 def test_what_others_hit_while_it_runs_is_not_released() -> None:
     tier = Tier(8)
     running = Turn("1", "abcd", release=True)
-    tier.begin()
-    assert not tier.pool.is_loading(running, False)  # type: ignore[arg-type]
-    blocks = tier.pool.get_new_blocks(4)
-    tier.pool.cache_full_blocks(running, blocks, 0, 4, BLOCK, 0)  # type: ignore[arg-type]
-    tier.end()
+    blocks = computes(tier, running, "abcd")
     serve(tier, Turn("2", "abxy", conversation="c"), "abxy", 2)
     tier.free(reversed(blocks))
     running.has_ended = True
@@ -98,11 +101,7 @@ def test_a_preempted_request_releases_when_it_has_ended() -> None:
     tier = Tier(8)
     serve(tier, Turn("1", "ab"), "ab")
     turn = Turn("2", "cdef", release=True)
-    tier.begin()
-    assert not tier.pool.is_loading(turn, False)  # type: ignore[arg-type]
-    blocks = tier.pool.get_new_blocks(4)
-    tier.pool.cache_full_blocks(turn, blocks, 0, 4, BLOCK, 0)  # type: ignore[arg-type]
-    tier.end()
+    blocks = computes(tier, turn, "cdef")
     turn.is_preempted = True
     tier.free(reversed(blocks))
     assert victims(tier, 3, "abcdef") == "b"
