@@ -115,7 +115,7 @@ class ReportDraft:
         an output with nothing else goes to the `StepReportAggregator`.
         """
         is_late = self.tells_late and isinstance(output, AsyncModelRunnerOutput)
-        if self._report is None and not is_late:
+        if self.is_empty and not is_late:
             return output
         if output is None and not is_last_stage:
             output = EMPTY_MODEL_RUNNER_OUTPUT

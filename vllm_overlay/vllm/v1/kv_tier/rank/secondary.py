@@ -61,7 +61,7 @@ class SecondaryIO:
         report.tells_late = True
         self._tuning = tuning
         self._waiting: list[SecondaryJob] = []
-        # Of jobs, and how many: of all that there ever were.
+        # Tells of ends of jobs. How many have ended, of all that there ever were.
         self._ends = threading.Condition()
         self._num_ended = 0
         # What a request waits for does not queue behind what nobody waits for, nor one

@@ -76,7 +76,7 @@ class RankTuning:
     idle_read_s: float = 16e-3
     """As above, while something is read, which a request waits for, unless so many jobs
     end as are of use before: a step that runs nothing took 2 to 13 ms on an H100 beside
-    eight threads that read, and they a half more."""
+    eight threads that read, and they took a half more meanwhile."""
 
     after_read_s: float = 0.1
     """How long writes to a tier below are quiet after something was read: it is loaded

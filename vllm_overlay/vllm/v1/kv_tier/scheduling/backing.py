@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import (
-    BlockHashWithGroupId,
-    get_group_id,
-)
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_group_id
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
 from vllm.v1.kv_tier.scheduling.costs import Costs

@@ -106,9 +106,10 @@ class TieredBlockPool(BlockPool):
             *common, self._draft, prefetches, self.costs, self.writer, stats, tuning
         )
         self.backing = make_backing(layout, self, self.host, self.costs)
-        deciding = loader, self.waiting, prefetches
-        told = *deciding, self.writer, self.admission, self.backing, self.releasing
-        self._promotion = Promotion(self, self._draft, *told, stats, tuning)
+        deciding = loader, self.waiting, prefetches, self.writer, self.admission
+        self._promotion = Promotion(
+            self, self._draft, *deciding, self.backing, self.releasing, stats, tuning
+        )
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
         self._num_taken = 0

@@ -77,14 +77,10 @@ class Due:
             slots = self._slots[depth]
             seqs = map(_store_seq, islice(slots.values(), num - len(taken)))
             num_settled = len(list(takewhile(settled.__ge__, seqs)))
-            if num_settled == len(slots):
-                del self._slots[depth]
-                some = slots
-            else:
-                some = dict(islice(slots.items(), num_settled))
-                for key in some:
-                    del slots[key]
+            some = dict(islice(slots.items(), num_settled))
             for key in some:
-                del self.depths[key]
+                del slots[key], self.depths[key]
             taken |= some
+            if not slots:
+                del self._slots[depth]
         return taken
