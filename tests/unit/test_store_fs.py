@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from vllm.v1.kv_tier.stores import fs
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore
 
 from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, open_fs, path_of, row
@@ -203,7 +202,7 @@ def test_what_belongs_to_another_user_is_a_miss(
     store: FsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert put(store, 1)
-    monkeypatch.setattr(fs.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert get(store, 1) is None and store.exists(KEYS[1:2]) == [False]
 
 

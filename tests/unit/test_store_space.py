@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.v1.kv_tier.stores import space
+from vllm.v1.kv_tier.stores import pauses, space
 from vllm.v1.kv_tier.stores.space import COUNTER, Space, used_bytes
 
 from .stores import KEYS, OBJECT_BYTES, OWN_BYTES, empty, open_fs, path_of, row, total
@@ -194,12 +194,12 @@ def logged() -> Iterator[list[str]]:
             lines.append(record.getMessage())
 
     handler = Handler()
-    space.logger.addHandler(handler)
-    level = space.logger.level
-    space.logger.setLevel(logging.INFO)
+    pauses.logger.addHandler(handler)
+    level = pauses.logger.level
+    pauses.logger.setLevel(logging.INFO)
     yield lines
-    space.logger.setLevel(level)
-    space.logger.removeHandler(handler)
+    pauses.logger.setLevel(level)
+    pauses.logger.removeHandler(handler)
 
 
 def test_a_full_disk_stops_writing_for_a_minute(
@@ -223,7 +223,7 @@ def test_a_full_disk_stops_writing_for_a_minute(
     assert not list(root.rglob("*.tmp"))
     assert store.put([KEYS[1]], [row(1)]) == [False]
     assert store.get([KEYS[0]], [empty()]) == [True]
-    monkeypatch.setattr(space.time, "monotonic", lambda: clock() + 61)
+    monkeypatch.setattr(pauses.time, "monotonic", lambda: clock() + 61)
     assert store.put([KEYS[1]], [row(1)]) == [True]
     assert store.put([KEYS[2]], [row(2)]) == [True]
     assert logged[1:] == [f"KV tier: {root} can be written to again."]
@@ -369,7 +369,7 @@ def test_a_small_file_system(tmp_path: Path) -> None:
         store = open_fs(root, objects=5)
         many = range(30)
         config_cap = Space(root, 1 << 30)
-        store._space = config_cap
+        store._files._space = config_cap
         answers = store.put([KEYS[i] for i in many], [row(i) for i in many])
         assert any(answers) and not all(answers)
         assert store.exists([KEYS[i] for i in many]) == answers

@@ -72,7 +72,7 @@ ALIASES = {
     "simple": ["simple-eager", "simple-lazy"],
 }
 """Short names on the command line."""
-ON_DISK = ("core-fs", "offloading-fs")
+ON_DISK = ("core-fs", "core-fs-threads", "offloading-fs")
 """These write files below the temporary folder: it must be on the disk to measure."""
 
 
@@ -106,6 +106,12 @@ def configs(
         "type": "fs",
         "root_dir": f"{folder}/core",
         "max_gib": 4 * device_bytes / GIB,
+        "store_from_use": 1,
+    }
+    threads = {
+        "root_dir": f"{folder}/threads",
+        "num_processes": 0,
+        "num_threads": 8,
     }
     small = {"kv_offloading_size": device_bytes / GIB}
     theirs = native(
@@ -122,8 +128,10 @@ def configs(
         "core-write_back": Config(core(store_policy="write_back")),
         "core-write_through": Config(core(store_policy="write_through")),
         "core-hints": Config(core(store_policy="write_back"), hints=True),
-        "core-fs": Config(
-            core(secondary_tiers=[files | {"store_from_use": 1}]) | small, hashes
+        "core-fs": Config(core(secondary_tiers=[files]) | small, hashes),
+        # As before there were processes that read and write.
+        "core-fs-threads": Config(
+            core(secondary_tiers=[files | threads]) | small, hashes
         ),
         "offloading-fs": Config(theirs | small, hashes),
         "offloading": Config(native()),

@@ -29,9 +29,8 @@ from vllm.v1.kv_tier.memory.replicas import held_once, kv_replicas
 from vllm.v1.kv_tier.rank.layers import make_layer_waits
 from vllm.v1.kv_tier.rank.opening import common_objects, open_rank
 from vllm.v1.kv_tier.rank.sharing import may_share, share_slots, take_shared
-from vllm.v1.kv_tier.scheduling.asking import Asker
+from vllm.v1.kv_tier.scheduling.asking import Asker, exists_on_all
 from vllm.v1.kv_tier.scheduling.below import (
-    Exists,
     SecondaryLayout,
     SecondaryTier,
     labels,
@@ -90,6 +89,7 @@ def start_kv_tier(
             config.copy_engine,
             config.layerwise_loads,
             config.verify,
+            any(entry.uses_memory_file for entry in _entries(config)),
         ),
     )
     if len(per_rank) > 1:
@@ -249,6 +249,11 @@ def _elastic(
     )
 
 
+def _entries(config: KVTierConfig) -> list[StoreConfig]:
+    tiers = config.secondary_tiers or []
+    return [check_entry(tier, index) for index, tier in enumerate(tiers)]
+
+
 def _open_secondary(
     config: KVTierConfig,
     vllm_config: "VllmConfig",
@@ -262,9 +267,9 @@ def _open_secondary(
         ValueError: It cannot be used. The message names the setting and the mend.
 
     """
-    if not (tiers := config.secondary_tiers or []):
+    if not (entries := _entries(config)):
         return None
-    entries = [check_entry(tier, index) for index, tier in enumerate(tiers)]
+    kinds = [tier["type"] for tier in config.secondary_tiers or []]
     for entry in entries:
         entry.check()
     space = namespace(vllm_config, kv_cache_config, about()["tag"])
@@ -278,14 +283,14 @@ def _open_secondary(
     if (hint := advice()) is not None:
         logger.info("KV tier: %s", hint)
     opened = []
-    for entry, label in zip(entries, labels([tier["type"] for tier in tiers])):
+    for entry, label in zip(entries, labels(kinds)):
         logger.info("KV tier: below the host, %s, as %s.", entry.name, space)
         opened.append(
             SecondaryTier(
                 name=entry.name,
                 label=label,
                 locality=entry.locality,
-                asker=Asker(_exists_on_all(entry, ranks[::replicas], replicas)),
+                asker=Asker(exists_on_all(entry, ranks[::replicas], replicas)),
                 store_from_use=entry.store_from_use,
                 deadline_s=entry.deadline_ms / 1e3,
                 fetches_always=entry.fetch == ALWAYS,
@@ -302,21 +307,6 @@ def _open_secondary(
     )
     opened_layout.rank_calls.listen(executor)
     return opened_layout
-
-
-def _exists_on_all(
-    entry: StoreConfig, writers: Sequence[tuple[str, int]], replicas: int
-) -> Exists:
-    stores = [
-        entry.open(rank_space, i * replicas, num_bytes)
-        for i, (rank_space, num_bytes) in enumerate(writers)
-        if num_bytes
-    ]
-
-    def exists(keys: Sequence[bytes]) -> list[bool]:
-        return [all(each) for each in zip(*(store.exists(keys) for store in stores))]
-
-    return exists
 
 
 def _tokens_per_block(vllm_config: "VllmConfig", kv_cache_config: Any) -> float:
@@ -362,6 +352,7 @@ def _start_rank(
     copy_engine: str,
     layerwise_loads: bool,
     verify: bool,
+    as_file: bool,
 ) -> tuple[float, bool]:
     runner = wrapper.worker.model_runner
     regions = build_regions(runner.kv_caches, num_blocks)
@@ -379,6 +370,7 @@ def _start_rank(
         verify,
         shared=shared,
         num_mapped=num_mapped(wrapper, num_blocks),
+        as_file=as_file,
     )
     if shared is not None:
         shared.memory.close()

@@ -11,10 +11,11 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.copying.calibrate import CopyEngines, choose_engines
 from vllm.v1.kv_tier.copying.engine import slot_bytes
-from vllm.v1.kv_tier.memory.buffer import HostBuffer
+from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.checksums import PeerChecksums, SlotChecksums
 from vllm.v1.kv_tier.memory.giving_back import discard_blocks
 from vllm.v1.kv_tier.memory.regions import Region
+from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
 from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
 from vllm.v1.kv_tier.rank.copier import Copier
 from vllm.v1.kv_tier.rank.copy_order import CopyHangs, CopyOrder, InOrder
@@ -88,6 +89,7 @@ class HostTier:
         tuning: RankTuning = DEFAULT_TUNING,
         shared: SharedSlots | None = None,
         num_mapped: int | None = None,
+        as_file: bool = False,
     ) -> "HostTier":
         """A tier with host memory.
 
@@ -101,6 +103,7 @@ class HostTier:
             tuning: Sizes and times that no user sets.
             shared: The memory, if other ranks have it too. Else it is the rank's own.
             num_mapped: Device blocks that have memory, the first ones; None if all do.
+            as_file: Whether processes of stores are to map the memory of the rank.
 
         Raises:
             MemoryError: The host memory cannot be had.
@@ -108,15 +111,13 @@ class HostTier:
 
         """
         on_gpu = device.type == "cuda"
-        if shared is None:
-            buffer = HostBuffer(
-                num_slots,
-                slot_bytes(regions),
-                pin=on_gpu,
-                device=device if on_gpu else None,
-            )
-        else:
+        memory_file = None
+        if shared is not None:
             buffer = shared.buffer
+        else:
+            buffer, memory_file = _own_memory(
+                num_slots, slot_bytes(regions), device, as_file
+            )
         # Engines are tried on slots: by one rank at a time where they are the same.
         with shared.memory.alone() if shared is not None else nullcontext():
             engines = choose_engines(
@@ -136,15 +137,27 @@ class HostTier:
             order = CudaStreams(device, layer_waits, tuning, peers)
         tier = cls(regions, engines, order, layer_waits, checksums, tuning, peers)
         tier.buffer = buffer
+        tier._memory_file = memory_file
         return tier
 
     def open_secondary(self, stores: Sequence[BlockStore]) -> None:
         """From now on carry out what plans ask of the tiers below."""
-        slots = self.buffer.slots
-        self.secondary = SecondaryIO(stores, slots, self.report, self._tuning)
+        file = self._memory_file
+        self.secondary = SecondaryIO(
+            stores,
+            self.buffer.slots,
+            self.report,
+            self._tuning,
+            None if file is None else file.fd,
+        )
+        if file is not None:
+            file.close()
 
     buffer: HostBuffer
     """Kept as long as the tier is."""
+
+    _memory_file: SharedMemory | None = None
+    """That memory, if it is a file."""
 
     is_last_stage = True
     """Whether the outputs of this rank's pipeline stage have tokens. The reports of
@@ -272,6 +285,25 @@ class HostTier:
             return False
         tokens = scheduler_output.num_scheduled_tokens.values()
         return max(tokens, default=0) > waits.max_decode_tokens
+
+
+def _own_memory(
+    num_slots: int, num_bytes: int, device: torch.device, as_file: bool
+) -> tuple[HostBuffer, SharedMemory | None]:
+    """Memory of this rank alone, and the file that it is, if it is one."""
+    if as_file and num_bytes:
+        try:
+            return shared_buffer(num_slots, num_bytes, device)
+        except NotShared as e:
+            logger.info(
+                "KV tier: no other processes read and write objects for this rank, "
+                "which is slower: %s.",
+                e,
+            )
+    on_gpu = device.type == "cuda"
+    return HostBuffer(
+        num_slots, num_bytes, pin=on_gpu, device=device if on_gpu else None
+    ), None
 
 
 def _checksums(

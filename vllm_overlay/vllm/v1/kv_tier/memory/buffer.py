@@ -61,14 +61,14 @@ class HostBuffer:
             64 GiB.
         huge_pages: Ask for huge pages.
         progress_s: Seconds between log lines while it is taken.
-        shared: Memory to use, which other ranks have too. `huge_pages` is of no
-            meaning then.
+        shared: Memory to use, which other ranks have too, or processes of this one.
+            `huge_pages` is of no meaning then.
         nodes: NUMA nodes of the GPUs that share it, for the rank that touches it;
             another rank, which finds it touched, gives none.
 
     Raises:
         MemoryError: The machine cannot give that much memory.
-        NotShared: The driver does not register memory that ranks share.
+        NotShared: The driver does not register memory that is shared.
 
     """
 
@@ -128,7 +128,7 @@ class HostBuffer:
             slot_bytes,
             num_bytes / GiB,
             ("pinned" if self.pinned else "not pinned")
-            + (", shared with others" if shared is not None else ""),
+            + (", shared" if shared is not None else ""),
             time.perf_counter() - started,
         )
 
@@ -156,7 +156,7 @@ class HostBuffer:
             error, offset = e.args
         if self._shared is not None:
             raise NotShared(
-                f"the GPU driver refused to register memory that ranks share (error "
+                f"the GPU driver refused to register memory that is shared (error "
                 f"{error}, at {offset} of {num_bytes} bytes)"
             )
         try:
@@ -281,6 +281,41 @@ class HostBuffer:
         if not error:
             self._registered.append(address)
         return error
+
+
+def shared_buffer(
+    num_slots: int, slot_bytes: int, device: torch.device
+) -> tuple[HostBuffer, SharedMemory]:
+    """The host memory of one rank, which processes of its own can map, too.
+
+    Args:
+        num_slots: Number of slots.
+        slot_bytes: Bytes of one slot on this rank.
+        device: Where the rank computes.
+
+    Returns:
+        The memory, and the file that it is, which is to be closed when all have it.
+
+    Raises:
+        MemoryError: The machine cannot give that much memory.
+        NotShared: No memory of this machine can be shared.
+
+    """
+    on_gpu = device.type == "cuda"
+    memory = SharedMemory.create(num_slots, slot_bytes, num_ranks=1)
+    try:
+        buffer = HostBuffer(
+            num_slots,
+            slot_bytes,
+            pin=on_gpu,
+            device=device if on_gpu else None,
+            shared=memory,
+            nodes=set(),
+        )
+    except BaseException:
+        memory.close()
+        raise
+    return buffer, memory
 
 
 def _pieces(

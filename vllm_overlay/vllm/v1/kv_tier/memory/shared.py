@@ -89,7 +89,7 @@ class SharedMemory:
             NotShared: This machine cannot.
 
         """
-        if platform.machine() != "x86_64":
+        if num_ranks > 1 and platform.machine() != "x86_64":
             # Python has no barriers: others might see a number before the bytes.
             raise NotShared(f"{platform.machine()} may reorder what ranks write")
         try:
@@ -136,6 +136,11 @@ class SharedMemory:
             os.close(fd)
             raise NotShared(f"{path} cannot be mapped ({e})") from e
         return memory
+
+    @property
+    def fd(self) -> int:
+        """The open file, until `close`."""
+        return self._fd
 
     @property
     def address(self) -> Address:

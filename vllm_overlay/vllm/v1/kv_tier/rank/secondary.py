@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -39,6 +39,8 @@ class SecondaryIO:
         slots: `[num_slots, slot_bytes]`, uint8: the host memory of the rank.
         report: Where the ends of jobs go.
         tuning: How long a step that runs nothing waits.
+        slots_fd: The file that the memory is, if it is one. It may be closed
+            afterwards.
 
     """
 
@@ -48,6 +50,7 @@ class SecondaryIO:
         slots: torch.Tensor,
         report: ReportDraft,
         tuning: RankTuning,
+        slots_fd: int | None = None,
     ) -> None:
         self._stores = stores
         self._slots = slots.numpy()
@@ -56,6 +59,8 @@ class SecondaryIO:
         self._reads = [_Reads(tuning, self._is_launched) for _ in stores]
         for store, reads in zip(stores, self._reads):
             store.register(memoryview(self._slots).cast("B"))
+            if slots_fd is not None:
+                store.register_file(slots_fd)
             store.give_way(reads.leave_way)
         self._report = report
         report.tells_late = True
@@ -192,7 +197,7 @@ class SecondaryIO:
             rows = [memoryview(self._slots[job.slots[i]]) for i in places]
             store = self._stores[job.tier]
             move = store.put if job.is_put else store.get
-            with short_turns():
+            with nullcontext() if store.is_apart else short_turns():
                 moved = move(keys, rows)
             for i, is_done in zip(places, moved, strict=True):
                 done[i] = is_done

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.scheduling.below import Exists
+from vllm.v1.kv_tier.stores.settings import StoreConfig
 from vllm.v1.kv_tier.stores.turns import short_turns
 
 logger = init_logger(__name__)
@@ -23,6 +24,29 @@ _MISS_S = 1.0
 MAX_MISSES = 1 << 16
 # Nobody takes those of requests that were aborted, or did not wait so long.
 MAX_ANSWERS = 1 << 13
+
+
+def exists_on_all(
+    entry: StoreConfig, writers: Sequence[tuple[str, int]], replicas: int
+) -> Exists:
+    """What tells which objects all ranks have.
+
+    Args:
+        entry: The store.
+        writers: Namespace and bytes of an object of each rank that writes.
+        replicas: Each of them writes for so many.
+
+    """
+    stores = [
+        entry.open(rank_space, i * replicas, num_bytes)
+        for i, (rank_space, num_bytes) in enumerate(writers)
+        if num_bytes
+    ]
+
+    def exists(keys: Sequence[bytes]) -> list[bool]:
+        return [all(each) for each in zip(*(store.exists(keys) for store in stores))]
+
+    return exists
 
 
 class Asker:

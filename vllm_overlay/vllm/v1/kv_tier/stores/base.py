@@ -35,6 +35,19 @@ class BlockStore(ABC):
         bytes through the kernel has nothing to do here.
         """
 
+    def register_file(self, fd: int) -> None:  # noqa: B027
+        """Take note that this memory is a file, from its first byte on, which other
+        processes of this user can map.
+
+        Called at most once, behind `register`. The descriptor is closed afterwards.
+        """
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether other processes move the bytes: then neither `put` nor `get` takes
+        much of Python's lock."""
+        return False
+
     def give_way(self, wait: Callable[[], None]) -> None:  # noqa: B027
         """Call `wait` before each object of a `put`: it returns when nobody waits for
         what is read and no step is being launched, or has waited for long enough.

@@ -23,6 +23,13 @@ class WrittenElsewhere(BlockStore):
     def register(self, memory: memoryview) -> None:
         self._store.register(memory)
 
+    def register_file(self, fd: int) -> None:
+        self._store.register_file(fd)
+
+    @property
+    def is_apart(self) -> bool:
+        return self._store.is_apart
+
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         return [True] * len(keys)
 

@@ -1,13 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of files: local disk, or a directory that several engines share.
+"""A store of files: local disk, or a directory that several engines share."""
 
-An object is a file `ROOT/NAMESPACE/rRANK/ab/KEY.kv`, where `ab` is how the key begins.
-It is written under a temporary name, then renamed: a name that is there is complete,
-unless the machine lost power, and then the checksum says so. Damage is removed.
-"""
-
-import contextlib
-import errno
 import math
 import os
 import re
@@ -17,19 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm.logger import init_logger
 from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.stores.format import ObjectFormat
+from vllm.v1.kv_tier.stores.file_processes import (
+    MAX_PROCESSES,
+    FileProcesses,
+    NoProcesses,
+)
+from vllm.v1.kv_tier.stores.files import Files, Place, Written
+from vllm.v1.kv_tier.stores.pauses import WritePauses
 from vllm.v1.kv_tier.stores.settings import StoreConfig
-from vllm.v1.kv_tier.stores.space import OBJECT, Space, reserve, used_bytes
-from vllm.v1.kv_tier.stores.threads import MAX_THREADS, Threads
+from vllm.v1.kv_tier.stores.space import used_bytes
+from vllm.v1.kv_tier.stores.threads import MAX_THREADS
+
+logger = init_logger(__name__)
 
 GiB = 1 << 30
-
-_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
-# Of the time of last use, by which is evicted.
-_TOUCH_S = 60.0
-# A symbolic link, or not ours to read.
-_NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -46,8 +42,14 @@ class FsConfig(StoreConfig):
     max_gib: float
     """GiB that all files below `root_dir` may take together, whoever wrote them."""
 
-    num_threads: int = 8
-    """Threads of each rank that read, and as many that write."""
+    num_threads: int = 16
+    """Threads of each rank that read, and as many that write, in all its processes
+    together."""
+
+    num_processes: int = 2
+    """Processes of each rank in which these threads are, so that they do not hold up
+    the engine, nor it them. Each maps the rank's host memory: page tables of 2 MiB for
+    a GiB. `0`: they are in the engine's own processes."""
 
     @property
     def name(self) -> str:
@@ -67,6 +69,11 @@ class FsConfig(StoreConfig):
             )
         self.check_above_0("max_gib")
         self.check_whole("num_threads", most=MAX_THREADS)
+        self.check_whole("num_processes", least=0, most=MAX_PROCESSES)
+
+    @property
+    def uses_memory_file(self) -> bool:
+        return self.num_processes > 0
 
     def open(self, namespace: str, rank: int, slot_bytes: int) -> "FsStore":
         return FsStore(self, namespace, rank, slot_bytes)
@@ -138,145 +145,91 @@ class FsStore(BlockStore):
         self, config: FsConfig, namespace: str, rank: int, slot_bytes: int
     ) -> None:
         assert re.fullmatch("[0-9a-f]+", namespace), namespace
-        self._folder = _open_folder(config.root_dir, namespace, f"r{rank}")
-        self._format = ObjectFormat(namespace, rank, slot_bytes)
+        self._config = config
+        self._place = Place(
+            config.root_dir, config.max_bytes, namespace, rank, slot_bytes
+        )
+        self._files = Files(self._place, config.num_threads)
+        self._pauses = WritePauses(Path(config.root_dir))
         self._deadline_s = config.deadline_ms / 1e3
-        self._space = Space(Path(config.root_dir), config.max_bytes)
-        # A disk that takes no more for a while must keep nobody from reading.
-        self._readers = Threads(config.num_threads, "fs-get")
-        self._writers = Threads(config.num_threads, "fs-put")
+        self._evicted_bytes = 0
         self._wait: Callable[[], None] = lambda: None
+        self._memory: memoryview | None = None
+        # Who moves bytes, if this process does not.
+        self._processes: FileProcesses | None = None
+
+    def register(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def register_file(self, fd: int) -> None:
+        assert self._memory is not None, "register comes first"
+        if not (num := self._config.num_processes):
+            return
+        num_threads = -(-self._config.num_threads // num)
+        try:
+            self._processes = FileProcesses(
+                self._place, self._memory, fd, num, num_threads
+            )
+        except NoProcesses as e:
+            self._go_on_alone(e)
+
+    @property
+    def is_apart(self) -> bool:
+        return self._processes is not None
 
     def give_way(self, wait: Callable[[], None]) -> None:
         self._wait = wait
 
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        return self._writers.spread(self._put, keys, rows)
+        written = self._put(keys, rows, not self._pauses.is_paused)
+        if written.error is not None:
+            self._pauses.failed(written.error)
+        elif written.num_new:
+            self._pauses.succeeded()
+        self._evicted_bytes += written.evicted_bytes
+        return written.done
 
     def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         deadline = time.monotonic() + self._deadline_s
-
-        def get_in_time(key: bytes, row: memoryview) -> bool:
-            return time.monotonic() < deadline and self._get(key, row)
-
-        return self._readers.spread(get_in_time, keys, rows)
+        if (processes := self._processes) is not None:
+            try:
+                return processes.get(keys, rows, deadline)
+            except NoProcesses as e:
+                self._go_on_alone(e)
+        return self._files.get(keys, rows, deadline)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        # Half the time of a look at owner and size, which `get` has.
-        there, folder = os.access, self._folder
-        return [there(_name(key), os.F_OK, dir_fd=folder) for key in keys]
+        return self._files.exists(keys)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._remove(_name(key))
+        self._files.delete(keys)
 
     def take_evicted_bytes(self) -> int:
-        return self._space.take_evicted_bytes()
+        taken, self._evicted_bytes = self._evicted_bytes, 0
+        return taken
 
     def close(self) -> None:
-        self._readers.close()
-        self._writers.close()
-        self._space.close()
-        os.close(self._folder)
+        if self._processes is not None:
+            self._processes.close()
+        self._files.close()
 
-    def _put(self, key: bytes, row: memoryview) -> bool:
-        self._wait()
-        if self._has(key):
-            return True
-        name, size = _name(key), self._format.size(key)
-        try:
-            fd, temporary = self._space.create(self._folder, name[:2], size)
-        except OSError as e:
-            self._space.write_failed(e)
-            return False
-        try:
-            reserve(fd, size)
-            self._format.write(fd, key, row)
-            self._space.rename(self._folder, temporary, name)
-        except OSError as e:
-            self._remove(temporary)
-            self._space.write_failed(e)
-            return False
-        finally:
-            os.close(fd)
-        self._space.write_succeeded()
-        return True
+    def _put(
+        self, keys: Sequence[bytes], rows: Sequence[memoryview], may_write: bool
+    ) -> Written:
+        if (processes := self._processes) is not None:
+            try:
+                return processes.put(keys, rows, may_write)
+            except NoProcesses as e:
+                self._go_on_alone(e)
+        return self._files.put(keys, rows, may_write, self._wait)
 
-    def _get(self, key: bytes, row: memoryview) -> bool:
-        name = _name(key)
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._folder)
-        except OSError as e:
-            if e.errno in _NOT_OURS:
-                self._remove(name)
-            return False
-        try:
-            status = os.fstat(fd)
-            is_right = self._is_ours(status, key) and self._format.read(fd, key, row)
-            if is_right:
-                _touch(fd, status)
-        except OSError:
-            # The disk is in trouble, which says nothing of the object.
-            return False
-        finally:
-            os.close(fd)
-        if is_right is False:
-            self._remove(name)
-        return is_right is True
-
-    def _has(self, key: bytes) -> bool:
-        """Whether there is a file for the key, which is used now."""
-        name = _name(key)
-        try:
-            status = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
-        except OSError:
-            return False
-        if not self._is_ours(status, key):
-            return False
-        if _is_old(status):
-            with contextlib.suppress(OSError):
-                os.utime(name, dir_fd=self._folder, follow_symlinks=False)
-        return True
-
-    def _is_ours(self, status: os.stat_result, key: bytes) -> bool:
-        return (
-            stat.S_ISREG(status.st_mode)
-            and status.st_uid == os.geteuid()
-            and not status.st_mode & 0o077
-            and status.st_size == self._format.size(key)
+    def _go_on_alone(self, reason: NoProcesses) -> None:
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.close()
+        logger.warning(
+            "KV tier: threads of the engine's processes read and write %s from now "
+            "on, which is slower, since its own processes cannot: %s.",
+            self._place.root_dir,
+            reason,
         )
-
-    def _remove(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=self._folder)
-
-
-def _open_folder(root: str, *names: str) -> int:
-    """A file descriptor of a folder below the root, made if it is not there."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | _OPEN
-    folder = os.open(root, flags)
-    for name in names:
-        parent = folder
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=parent)
-            folder = os.open(name, flags, dir_fd=parent)
-        finally:
-            os.close(parent)
-    return folder
-
-
-def _name(key: bytes) -> str:
-    """Where an object lies below the rank's folder."""
-    name = key.hex()
-    return f"{name[:2]}/{name}{OBJECT}"
-
-
-def _is_old(status: os.stat_result) -> bool:
-    return time.time() - status.st_mtime > _TOUCH_S
-
-
-def _touch(fd: int, status: os.stat_result) -> None:
-    if _is_old(status):
-        with contextlib.suppress(OSError):
-            os.utime(fd)

@@ -82,6 +82,12 @@ class StoreConfig(ABC):
     def name(self) -> str:
         """Where it is, for messages: nothing that must stay secret."""
 
+    @property
+    def uses_memory_file(self) -> bool:
+        """Whether the store is of more use where host memory is a file that other
+        processes can map, see `BlockStore.register_file`."""
+        return False
+
     def check_values(self) -> None:
         """Look at the values alone.
 
@@ -143,13 +149,13 @@ class StoreConfig(ABC):
                     f"{self.setting(name)} must be {least}, got {value!r}."
                 )
 
-    def check_whole(self, name: str, most: float = math.inf) -> None:
+    def check_whole(self, name: str, least: int = 1, most: float = math.inf) -> None:
         value = getattr(self, name)
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or not 1 <= value <= most:
+        if not is_whole or not least <= value <= most:
             upto = "on" if most == math.inf else f"to {most}"
             raise ValueError(
-                f"{self.setting(name)} must be a whole number from 1 {upto}, got "
+                f"{self.setting(name)} must be a whole number from {least} {upto}, got "
                 f"{value!r}."
             )
 

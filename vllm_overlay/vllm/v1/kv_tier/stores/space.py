@@ -21,14 +21,9 @@ import secrets
 import stat
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from vllm.logger import init_logger
-
-logger = init_logger(__name__)
 
 COUNTER = ".usage"
 """The counter, and the lock of everybody who changes the directory."""
@@ -40,8 +35,6 @@ _NUMBER = struct.Struct("<8sQ")
 _MAGIC = b"KVUSAGE1"
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 _LOW_WATERMARK = 0.9
-_PAUSE_S = 60.0
-_FREE_SPACE = "Free space there, or set max_gib to what it can hold."
 
 
 # The standard library has only the C library's emulation of it, which writes to each
@@ -52,7 +45,7 @@ if _fallocate is not None:
 
 
 class NoSpace(OSError):
-    """The cap does not allow another object, or the disk is full."""
+    """The cap does not allow another object, and nothing is left to evict."""
 
 
 def used_bytes(root: Path) -> int:
@@ -81,7 +74,6 @@ class Space:
         self._root, self._max_bytes = root, max_bytes
         self._mutex = threading.Lock()
         self._state = threading.Lock()
-        self._pause_until: float | None = None
         self._evicted_bytes = 0
         flags = os.O_RDWR | os.O_CREAT | _OPEN
         self._counter = os.open(root / COUNTER, flags, 0o600)
@@ -120,13 +112,10 @@ class Space:
             and the file's name in `folder`.
 
         Raises:
-            NoSpace: The cap is reached and nothing could be evicted, or the disk was
-                full less than a minute ago.
+            NoSpace: The cap is reached and nothing could be evicted.
             OSError: The file cannot be made.
 
         """
-        if self._pause_until is not None and time.monotonic() < self._pause_until:
-            raise NoSpace(errno.ENOSPC, "There was no room a moment ago.")
         name = f"{subfolder}/{secrets.token_hex(16)}{TEMPORARY}"
         with self._locked():
             used = _number(os.pread(self._counter, 16, 0))
@@ -153,39 +142,6 @@ class Space:
         with self._state:
             taken, self._evicted_bytes = self._evicted_bytes, 0
         return taken
-
-    def write_failed(self, error: OSError) -> None:
-        """Note what became of a write: none is tried for a while."""
-        if isinstance(error, NoSpace):
-            return
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            self._pause("its disk is full", _FREE_SPACE)
-        else:
-            self._pause(
-                f"a write failed ({error.strerror})",
-                f"See that user {os.geteuid()} can write there.",
-            )
-
-    def write_succeeded(self) -> None:
-        with self._state:
-            # One that began before the pause says nothing of now.
-            if self._pause_until is None or time.monotonic() < self._pause_until:
-                return
-            self._pause_until = None
-        logger.info("KV tier: %s can be written to again.", self._root)
-
-    def _pause(self, reason: str, mend: str) -> None:
-        with self._state:
-            is_new = self._pause_until is None
-            self._pause_until = time.monotonic() + _PAUSE_S
-        if is_new:
-            logger.warning(
-                "KV tier: nothing more is written to %s: %s. What is there is read on, "
-                "and writing is tried again once a minute. %s",
-                self._root,
-                reason,
-                mend,
-            )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -254,10 +210,6 @@ class Space:
                 self._evicted_bytes += freed
         self._write(used)
         if used + size > self._max_bytes:
-            self._pause(
-                "files that are no KV, or max_gib, leave no room for a block",
-                _FREE_SPACE,
-            )
             raise NoSpace(errno.ENOSPC, "The cap leaves no room.")
         return used
 

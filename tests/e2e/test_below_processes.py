@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` with files below the host, whose processes fail in the middle of it."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .below import HIT, NEEDS_KEYS, ask, counted, directory, prompts, serving, writes
+from .jobs import BLOCK_TOKENS
+from .model import make_llama, make_tokenizer
+from .server import Server
+from .test_http import NUM_SLOTS
+from .workloads import text
+
+pytestmark = NEEDS_KEYS
+
+PROMPTS = prompts(700, 4)
+NUM_OTHERS = NUM_SLOTS // 5 + 8
+"""Prompts after which the host has forgotten those before."""
+
+
+def processes(server: Server) -> list[psutil.Process]:
+    """Those that read and write files."""
+    return [
+        each
+        for each in psutil.Process(server.process.pid).children(recursive=True)
+        if each.is_running() and any("file_process.py" in a for a in each.cmdline())
+    ]
+
+
+def forget(server: Server, first: int) -> None:
+    for i in range(NUM_OTHERS):
+        server.complete(text(first + i, 5 * BLOCK_TOKENS), max_tokens=2)
+
+
+def test_what_is_killed_or_stopped_costs_time_only(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    model = make_llama(tmp_path_factory.mktemp("processes"))
+    make_tokenizer(model)
+    entry = directory(tmp_path / "kv") | {"deadline_ms": 2000, "max_gib": 1}
+    with serving(model, [entry], tmp_path / "log") as server:
+        right = [ask(server, prompt)[0] for prompt in PROMPTS]
+        writes(server, 5 * len(PROMPTS), before=0)
+        forget(server, 800)
+        first = processes(server)
+        assert len(first) == 2
+        # One that ends sooner is not replaced.
+        time.sleep(6)
+        first[0].kill()
+        first[1].send_signal(signal.SIGSTOP)
+        # Not more of them: three that wait in vain would keep all others from it.
+        assert ask(server, PROMPTS[0])[0] == right[0]
+        until(lambda: server.log().count("counts as not done") == 2)
+        # All is fetched again, by others.
+        forget(server, 1000)
+        loaded = counted(server, "secondary_loaded_blocks")
+        found = [ask(server, prompt) for prompt in PROMPTS]
+        assert [answer for answer, _ in found] == right
+        assert sum(hits for _, hits in found) == HIT * len(PROMPTS)
+        assert counted(server, "secondary_loaded_blocks") > loaded
+        second = processes(server)
+        assert len(second) == 2 and not {*first} & {*second}
+        assert server.log().count("counts as not done") == 2
+        pids = [each.pid for each in second]
+    until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit, "it does not happen"
+        time.sleep(0.05)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that read and write the objects of a rank, see `file_process`.
+
+A process that ends, or that does not answer, is gone before anybody is told that its
+part has failed: it writes to no row any more. Another one takes its place.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.stores import file_process
+from vllm.v1.kv_tier.stores.files import Place, Written
+
+logger = init_logger(__name__)
+
+MAX_PROCESSES = 16
+KINDS = ("put", "get")
+_START_S = 30.0
+
+
+class NoProcesses(RuntimeError):
+    """Processes cannot be had, or are no more. The message is the reason."""
+
+
+class FileProcesses:
+    """Processes that share the work of one rank.
+
+    Two threads may call it, one that writes and one that reads.
+
+    Args:
+        place: Where the objects are.
+        memory: In which all rows lie.
+        memory_fd: An open file, of which the memory is the beginning. It is the
+            caller's.
+        num_processes: How many.
+        num_threads: That read in each, and as many that write.
+        grace_s: How long beyond a deadline one may answer, for what it had begun.
+        least_life_s: One that ends sooner would do so again, and is not replaced.
+
+    Raises:
+        NoProcesses: One did not start.
+
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        memory: memoryview,
+        memory_fd: int,
+        num_processes: int,
+        num_threads: int,
+        grace_s: float = 2.0,
+        least_life_s: float = 5.0,
+    ) -> None:
+        self._grace_s, self._least_life_s = grace_s, least_life_s
+        self._address = _address(memory)
+        self._fd = os.dup(memory_fd)
+        self._told = {
+            "path": sys.path,
+            "place": place,
+            "num_threads": num_threads,
+            "memory_fd": self._fd,
+            "memory_bytes": memory.nbytes,
+        }
+        self._lock = threading.Lock()
+        self._processes: list[_Process] = []
+        try:
+            # All of them begin before the first one is waited for.
+            for _ in range(num_processes):
+                self._processes.append(_Process(self._told))
+            for process in self._processes:
+                process.see_that_it_started()
+        except OSError as e:
+            self.close()
+            raise NoProcesses(str(e)) from e
+
+    def put(
+        self, keys: Sequence[bytes], rows: Sequence[memoryview], may_write: bool
+    ) -> Written:
+        """As `Files.put`.
+
+        Raises:
+            NoProcesses: All have ended.
+
+        """
+        done = [False] * len(keys)
+        parts: list[Written] = []
+        for places, written in self._shared("put", keys, rows, may_write):
+            done[places] = written.done
+            parts.append(written)
+        return Written(
+            done,
+            sum(part.num_new for part in parts),
+            sum(part.evicted_bytes for part in parts),
+            next((part.error for part in parts if part.error is not None), None),
+        )
+
+    def get(
+        self, keys: Sequence[bytes], rows: Sequence[memoryview], deadline: float
+    ) -> list[bool]:
+        """As `Files.get`.
+
+        Raises:
+            NoProcesses: All have ended.
+
+        """
+        done = [False] * len(keys)
+        until = deadline + self._grace_s
+        for places, moved in self._shared("get", keys, rows, deadline, until=until):
+            done[places] = moved
+        return done
+
+    def close(self) -> None:
+        """End all of them."""
+        with self._lock:
+            for process in self._processes:
+                process.end()
+            self._processes.clear()
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def _shared(
+        self,
+        kind: str,
+        keys: Sequence[bytes],
+        rows: Sequence[memoryview],
+        *rest: object,
+        until: float | None = None,
+    ) -> list[tuple[slice, Any]]:
+        """Have each process do a part of a batch.
+
+        Returns:
+            Which places each had, and what it answers. Those that end answer nothing.
+
+        """
+        processes = self._alive()
+        starts = [_address(row) - self._address for row in rows]
+        asked: list[tuple[slice, _Process]] = []
+        answers = []
+        try:
+            for i, process in enumerate(processes[: len(keys)]):
+                places = slice(i, None, len(processes))
+                asked.append((places, process))
+                process.ask(kind, (keys[places], starts[places], *rest))
+        finally:
+            # Whatever happens here, nobody moves anything afterwards.
+            for places, process in asked:
+                if (answer := process.answer(kind, until)) is not None:
+                    answers.append((places, answer))
+        return answers
+
+    def _alive(self) -> "list[_Process]":
+        with self._lock:
+            for i, process in enumerate(self._processes):
+                if process.has_ended and process.lived_s >= self._least_life_s:
+                    with suppress(OSError):
+                        self._processes[i] = new = _Process(self._told)
+                        new.see_that_it_started()
+            alive = [each for each in self._processes if not each.has_ended]
+        if not alive:
+            raise NoProcesses("all have ended")
+        return alive
+
+
+class _Process:
+    """One of them.
+
+    Args:
+        told: What it is to do, see `file_process`.
+
+    Raises:
+        OSError: It cannot be started.
+
+    """
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._began, self.lived_s = time.monotonic(), 0.0
+        self.has_ended = False
+        self._name = f"a process that reads and writes {told['place'].root_dir}"
+        self._lock = threading.Lock()
+        self._ends: dict[str, Connection] = {}
+        theirs: dict[str, Connection] = {}
+        for kind in KINDS:
+            self._ends[kind], theirs[kind] = Pipe()
+        fds = {kind: end.fileno() for kind, end in theirs.items()}
+        self._process = subprocess.Popen(
+            # Not with its folder in the path: names of modules there are others' too.
+            [sys.executable, "-I", "-S", file_process.__file__],
+            stdin=subprocess.PIPE,
+            pass_fds=[told["memory_fd"], *fds.values()],
+        )
+        for end in theirs.values():
+            end.close()
+        assert self._process.stdin is not None
+        # It ends when its standard input does.
+        self._input = self._process.stdin
+        with suppress(OSError):
+            self._input.write(json.dumps(told | fds).encode() + b"\n")
+            self._input.flush()
+
+    def see_that_it_started(self) -> None:
+        """Raises OSError if it did not."""
+        for kind in KINDS:
+            self.answer(kind, self._began + _START_S)
+        if self.has_ended:
+            raise OSError(f"one ended at once, with status {self._process.returncode}")
+
+    def ask(self, kind: str, batch: tuple[object, ...]) -> None:
+        """Have it move a batch. `answer` tells whether it has."""
+        try:
+            self._ends[kind].send(batch)
+        except OSError:
+            pass
+        except BaseException:
+            self.end("was not asked as it should be")
+            raise
+
+    def answer(self, kind: str, until: float | None = None) -> Any:
+        """What became of it; None: the process is gone, or has been ended.
+
+        Args:
+            kind: What was asked for.
+            until: Who has not answered by then is ended, in seconds of
+                `time.monotonic`.
+
+        """
+        end, reason = self._ends[kind], "ended"
+        with suppress(EOFError, OSError):
+            if until is None or end.poll(max(0.0, until - time.monotonic())):
+                return end.recv()
+            reason = "did not answer in time"
+        self.end(reason)
+        return None
+
+    def end(self, reason: str | None = None) -> None:
+        """Have it gone when this returns.
+
+        Args:
+            reason: For the log, where it is not to end.
+
+        """
+        with self._lock:
+            if self.has_ended:
+                return
+            self.has_ended, self.lived_s = True, time.monotonic() - self._began
+            self._process.kill()
+            status = self._process.wait()
+            with suppress(OSError):
+                self._input.close()
+        if reason is not None:
+            logger.warning(
+                "KV tier: %s %s (status %d). What it was asked for counts as not done, "
+                "and is computed.",
+                self._name,
+                reason,
+                status,
+            )
+
+
+def _address(row: memoryview) -> int:
+    return np.frombuffer(row, np.uint8).__array_interface__["data"][0]

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects as files: local disk, or a directory that several engines share.
+
+An object is a file `ROOT/NAMESPACE/rRANK/ab/KEY.kv`, where `ab` is how the key begins.
+It is written under a temporary name, then renamed: a name that is there is complete,
+unless the machine lost power, and then the checksum says so. Damage is removed.
+
+Nothing here needs anything else of vLLM: see `file_process`.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm.v1.kv_tier.stores.format import ObjectFormat
+from vllm.v1.kv_tier.stores.space import OBJECT, Space, reserve
+from vllm.v1.kv_tier.stores.threads import Threads
+
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
+# Of the time of last use, by which is evicted.
+_TOUCH_S = 60.0
+# A symbolic link, or not ours to read.
+_NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM)
+
+
+class Place(NamedTuple):
+    """Where the objects of one rank under one namespace are."""
+
+    root_dir: str
+    max_bytes: int
+    """The cap of the directory."""
+    namespace: str
+    """What shaped the bytes: hex digits."""
+    rank: int
+    row_bytes: int
+    """Bytes of each object, without its header."""
+
+
+class Written(NamedTuple):
+    """What became of a batch."""
+
+    done: list[bool]
+    """For each object, whether it is there and complete."""
+    num_new: int = 0
+    """How many of them were not there before."""
+    evicted_bytes: int = 0
+    """What was removed to make room since the last batch."""
+    error: OSError | None = None
+    """Why others could not be written. No more than one is tried then."""
+
+
+def _at_once() -> None:
+    pass
+
+
+class Files:
+    """Reads and writes objects.
+
+    Args:
+        place: Where they are.
+        num_threads: That read, and as many that write.
+
+    Raises:
+        OSError: The directory cannot be used.
+
+    """
+
+    def __init__(self, place: Place, num_threads: int) -> None:
+        namespace, rank = place.namespace, place.rank
+        self._folder = _open_folder(place.root_dir, namespace, f"r{rank}")
+        self._format = ObjectFormat(namespace, rank, place.row_bytes)
+        self._space = Space(Path(place.root_dir), place.max_bytes)
+        # A disk that takes no more for a while must keep nobody from reading.
+        self._readers = Threads(num_threads, "fs-get")
+        self._writers = Threads(num_threads, "fs-put")
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[memoryview],
+        may_write: bool = True,
+        wait: Callable[[], None] = _at_once,
+    ) -> Written:
+        """Write rows.
+
+        Args:
+            keys: Of the objects.
+            rows: One for each key.
+            may_write: Else it is only looked what is there.
+            wait: Called before each object.
+
+        """
+        new: list[bytes] = []
+        errors: list[OSError] = []
+
+        def put(key: bytes, row: memoryview) -> bool:
+            wait()
+            if self._has(key):
+                return True
+            if errors or not may_write:
+                return False
+            try:
+                self._write(key, row)
+            except OSError as e:
+                errors.append(e)
+                return False
+            new.append(key)
+            return True
+
+        done = self._writers.spread(put, keys, rows)
+        error = errors[0] if errors else None
+        return Written(done, len(new), self._space.take_evicted_bytes(), error)
+
+    def get(
+        self, keys: Sequence[bytes], rows: Sequence[memoryview], deadline: float
+    ) -> list[bool]:
+        """Fill rows. True: a row has exactly the bytes that were put under its key.
+
+        Args:
+            keys: Of the objects.
+            rows: One for each key.
+            deadline: In seconds of `time.monotonic`; nothing is begun afterwards.
+
+        """
+
+        def get(key: bytes, row: memoryview) -> bool:
+            return time.monotonic() < deadline and self._read(key, row)
+
+        return self._readers.spread(get, keys, rows)
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which files are there. Half the time of a look at owner and size, which `get`
+        has."""
+        there, folder = os.access, self._folder
+        return [there(_name(key), os.F_OK, dir_fd=folder) for key in keys]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Remove objects. Those that are not there are no trouble."""
+        for key in keys:
+            self._remove(_name(key))
+
+    def close(self) -> None:
+        """Nothing may be called afterwards."""
+        self._readers.close()
+        self._writers.close()
+        self._space.close()
+        os.close(self._folder)
+
+    def _write(self, key: bytes, row: memoryview) -> None:
+        """Raises OSError where it cannot."""
+        name, size = _name(key), self._format.size(key)
+        fd, temporary = self._space.create(self._folder, name[:2], size)
+        try:
+            reserve(fd, size)
+            self._format.write(fd, key, row)
+            self._space.rename(self._folder, temporary, name)
+        except OSError:
+            self._remove(temporary)
+            raise
+        finally:
+            os.close(fd)
+
+    def _read(self, key: bytes, row: memoryview) -> bool:
+        name = _name(key)
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._folder)
+        except OSError as e:
+            if e.errno in _NOT_OURS:
+                self._remove(name)
+            return False
+        try:
+            status = os.fstat(fd)
+            is_right = self._is_ours(status, key) and self._format.read(fd, key, row)
+            if is_right:
+                _touch(fd, status)
+        except OSError:
+            # The disk is in trouble, which says nothing of the object.
+            return False
+        finally:
+            os.close(fd)
+        if is_right is False:
+            self._remove(name)
+        return is_right is True
+
+    def _has(self, key: bytes) -> bool:
+        """Whether there is a file for the key, which is used now."""
+        name = _name(key)
+        try:
+            status = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+        except OSError:
+            return False
+        if not self._is_ours(status, key):
+            return False
+        if _is_old(status):
+            with contextlib.suppress(OSError):
+                os.utime(name, dir_fd=self._folder, follow_symlinks=False)
+        return True
+
+    def _is_ours(self, status: os.stat_result, key: bytes) -> bool:
+        return (
+            stat.S_ISREG(status.st_mode)
+            and status.st_uid == os.geteuid()
+            and not status.st_mode & 0o077
+            and status.st_size == self._format.size(key)
+        )
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._folder)
+
+
+def _open_folder(root: str, *names: str) -> int:
+    """A file descriptor of a folder below the root, made if it is not there."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | _OPEN
+    folder = os.open(root, flags)
+    for name in names:
+        parent = folder
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=parent)
+            folder = os.open(name, flags, dir_fd=parent)
+        finally:
+            os.close(parent)
+    return folder
+
+
+def _name(key: bytes) -> str:
+    """Where an object lies below the rank's folder."""
+    name = key.hex()
+    return f"{name[:2]}/{name}{OBJECT}"
+
+
+def _is_old(status: os.stat_result) -> bool:
+    return time.time() - status.st_mtime > _TOUCH_S
+
+
+def _touch(fd: int, status: os.stat_result) -> None:
+    if _is_old(status):
+        with contextlib.suppress(OSError):
+            os.utime(fd)

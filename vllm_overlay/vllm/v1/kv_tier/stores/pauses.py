@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a directory is written to: not for a while after that has failed."""
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.stores.space import NoSpace
+
+logger = init_logger(__name__)
+
+_PAUSE_S = 60.0
+_FREE_SPACE = "Free space there, or set max_gib to what it can hold."
+
+
+class WritePauses:
+    """What a rank does when it cannot write. One line of the log for each change.
+
+    Args:
+        root: The directory.
+
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._until: float | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a write failed less than a minute ago."""
+        return self._until is not None and time.monotonic() < self._until
+
+    def failed(self, error: OSError) -> None:
+        """A write failed: none is tried for a while."""
+        if isinstance(error, NoSpace):
+            reason = "files that are no KV, or max_gib, leave no room for a block"
+            mend = _FREE_SPACE
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason, mend = "its disk is full", _FREE_SPACE
+        else:
+            reason = f"a write failed ({error.strerror})"
+            mend = f"See that user {os.geteuid()} can write there."
+        with self._lock:
+            is_new = self._until is None
+            self._until = time.monotonic() + _PAUSE_S
+        if is_new:
+            logger.warning(
+                "KV tier: nothing more is written to %s: %s. What is there is read on, "
+                "and writing is tried again once a minute. %s",
+                self._root,
+                reason,
+                mend,
+            )
+
+    def succeeded(self) -> None:
+        """Something was written."""
+        with self._lock:
+            # What began before the pause says nothing of now.
+            if self._until is None or time.monotonic() < self._until:
+                return
+            self._until = None
+        logger.info("KV tier: %s can be written to again.", self._root)
