@@ -43,7 +43,7 @@ import psutil
 from store_busy import Rows, measure_busy, new_keys
 
 from vllm.v1.kv_tier.memory.shared import SharedMemory
-from vllm.v1.kv_tier.stores.base import BlockStore
+from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
 from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.format import CHECKSUMS
 from vllm.v1.kv_tier.stores.space import COUNTER
@@ -234,7 +234,7 @@ def measure(entry: dict[str, Any], args: argparse.Namespace) -> bool:
         row[:] = os.urandom(num_bytes)
     store = config.open("0" * 32, 0, num_bytes)
     store.register(memory)
-    store.register_file(shared.fd)
+    store.register_file(MemoryFile(shared.fd, shared.board_at, gate_s=0))
     kind = entry["type"]
     ways = {"store": Store(store)} | plain_ways(config, store, kind)
     rounds = [one_round(ways, i, out, back) for i in range(args.rounds + 1)][1:]

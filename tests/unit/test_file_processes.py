@@ -9,11 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from vllm.v1.kv_tier.memory.shared import SharedMemory
+from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
+from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.secondary import SecondaryIO
+from vllm.v1.kv_tier.rank.tuning import RankTuning
+from vllm.v1.kv_tier.stores import file_process
+from vllm.v1.kv_tier.stores.base import MemoryFile
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore, GiB
 
 from .stores import KEYS, NAMESPACE, OBJECT_BYTES, OWN_BYTES, ROW_BYTES, path_of, row
@@ -34,7 +41,8 @@ class Rank:
         self.rows = [memoryview(slots[i].numpy()) for i in range(NUM_ROWS)]
         before = children()
         self.store.register(memoryview(slots.numpy()).cast("B"))
-        self.store.register_file(memory.fd)
+        self.launching = memory.board[0]
+        self.store.register_file(MemoryFile(memory.fd, memory.board_at, gate_s=0.5))
         memory.close()
         self.processes = [each for each in children() if each not in before]
 
@@ -54,11 +62,29 @@ class Rank:
 
 
 def children() -> list[psutil.Process]:
-    return psutil.Process().children()
+    """The processes of stores, as they were started."""
+    found = [p for p in psutil.Process().children() if is_of_a_store(p)]
+    return sorted(found, key=lambda process: process.pid)
+
+
+def is_of_a_store(process: psutil.Process) -> bool:
+    try:
+        return file_process.__file__ in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 def right(*numbers: int) -> list[bytes]:
     return [bytes(row(i)) for i in numbers]
+
+
+@pytest.fixture(autouse=True)
+def none_is_left() -> Iterator[None]:
+    assert not children()
+    yield
+    for process in children():
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture
@@ -99,6 +125,17 @@ def test_what_is_put_comes_back(root: Path, rank: Rank) -> None:
     assert not list(root.rglob("*.tmp"))
 
 
+def test_rows_lie_anywhere(rank: Rank) -> None:
+    assert rank.put(1, 2, 3, 4) == [True] * 4
+    for each in rank.rows:
+        each[:] = bytes(ROW_BYTES)
+    places = {1: 31, 4: 7, 2: 39, 3: 0}
+    keys, rows = [KEYS[i] for i in places], [rank.rows[i] for i in places.values()]
+    assert rank.store.get(keys, rows) == [True] * 4
+    filled = {place: bytes(each) for place, each in enumerate(rank.rows) if any(each)}
+    assert filled == {place: bytes(row(i)) for i, place in places.items()}
+
+
 def test_threads_and_processes_write_the_same_files(root: Path, rank: Rank) -> None:
     threads = Rank(root, num_processes=0)
     assert not threads.processes and not threads.store.is_apart
@@ -134,6 +171,55 @@ def test_both_directions_at_once(rank: Rank) -> None:
     reader.join()
     assert not wrong
     assert [bytes(each) for each in rank.rows[30:]] == right(*range(10))
+
+
+def test_nothing_is_begun_while_a_step_is_launched(root: Path, rank: Rank) -> None:
+    rank.launching[0] = True
+    writer = threading.Thread(target=rank.put, args=(1, 2))
+    begun = time.monotonic()
+    writer.start()
+    time.sleep(0.2)
+    assert not list(root.rglob("*.kv"))
+    rank.launching[0] = False
+    writer.join()
+    assert time.monotonic() - begun < 0.45
+    assert rank.get(1, 2) == right(1, 2)
+
+
+def test_a_launch_holds_up_an_object_for_so_long_at_most(rank: Rank) -> None:
+    rank.launching[0] = True
+    begun = time.monotonic()
+    assert rank.put(1, 2) == [True, True]
+    assert 0.45 < time.monotonic() - begun < 5
+    assert rank.get(1, 2) == right(1, 2)
+
+
+def test_a_rank_tells_them_when_it_launches_a_step(root: Path) -> None:
+    config = FsConfig(str(root), max_gib=1)
+    config.check()
+    memory = SharedMemory.create(2, ROW_BYTES, 1)
+    slots, tuning = memory.bytes.view(2, ROW_BYTES), RankTuning(put_gate_s=30)
+    store = config.open(NAMESPACE, 0, ROW_BYTES)
+    io = SecondaryIO([store], slots, ReportDraft(), tuning, memory)
+    assert store.is_apart
+    # Nobody here needs Python's lock the more while they move something.
+    turns_s, put = [], store.put
+
+    def noted(*batch: Any) -> list[bool]:
+        turns_s.append(sys.getswitchinterval())
+        return put(*batch)
+
+    store.put = noted  # type: ignore[method-assign]
+    io.launches(True)
+    assert memory.board[0, 0]
+    io.launches(False)
+    assert not memory.board[0, 0]
+    job = SecondaryJob(1, True, [KEYS[0]], [0], 0, 0, 0)
+    plan = StepPlan(1, secondary=[job])
+    io.begin_step(plan, lambda stores, loads: True, lambda slot: True)
+    wait_for(lambda: store.exists(KEYS[:1]) == [True])
+    assert turns_s == [sys.getswitchinterval()]
+    store.close()
 
 
 def test_what_had_to_go_is_told(root: Path) -> None:
@@ -172,6 +258,8 @@ def test_one_that_fails_costs_its_part_and_another_takes_its_place(
     assert rank.put(*numbers) == [True] * 8
     failing = rank.processes[1]
     failing.send_signal(how)
+    over = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    wait_for(lambda: failing.status() in over)
     begun = time.monotonic()
     came = rank.get(*numbers)
     assert time.monotonic() - begun < 5

@@ -223,6 +223,22 @@ def test_a_disk_in_trouble_removes_nothing(
     assert not list(root.rglob("*.tmp"))
 
 
+def test_behind_an_error_no_more_is_tried(
+    store: FsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def fail(*args: object) -> int:
+        tried.append(args)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "writev", fail)
+    many = range(40)
+    assert not any(store.put([KEYS[i] for i in many], [row(i) for i in many]))
+    # Each of its threads may be at it.
+    assert 1 <= len(tried) <= 3
+
+
 def test_what_has_not_begun_at_the_deadline_is_a_miss(
     root: Path, store: FsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

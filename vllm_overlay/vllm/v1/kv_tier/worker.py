@@ -148,7 +148,7 @@ class HostTier:
             self.buffer.slots,
             self.report,
             self._tuning,
-            None if file is None else file.fd,
+            file,
         )
         if file is not None:
             file.close()

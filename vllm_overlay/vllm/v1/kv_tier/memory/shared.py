@@ -61,6 +61,7 @@ class SharedMemory:
         self._fd = fd
         num_bytes = num_slots * slot_bytes
         start, size = _sizes(num_slots, slot_bytes, num_ranks)
+        self._board_at = start + _LINE
         slots = mmap.mmap(fd, start, mmap.MAP_SHARED)
         told = mmap.mmap(fd, size - start, mmap.MAP_SHARED, offset=start)
         for mapping in (slots, told):
@@ -141,6 +142,11 @@ class SharedMemory:
     def fd(self) -> int:
         """The open file, until `close`."""
         return self._fd
+
+    @property
+    def board_at(self) -> int:
+        """Where the board lies in the file."""
+        return self._board_at
 
     @property
     def address(self) -> Address:

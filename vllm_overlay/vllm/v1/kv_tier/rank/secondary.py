@@ -16,13 +16,15 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
+import numpy as np
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.kv_tier.memory.shared import SharedMemory
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.tuning import RankTuning
-from vllm.v1.kv_tier.stores.base import BlockStore
+from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
 from vllm.v1.kv_tier.stores.turns import short_turns
 
 logger = init_logger(__name__)
@@ -39,8 +41,7 @@ class SecondaryIO:
         slots: `[num_slots, slot_bytes]`, uint8: the host memory of the rank.
         report: Where the ends of jobs go.
         tuning: How long a step that runs nothing waits.
-        slots_fd: The file that the memory is, if it is one. It may be closed
-            afterwards.
+        shared: That memory, if other processes can map it and no other rank does.
 
     """
 
@@ -50,17 +51,20 @@ class SecondaryIO:
         slots: torch.Tensor,
         report: ReportDraft,
         tuning: RankTuning,
-        slots_fd: int | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         self._stores = stores
         self._slots = slots.numpy()
+        self._launching = np.zeros(1, np.int64) if shared is None else shared.board[0]
         self._is_launched = threading.Event()
         self._is_launched.set()
         self._reads = [_Reads(tuning, self._is_launched) for _ in stores]
         for store, reads in zip(stores, self._reads):
             store.register(memoryview(self._slots).cast("B"))
-            if slots_fd is not None:
-                store.register_file(slots_fd)
+            if shared is not None:
+                store.register_file(
+                    MemoryFile(shared.fd, shared.board_at, tuning.put_gate_s)
+                )
             store.give_way(reads.leave_way)
         self._report = report
         report.tells_late = True
@@ -122,6 +126,8 @@ class SecondaryIO:
     def launches(self, is_launching: bool) -> None:
         """The forward pass of a step is launched from now on, or has been: meanwhile no
         object is begun to be written, for a moment at most."""
+        # For processes of stores.
+        self._launching[0] = is_launching
         if is_launching:
             self._is_launched.clear()
         else:

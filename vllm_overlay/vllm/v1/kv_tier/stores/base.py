@@ -8,6 +8,19 @@ to read from and to write to. Calls block, so they are for threads that do nothi
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class MemoryFile(NamedTuple):
+    """Memory that is the beginning of a file."""
+
+    fd: int
+    """The open file, of which processes of this user can get hold."""
+    launching_at: int
+    """The byte of the file from which on an int64 lies that is not 0 while a step is
+    launched. Meanwhile no object should be begun to be written."""
+    gate_s: float
+    """For how many seconds that holds up an object at most."""
 
 
 class BlockStore(ABC):
@@ -35,17 +48,17 @@ class BlockStore(ABC):
         bytes through the kernel has nothing to do here.
         """
 
-    def register_file(self, fd: int) -> None:  # noqa: B027
-        """Take note that this memory is a file, from its first byte on, which other
-        processes of this user can map.
+    def register_file(self, file: MemoryFile) -> None:  # noqa: B027
+        """Take note that this memory is a file, which other processes can map.
 
-        Called at most once, behind `register`. The descriptor is closed afterwards.
+        Called at most once, behind `register`. The file is closed afterwards.
         """
 
     @property
     def is_apart(self) -> bool:
         """Whether other processes move the bytes: then neither `put` nor `get` takes
-        much of Python's lock."""
+        much of Python's lock. They leave launches the way by the number that the file
+        has for it."""
         return False
 
     def give_way(self, wait: Callable[[], None]) -> None:  # noqa: B027

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 
-from vllm.v1.kv_tier.stores.base import BlockStore
+from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
 
 
 class WrittenElsewhere(BlockStore):
@@ -23,8 +23,8 @@ class WrittenElsewhere(BlockStore):
     def register(self, memory: memoryview) -> None:
         self._store.register(memory)
 
-    def register_file(self, fd: int) -> None:
-        self._store.register_file(fd)
+    def register_file(self, file: MemoryFile) -> None:
+        self._store.register_file(file)
 
     @property
     def is_apart(self) -> bool:

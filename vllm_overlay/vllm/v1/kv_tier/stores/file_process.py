@@ -7,19 +7,22 @@ and takes none of it from the thread that launches the engine's steps. The slots
 memory that both map.
 
 It is run by its path, and imports what moves objects and nothing else of vLLM, which
-would take it seconds and hundreds of MB. What it is to do, a line of JSON, comes by
-standard input. It ends when that does, so with its rank, whatever ended it.
+would take it seconds and hundreds of MB. Its arguments are the file descriptors of two
+connections, by which it is asked to put and to get. The first message says where
+objects and slots are. It ends when the rank does, whatever ended that: no connection
+outlives its other end.
 """
 
 import contextlib
-import json
 import mmap
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import types
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,29 +30,29 @@ from typing import Any
 # As of `memory.pages`, which needs torch.
 _MADV_POPULATE_WRITE = 23
 _POPULATED_BYTES = 64 << 20
+# A launch takes some milliseconds.
+_LOOK_S = 0.3e-3
 
 
 def main() -> None:
-    """Do what is asked for until standard input ends."""
+    """Do what is asked for, as long as somebody may ask."""
     # A rank that is told to end may still have much to write.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    told = json.loads(sys.stdin.readline())
+    asked = [Connection(int(fd)) for fd in sys.argv[1:]]
+    told = asked[0].recv()
     sys.path[:] = told["path"]
     _leave_out_vllm()
     from vllm.v1.kv_tier.stores.files import Files, Place
 
-    files = Files(Place(*told["place"]), told["num_threads"])
-    memory = _mapped(told["memory_fd"], told["memory_bytes"])
-    rows, row_bytes = memoryview(memory), Place(*told["place"]).row_bytes
-    for name, move in (("put", files.put), ("get", files.get)):
-        asked = Connection(told[name])
-        threading.Thread(
-            target=_serve, args=(asked, move, rows, row_bytes), name=name, daemon=True
-        ).start()
-    _populate(memory)
-    sys.stdin.read()
-    os._exit(0)
+    place = Place(*told["place"])
+    files = Files(place, told["num_threads"])
+    memory = _mapped(told["fd"])
+    put = partial(files.put, wait=partial(_leave_way, memory, told))
+    for connection, move in zip(asked, (put, files.get)):
+        arguments = (connection, move, memoryview(memory), place.row_bytes)
+        threading.Thread(target=_serve, args=arguments).start()
+    _populate(memory, told["num_bytes"])
 
 
 def _serve(asked: Connection, move: Any, memory: memoryview, row_bytes: int) -> None:
@@ -68,8 +71,16 @@ def _serve(asked: Connection, move: Any, memory: memoryview, row_bytes: int) -> 
         os._exit(1)
 
 
-def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
-    memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED)
+def _leave_way(memory: mmap.mmap, told: dict[str, Any]) -> None:
+    """Wait while the rank launches a step, which takes the cores and the memory too."""
+    until = time.monotonic() + told["gate_s"]
+    launching_at = told["launching_at"]
+    while any(memory[launching_at : launching_at + 8]) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+
+
+def _mapped(fd: int) -> mmap.mmap:
+    memory = mmap.mmap(fd, 0, mmap.MAP_SHARED)
     os.close(fd)
     memory.madvise(mmap.MADV_DONTDUMP)
     with contextlib.suppress(OSError):
@@ -77,12 +88,12 @@ def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def _populate(memory: mmap.mmap) -> None:
+def _populate(memory: mmap.mmap, num_bytes: int) -> None:
     """Find the pages, which the rank has touched, before they are needed."""
     # In pieces, since meanwhile no other thread runs. Older kernels do not know how.
     with contextlib.suppress(OSError):
-        for start in range(0, len(memory), _POPULATED_BYTES):
-            size = min(_POPULATED_BYTES, len(memory) - start)
+        for start in range(0, num_bytes, _POPULATED_BYTES):
+            size = min(_POPULATED_BYTES, num_bytes - start)
             memory.madvise(_MADV_POPULATE_WRITE, start, size)
 
 

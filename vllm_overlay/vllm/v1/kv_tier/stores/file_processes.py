@@ -5,7 +5,6 @@ A process that ends, or that does not answer, is gone before anybody is told tha
 part has failed: it writes to no row any more. Another one takes its place.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -21,13 +20,16 @@ import numpy as np
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.stores import file_process
+from vllm.v1.kv_tier.stores.base import MemoryFile
 from vllm.v1.kv_tier.stores.files import Place, Written
 
 logger = init_logger(__name__)
 
 MAX_PROCESSES = 16
 KINDS = ("put", "get")
+ENDED = "ended"
 _START_S = 30.0
+_LAST_S = 0.5
 
 
 class NoProcesses(RuntimeError):
@@ -42,8 +44,7 @@ class FileProcesses:
     Args:
         place: Where the objects are.
         memory: In which all rows lie.
-        memory_fd: An open file, of which the memory is the beginning. It is the
-            caller's.
+        file: Which it is the beginning of. It is the caller's.
         num_processes: How many.
         num_threads: That read in each, and as many that write.
         grace_s: How long beyond a deadline one may answer, for what it had begun.
@@ -58,7 +59,7 @@ class FileProcesses:
         self,
         place: Place,
         memory: memoryview,
-        memory_fd: int,
+        file: MemoryFile,
         num_processes: int,
         num_threads: int,
         grace_s: float = 2.0,
@@ -66,13 +67,16 @@ class FileProcesses:
     ) -> None:
         self._grace_s, self._least_life_s = grace_s, least_life_s
         self._address = _address(memory)
-        self._fd = os.dup(memory_fd)
+        self._fd = os.dup(file.fd)
         self._told = {
             "path": sys.path,
-            "place": place,
+            # It cannot know the class yet.
+            "place": tuple(place),
             "num_threads": num_threads,
-            "memory_fd": self._fd,
-            "memory_bytes": memory.nbytes,
+            "fd": self._fd,
+            "num_bytes": memory.nbytes,
+            "launching_at": file.launching_at,
+            "gate_s": file.gate_s,
         }
         self._lock = threading.Lock()
         self._processes: list[_Process] = []
@@ -189,27 +193,22 @@ class _Process:
     def __init__(self, told: dict[str, Any]) -> None:
         self._began, self.lived_s = time.monotonic(), 0.0
         self.has_ended = False
-        self._name = f"a process that reads and writes {told['place'].root_dir}"
+        self._name = f"a process that reads and writes {Place(*told['place']).root_dir}"
         self._lock = threading.Lock()
         self._ends: dict[str, Connection] = {}
         theirs: dict[str, Connection] = {}
         for kind in KINDS:
             self._ends[kind], theirs[kind] = Pipe()
-        fds = {kind: end.fileno() for kind, end in theirs.items()}
+        fds = [end.fileno() for end in theirs.values()]
         self._process = subprocess.Popen(
             # Not with its folder in the path: names of modules there are others' too.
-            [sys.executable, "-I", "-S", file_process.__file__],
-            stdin=subprocess.PIPE,
-            pass_fds=[told["memory_fd"], *fds.values()],
+            [sys.executable, "-I", "-S", file_process.__file__, *map(str, fds)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[told["fd"], *fds],
         )
         for end in theirs.values():
             end.close()
-        assert self._process.stdin is not None
-        # It ends when its standard input does.
-        self._input = self._process.stdin
-        with suppress(OSError):
-            self._input.write(json.dumps(told | fds).encode() + b"\n")
-            self._input.flush()
+        self.ask("put", told)
 
     def see_that_it_started(self) -> None:
         """Raises OSError if it did not."""
@@ -218,7 +217,7 @@ class _Process:
         if self.has_ended:
             raise OSError(f"one ended at once, with status {self._process.returncode}")
 
-    def ask(self, kind: str, batch: tuple[object, ...]) -> None:
+    def ask(self, kind: str, batch: object) -> None:
         """Have it move a batch. `answer` tells whether it has."""
         try:
             self._ends[kind].send(batch)
@@ -237,7 +236,7 @@ class _Process:
                 `time.monotonic`.
 
         """
-        end, reason = self._ends[kind], "ended"
+        end, reason = self._ends[kind], ENDED
         with suppress(EOFError, OSError):
             if until is None or end.poll(max(0.0, until - time.monotonic())):
                 return end.recv()
@@ -256,10 +255,12 @@ class _Process:
             if self.has_ended:
                 return
             self.has_ended, self.lived_s = True, time.monotonic() - self._began
+            if reason == ENDED:
+                # Its own status says more.
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_LAST_S)
             self._process.kill()
             status = self._process.wait()
-            with suppress(OSError):
-                self._input.close()
         if reason is not None:
             logger.warning(
                 "KV tier: %s %s (status %d). What it was asked for counts as not done, "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier.stores.base import BlockStore
+from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
 from vllm.v1.kv_tier.stores.file_processes import (
     MAX_PROCESSES,
     FileProcesses,
@@ -161,14 +161,14 @@ class FsStore(BlockStore):
     def register(self, memory: memoryview) -> None:
         self._memory = memory
 
-    def register_file(self, fd: int) -> None:
+    def register_file(self, file: MemoryFile) -> None:
         assert self._memory is not None, "register comes first"
         if not (num := self._config.num_processes):
             return
         num_threads = -(-self._config.num_threads // num)
         try:
             self._processes = FileProcesses(
-                self._place, self._memory, fd, num, num_threads
+                self._place, self._memory, file, num, num_threads
             )
         except NoProcesses as e:
             self._go_on_alone(e)
