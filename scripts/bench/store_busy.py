@@ -5,7 +5,7 @@ Beside one that computes all the time: the rates of the store with Python's usua
 of 5 ms, and with the short ones that the tier takes. Then beside one that computes and
 sleeps for 20 ms each, as an engine that launches its steps and waits for the GPU: how
 long a launch takes while objects are written all the time, and when none is begun
-meanwhile.
+meanwhile. What a store does in processes of its own, it does with the usual turns.
 """
 
 import os
@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
 
 from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING
 from vllm.v1.kv_tier.stores.base import BlockStore
@@ -27,15 +29,29 @@ NUM_LAUNCHES = 100
 Rows = Sequence[memoryview]
 
 
-def measure_busy(store: BlockStore, out: Rows, back: Rows) -> bool:
-    """Print what both do to each other. Returns whether short turns clear their bar."""
+def measure_busy(
+    store: BlockStore, launching: np.ndarray, out: Rows, back: Rows
+) -> bool:
+    """Print what both do to each other.
+
+    Args:
+        store: This one.
+        launching: Its first number is to be as `MemoryFile` says.
+        out: What is written.
+        back: What is read.
+
+    Returns:
+        Whether short turns clear their bar, where they are taken.
+
+    """
     with Busy() as alone:
         time.sleep(1.0)
     gb = sum(row.nbytes for row in out) / 1e9
     turns: dict[str, Callable[[], AbstractContextManager]] = {
         "usual turns": nullcontext,
-        "short turns": short_turns,
     }
+    if not store.is_apart:
+        turns["short turns"] = short_turns
     gets: list[float] = []
     for name, take in turns.items():
         keys = new_keys(out)
@@ -52,30 +68,36 @@ def measure_busy(store: BlockStore, out: Rows, back: Rows) -> bool:
             f"get {gb / get_s:.2f} GB/s; the thread at "
             f"{busy.rate / alone.rate:.2f} of its speed"
         )
-    measure_launches(store, out, max(1, int(LAUNCH_S * alone.rate)))
-    usual, short = gets
-    return short >= BUSY_BAR * usual
+    measure_launches(store, launching, out, max(1, int(LAUNCH_S * alone.rate)))
+    return store.is_apart or gets[1] >= BUSY_BAR * gets[0]
 
 
-def measure_launches(store: BlockStore, out: Rows, num_rounds: int) -> None:
+def measure_launches(
+    store: BlockStore, launching: np.ndarray, out: Rows, num_rounds: int
+) -> None:
     """Print how long launches take beside a store that is written to.
 
     Args:
         store: This one.
+        launching: As of `measure_busy`.
         out: What is written, again and again.
         num_rounds: Of computing, for a launch.
 
     """
     is_launched = threading.Event()
-    alone = launch_s(num_rounds, is_launched)
-    ways: dict[str, Callable[[], object]] = {
-        "at any time": lambda: None,
-        "between launches": lambda: is_launched.wait(DEFAULT_TUNING.put_gate_s),
+    nobody = np.zeros(1)
+    alone = launch_s(num_rounds, is_launched, nobody)
+    ways: dict[str, tuple[Callable[[], object], np.ndarray]] = {
+        "at any time": (lambda: None, nobody),
+        "between launches": (
+            lambda: is_launched.wait(DEFAULT_TUNING.put_gate_s),
+            launching,
+        ),
     }
-    for name, way in ways.items():
+    for name, (way, number) in ways.items():
         store.give_way(way)  # type: ignore[arg-type]
         with Writer(store, out) as writer:
-            took = launch_s(num_rounds, is_launched)
+            took = launch_s(num_rounds, is_launched, number)
         print(
             f"  written {name}: {writer.gb_s:.2f} GB/s; a launch takes "
             f"{took / alone:.2f} of its time"
@@ -120,7 +142,7 @@ class Writer:
 
     def _write(self) -> float:
         begun, gb = time.perf_counter(), 0.0
-        with short_turns():
+        with nullcontext() if self._store.is_apart else short_turns():
             while not self._ends.is_set():
                 keys = new_keys(self._out)
                 self._store.put(keys, self._out)
@@ -134,16 +156,21 @@ class Writer:
         self._pool.shutdown()
 
 
-def launch_s(num_rounds: int, is_launched: threading.Event) -> float:
-    """Median seconds of launches of so many rounds, with as long a pause after each."""
+def launch_s(
+    num_rounds: int, is_launched: threading.Event, launching: np.ndarray
+) -> float:
+    """Median seconds of launches of so many rounds, with as long a pause after each,
+    which the event and the number tell of."""
     times = []
     for _ in range(NUM_LAUNCHES):
         is_launched.clear()
+        launching[0] = 1
         begun = time.perf_counter()
         for _ in range(num_rounds):
             compute()
         times.append(time.perf_counter() - begun)
         is_launched.set()
+        launching[0] = 0
         time.sleep(LAUNCH_S)
     return statistics.median(times)
 

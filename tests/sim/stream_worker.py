@@ -191,6 +191,9 @@ class StreamWorker(Worker):
         step = self._next_step(output, epoch, rush, fail)
         self._order.step = step
         self._tier.begin_step(output)
+        if not self.is_off and self.rng.random() < 0.2:
+            # Tiers below ask so too, and what has come is forgotten then.
+            self._order.have_ended(step.plan.seq, step.plan.seq)
         for layer in range(NUM_LAYERS):
             if self._waits is not None and self._waits.is_armed:
                 self._waits.wait(str(layer))

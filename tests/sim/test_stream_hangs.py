@@ -113,6 +113,18 @@ def test_nothing_is_copied_after_that(cuda: FakeCuda) -> None:
     assert rank.ran == [("ahead", 1)]
 
 
+def test_loads_may_have_come_before_their_step_is_launched(cuda: FakeCuda) -> None:
+    """Tiers below ask what has ended, and it is forgotten then."""
+    waits = LayerWaits({"a": 0}, max_decode_tokens=1)
+    rank = Rank(cuda, waits)
+    rank.begin(layerwise=True, **LOAD)
+    rank.order._loaded[1].wait_on_host()
+    assert rank.order.have_ended(1, 1) and not rank.order._loaded
+    waits.wait("a")
+    assert rank.order.end_step()
+    assert rank.ran == [("load", 1)]
+
+
 def test_each_has_its_own_time_to_be_the_next(cuda: FakeCuda) -> None:
     """Together they take longer than one may."""
     rank = Rank(cuda, limit_s=0.1, grace_s=0.01)

@@ -94,6 +94,29 @@ def test_each_layer_waits_for_its_own_loads(
     assert first > 1 and second > 0.3 * first
 
 
+def test_loads_may_have_come_before_the_step_is_launched(
+    rank: Rank, waits: LayerWaits
+) -> None:
+    """Who asks what has ended, as tiers below do, makes them forgotten then."""
+
+    def forget() -> None:
+        torch.cuda.synchronize()
+        assert rank.order.have_ended(1, 1)
+
+    all_waited = rank.step(
+        forget,
+        lambda: waits.wait("a"),
+        lambda: waits.wait("b"),
+        rank.reads(0),
+        layerwise=True,
+        load_slots=[0, 1],
+        load_blocks=[0, 1],
+    )
+    assert all_waited
+    torch.cuda.synchronize()
+    assert rank.read[0].item() == NEW
+
+
 @pytest.mark.parametrize("launches_long", [False, True])
 def test_a_layer_that_did_not_wait_is_told_and_nothing_overtakes_the_loads(
     rank: Rank, waits: LayerWaits, launches_long: bool

@@ -105,8 +105,7 @@ def configs(
     files = {
         "type": "fs",
         "root_dir": f"{folder}/core",
-        # `below` asks for twice what the device has, and a third of it before.
-        "max_gib": 2.5 * device_bytes / GIB,
+        "max_gib": 4 * device_bytes / GIB,
         "store_from_use": 1,
     }
     threads = {

@@ -81,6 +81,8 @@ class CudaStreams(CopyOrder):
             "load": self._loaded,
             "load_ahead": self._loaded_ahead,
         }
+        # The loads that layers of the newest step wait for.
+        self._armed: Job | None = None
         # Device blocks that loads fill, by seq.
         self._filling: dict[int, list[int]] = {}
         # The oldest job of each kind when last looked at, and since when.
@@ -127,14 +129,15 @@ class CudaStreams(CopyOrder):
     def end_step(self) -> bool:
         self._gate.open()
         self._prefill.end_step()
-        if self._layer_waits is None or not self._layer_waits.is_armed:
+        loads, self._armed = self._armed, None
+        waits = self._layer_waits
+        if loads is None or waits is None or not waits.is_armed:
             return True
-        all_waited = self._layer_waits.disarm()
+        all_waited = waits.disarm()
         # What follows on the compute stream need not ask. And a load that waits for
-        # a thread must be launched before the next one can be queued behind it.
-        next(reversed(self._loaded.values())).wait(
-            torch.cuda.current_stream(self._device)
-        )
+        # a thread must be launched before the next one can be queued behind it. If it
+        # has come by now, it may have been forgotten already.
+        loads.wait(torch.cuda.current_stream(self._device))
         return all_waited
 
     def have_ended(self, stores: int, loads: int) -> bool:
@@ -201,6 +204,7 @@ class CudaStreams(CopyOrder):
         if layerwise and self._layer_waits is not None:
             waits = [self._new_wait(plan, end) for end in ends]
             self._layer_waits.arm(copies.load_parts, waits)
+            self._armed = job
         else:
             self._new_wait(plan, job).wait(compute)
 

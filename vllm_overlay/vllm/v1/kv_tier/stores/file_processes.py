@@ -193,7 +193,7 @@ class _Process:
     def __init__(self, told: dict[str, Any]) -> None:
         self._began, self.lived_s = time.monotonic(), 0.0
         self.has_ended = False
-        self._name = f"a process that reads and writes {Place(*told['place']).root_dir}"
+        self._root = Place(*told["place"]).root_dir
         self._lock = threading.Lock()
         self._ends: dict[str, Connection] = {}
         theirs: dict[str, Connection] = {}
@@ -263,9 +263,9 @@ class _Process:
             status = self._process.wait()
         if reason is not None:
             logger.warning(
-                "KV tier: %s %s (status %d). What it was asked for counts as not done, "
-                "and is computed.",
-                self._name,
+                "KV tier: a process that reads and writes %s %s (status %d). What it "
+                "was asked for counts as not done, and is computed.",
+                self._root,
                 reason,
                 status,
             )
