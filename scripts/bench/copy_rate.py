@@ -41,7 +41,7 @@ from vllm.v1.kv_tier.copying.engine import (
     CopyEngineUnavailable,
     Transfer,
 )
-from vllm.v1.kv_tier.memory.buffer import HostBuffer
+from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.regions import Region
 
 GiB, KiB = 1 << 30, 1 << 10
@@ -66,16 +66,27 @@ class Bench:
         num_bytes: What is moved in one direction at a time, at most. Device and host
             memory are twice as large.
         repeats: Runs of which the median is taken.
+        memory_file: Host memory that other processes can map.
 
     """
 
-    def __init__(self, device: torch.device, num_bytes: int, repeats: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        num_bytes: int,
+        repeats: int,
+        memory_file: bool = False,
+    ) -> None:
         self.device = device
         self.num_bytes = num_bytes
         self.repeats = repeats
         self.on_gpu = device.type == "cuda"
         # One slot: plain copies must not cross from one registration to the next.
-        self.buffer = HostBuffer(1, 2 * num_bytes, pin=self.on_gpu)
+        self.buffer = (
+            shared_buffer(1, 2 * num_bytes, self.device)[0]
+            if memory_file
+            else HostBuffer(1, 2 * num_bytes, pin=self.on_gpu)
+        )
         self.host = self.buffer.slots.view(-1)
         self.memory = torch.zeros(2 * num_bytes, dtype=torch.uint8, device=device)
         self.load_stream, self.store_stream = (
@@ -302,6 +313,11 @@ def main() -> int:
     parser.add_argument("--gib", type=float, help="moved in each direction at once")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in KiB")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--memory-file",
+        action="store_true",
+        help="host memory as processes of stores map it",
+    )
     args = parser.parse_args()
     # The copies of a rehearsal are not worth a thread.
     torch.set_num_threads(1)
@@ -309,7 +325,8 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else None
     started = time.perf_counter()
     num_bytes = int((args.gib or (2 if gpu else 1 / 32)) * GiB)
-    bench = Bench(device or torch.device("cpu"), num_bytes, args.repeats)
+    device = device or torch.device("cpu")
+    bench = Bench(device, num_bytes, args.repeats, args.memory_file)
     if gpu and not bench.buffer.pinned:
         print("The driver refused to pin host memory: see above.", file=sys.stderr)
         return 1

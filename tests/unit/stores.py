@@ -2,8 +2,11 @@
 """Stores of files for tests: small objects in a real directory."""
 
 import fcntl
+import logging
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore, GiB
@@ -35,6 +38,24 @@ def open_fs(
     config = FsConfig(str(root), max_gib=max_gib, num_threads=3)
     config.check()
     return FsStore(config, namespace, rank, ROW_BYTES)
+
+
+@contextmanager
+def logged_by(name: str) -> Iterator[list[str]]:
+    """Messages of a logger, also of those that it is not shown otherwise."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger(name), Handler()
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.setLevel(level)
+    logger.removeHandler(handler)
 
 
 def path_of(root: Path, i: int, rank: int = 0) -> Path:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that processes of their own read and write: what ends, and how."""
 
-import logging
 import signal
 import subprocess
 import sys
@@ -9,21 +8,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from vllm.v1.kv_tier.memory.shared import SharedMemory
-from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
-from vllm.v1.kv_tier.rank.report import ReportDraft
-from vllm.v1.kv_tier.rank.secondary import SecondaryIO
-from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores import file_process
 from vllm.v1.kv_tier.stores.base import MemoryFile
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore, GiB
 
-from .stores import KEYS, NAMESPACE, OBJECT_BYTES, OWN_BYTES, ROW_BYTES, path_of, row
+from .stores import (
+    KEYS,
+    NAMESPACE,
+    OBJECT_BYTES,
+    OWN_BYTES,
+    ROW_BYTES,
+    logged_by,
+    path_of,
+    row,
+)
 
 NUM_ROWS = 40
 
@@ -101,16 +104,8 @@ def rank(root: Path) -> Iterator[Rank]:
 
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("vllm.v1.kv_tier.stores"), Handler()
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
+    with logged_by("vllm.v1.kv_tier.stores") as lines:
+        yield lines
 
 
 # ------------------------------------------------------------------ bytes
@@ -192,34 +187,6 @@ def test_a_launch_holds_up_an_object_for_so_long_at_most(rank: Rank) -> None:
     assert rank.put(1, 2) == [True, True]
     assert 0.45 < time.monotonic() - begun < 5
     assert rank.get(1, 2) == right(1, 2)
-
-
-def test_a_rank_tells_them_when_it_launches_a_step(root: Path) -> None:
-    config = FsConfig(str(root), max_gib=1)
-    config.check()
-    memory = SharedMemory.create(2, ROW_BYTES, 1)
-    slots, tuning = memory.bytes.view(2, ROW_BYTES), RankTuning(put_gate_s=30)
-    store = config.open(NAMESPACE, 0, ROW_BYTES)
-    io = SecondaryIO([store], slots, ReportDraft(), tuning, memory)
-    assert store.is_apart
-    # Nobody here needs Python's lock the more while they move something.
-    turns_s, put = [], store.put
-
-    def noted(*batch: Any) -> list[bool]:
-        turns_s.append(sys.getswitchinterval())
-        return put(*batch)
-
-    store.put = noted  # type: ignore[method-assign]
-    io.launches(True)
-    assert memory.board[0, 0]
-    io.launches(False)
-    assert not memory.board[0, 0]
-    job = SecondaryJob(1, True, [KEYS[0]], [0], 0, 0, 0)
-    plan = StepPlan(1, secondary=[job])
-    io.begin_step(plan, lambda stores, loads: True, lambda slot: True)
-    wait_for(lambda: store.exists(KEYS[:1]) == [True])
-    assert turns_s == [sys.getswitchinterval()]
-    store.close()
 
 
 def test_what_had_to_go_is_told(root: Path) -> None:

@@ -3,7 +3,6 @@
 
 import ctypes
 import errno
-import logging
 import multiprocessing
 import os
 import random
@@ -20,7 +19,17 @@ import pytest
 from vllm.v1.kv_tier.stores import pauses, space
 from vllm.v1.kv_tier.stores.space import COUNTER, Space, used_bytes
 
-from .stores import KEYS, OBJECT_BYTES, OWN_BYTES, empty, open_fs, path_of, row, total
+from .stores import (
+    KEYS,
+    OBJECT_BYTES,
+    OWN_BYTES,
+    empty,
+    logged_by,
+    open_fs,
+    path_of,
+    row,
+    total,
+)
 
 CAP = 20
 
@@ -187,19 +196,8 @@ def test_a_damaged_counter_is_counted_anew(root: Path, content: bytes) -> None:
 
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Handler()
-    pauses.logger.addHandler(handler)
-    level = pauses.logger.level
-    pauses.logger.setLevel(logging.INFO)
-    yield lines
-    pauses.logger.setLevel(level)
-    pauses.logger.removeHandler(handler)
+    with logged_by(pauses.__name__) as lines:
+        yield lines
 
 
 def test_a_full_disk_stops_writing_for_a_minute(
