@@ -36,7 +36,7 @@ def measure_busy(
 
     Args:
         store: This one.
-        launching: Its first number is to be as `MemoryFile` says.
+        launching: Has the number that is to be as `MemoryFile` says.
         out: What is written.
         back: What is read.
 
@@ -164,7 +164,7 @@ def launch_s(
     times = []
     for _ in range(NUM_LAUNCHES):
         is_launched.clear()
-        launching[0] = 1
+        launching[0] = time.monotonic_ns() + DEFAULT_TUNING.put_gate_s * 1e9
         begun = time.perf_counter()
         for _ in range(num_rounds):
             compute()

@@ -43,7 +43,6 @@ import psutil
 from store_busy import Rows, measure_busy, new_keys
 
 from vllm.v1.kv_tier.memory.shared import SharedMemory
-from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING
 from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
 from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.format import CHECKSUMS
@@ -235,13 +234,11 @@ def measure(entry: dict[str, Any], args: argparse.Namespace) -> bool:
         row[:] = os.urandom(num_bytes)
     store = config.open("0" * 32, 0, num_bytes)
     store.register(memory)
-    store.register_file(
-        MemoryFile(shared.fd, shared.board_at, DEFAULT_TUNING.put_gate_s)
-    )
+    store.register_file(MemoryFile(shared.fd, (shared.board_at,)))
     kind = entry["type"]
     ways = {"store": Store(store)} | plain_ways(config, store, kind)
     rounds = [one_round(ways, i, out, back) for i in range(args.rounds + 1)][1:]
-    is_good = not args.busy or measure_busy(store, shared.board[0], out, back)
+    is_good = not args.busy or measure_busy(store, shared.board[0, :1], out, back)
     store.close()
     gb = args.objects * num_bytes / 1e9
     print(f"{config.name}, {list(CHECKSUMS)[-1].decode()}")

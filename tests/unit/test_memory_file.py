@@ -4,6 +4,8 @@
 import gc
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +28,86 @@ from .test_file_processes import none_is_left as none_is_left
 from .test_file_processes import root as root
 
 
-def test_a_rank_tells_them_when_it_launches_a_step(root: Path) -> None:
-    config = FsConfig(str(root), max_gib=1)
-    config.check()
-    memory = SharedMemory.create(2, ROW_BYTES, 1)
-    slots, tuning = memory.bytes.view(2, ROW_BYTES), RankTuning(put_gate_s=30)
-    store = config.open(NAMESPACE, 0, ROW_BYTES)
-    io = SecondaryIO([store], slots, ReportDraft(), tuning, memory)
-    assert store.is_apart
-    # Nobody here needs Python's lock the more while they move something.
-    turns_s, put = [], store.put
+class Rank:
+    """With slots that processes map, and a store of which it is noted what it does."""
+
+    def __init__(self, root: Path, **tuning: float) -> None:
+        config = FsConfig(str(root), max_gib=1)
+        config.check()
+        memory = SharedMemory.create(2, ROW_BYTES, 1)
+        self.store = config.open(NAMESPACE, 0, ROW_BYTES)
+        self.quiet = memory.board[0]
+        self.io = SecondaryIO(
+            [self.store],
+            memory.bytes.view(2, ROW_BYTES),
+            ReportDraft(),
+            RankTuning(**tuning),  # type: ignore[arg-type]
+            memory,
+        )
+
+    def begin(self, is_put: bool) -> None:
+        job = SecondaryJob(1, is_put, [KEYS[0]], [0], 0, 0, 0)
+        plan = StepPlan(1, secondary=[job])
+        self.io.begin_step(plan, lambda stores, loads: True, lambda slot: True)
+
+    def quiet_s(self, place: int) -> float:
+        """For how long objects are not begun to be written."""
+        return (self.quiet[place] - time.monotonic_ns()) / 1e9
+
+
+def test_they_are_quiet_while_a_step_is_launched(root: Path) -> None:
+    rank = Rank(root, put_gate_s=20)
+    assert rank.quiet_s(0) < 0
+    rank.io.launches(True)
+    assert 10 < rank.quiet_s(0) <= 20
+    rank.io.launches(False)
+    assert rank.quiet_s(0) < 0
+    rank.store.close()
+
+
+def test_they_are_quiet_while_something_is_read_and_a_moment_longer(root: Path) -> None:
+    rank = Rank(root, max_put_delay_s=40, after_read_s=2)
+    goes_on, get = threading.Event(), rank.store.get
+
+    def late(*batch: Any) -> list[bool]:
+        goes_on.wait(30)
+        return get(*batch)
+
+    rank.store.get = late  # type: ignore[method-assign]
+    assert rank.quiet_s(1) < 0
+    rank.begin(is_put=False)
+    assert 20 < rank.quiet_s(1) <= 40
+    slot = memoryview(rank.io._slots[1])
+    writer = threading.Thread(target=rank.store.put, args=([KEYS[1]], [slot]))
+    writer.start()
+    time.sleep(0.2)
+    assert rank.store.exists([KEYS[1]]) == [False]
+    goes_on.set()
+    wait_for(lambda: rank.quiet_s(1) <= 2)
+    assert rank.quiet_s(1) > 0.5
+    writer.join(20)
+    assert rank.store.exists([KEYS[1]]) == [True]
+    # A read may follow what is asked.
+    plan = StepPlan(2, asks_secondary=True)
+    rank.io.begin_step(plan, lambda stores, loads: True, lambda slot: True)
+    assert 0.5 < rank.quiet_s(1) <= 2
+    rank.store.close()
+
+
+def test_nobody_takes_short_turns_while_they_move_something(root: Path) -> None:
+    rank = Rank(root)
+    assert rank.store.is_apart
+    turns_s, put = [], rank.store.put
 
     def noted(*batch: Any) -> list[bool]:
         turns_s.append(sys.getswitchinterval())
         return put(*batch)
 
-    store.put = noted  # type: ignore[method-assign]
-    io.launches(True)
-    assert memory.board[0, 0]
-    io.launches(False)
-    assert not memory.board[0, 0]
-    job = SecondaryJob(1, True, [KEYS[0]], [0], 0, 0, 0)
-    plan = StepPlan(1, secondary=[job])
-    io.begin_step(plan, lambda stores, loads: True, lambda slot: True)
-    wait_for(lambda: store.exists(KEYS[:1]) == [True])
+    rank.store.put = noted  # type: ignore[method-assign]
+    rank.begin(is_put=True)
+    wait_for(lambda: rank.store.exists(KEYS[:1]) == [True])
     assert turns_s == [sys.getswitchinterval()]
-    store.close()
+    rank.store.close()
 
 
 @pytest.mark.parametrize("can_share", [True, False])

@@ -55,16 +55,19 @@ class SecondaryIO:
     ) -> None:
         self._stores = stores
         self._slots = slots.numpy()
-        self._launching = np.zeros(1, np.int64) if shared is None else shared.board[0]
+        # Until when processes of stores are quiet: for launches, and for reads.
+        self._quiet = np.zeros(8, np.int64) if shared is None else shared.board[0]
         self._is_launched = threading.Event()
         self._is_launched.set()
-        self._reads = [_Reads(tuning, self._is_launched) for _ in stores]
+        self._reads = [
+            _Reads(tuning, self._is_launched, self._quiet, 1 + tier % 7)
+            for tier in range(len(stores))
+        ]
         for store, reads in zip(stores, self._reads):
             store.register(memoryview(self._slots).cast("B"))
             if shared is not None:
-                store.register_file(
-                    MemoryFile(shared.fd, shared.board_at, tuning.put_gate_s)
-                )
+                places = tuple(shared.board_at + 8 * i for i in (0, reads.place))
+                store.register_file(MemoryFile(shared.fd, places))
             store.give_way(reads.leave_way)
         self._report = report
         report.tells_late = True
@@ -126,8 +129,8 @@ class SecondaryIO:
     def launches(self, is_launching: bool) -> None:
         """The forward pass of a step is launched from now on, or has been: meanwhile no
         object is begun to be written, for a moment at most."""
-        # For processes of stores.
-        self._launching[0] = is_launching
+        gate_ns = int(self._tuning.put_gate_s * 1e9)
+        self._quiet[0] = time.monotonic_ns() + gate_ns if is_launching else 0
         if is_launching:
             self._is_launched.clear()
         else:
@@ -222,11 +225,20 @@ class _Reads:
     Args:
         tuning: For how long.
         is_launched: Not set while a step is launched. That is left the way, too.
+        quiet: Numbers for processes of stores, as `MemoryFile` says.
+        place: Of the one for this tier.
 
     """
 
-    def __init__(self, tuning: RankTuning, is_launched: threading.Event) -> None:
+    def __init__(
+        self,
+        tuning: RankTuning,
+        is_launched: threading.Event,
+        quiet: np.ndarray,
+        place: int,
+    ) -> None:
         self._is_launched = is_launched
+        self._quiet, self.place = quiet, place
         self.num = 0
         """How many."""
         self._none = threading.Event()
@@ -238,20 +250,28 @@ class _Reads:
     def begin(self) -> None:
         """There is one more."""
         with self._lock:
-            self._expect()
             self.num += 1
+            self._expect(self.num - 1)
             self._none.clear()
 
     def expect(self) -> None:
         """There may be one in a moment."""
         with self._lock:
-            self._expect()
+            self._expect(self.num)
 
-    def _expect(self) -> None:
+    def _expect(self, num_before: int) -> None:
         now = time.monotonic()
-        if not self.num and now >= self._ended + self._tuning.after_read_s:
+        if not num_before and now >= self._ended + self._tuning.after_read_s:
             self._began = now
         self._ended = now
+        self._tell()
+
+    def _tell(self) -> None:
+        """Have processes wait as long as `_wait_for_none` does."""
+        until = self._began + self._tuning.max_put_delay_s
+        if not self.num:
+            until = min(until, self._ended + self._tuning.after_read_s)
+        self._quiet[self.place] = int(until * 1e9)
 
     def end(self) -> None:
         """There is one less."""
@@ -259,6 +279,7 @@ class _Reads:
             self.num -= 1
             if not self.num:
                 self._ended = time.monotonic()
+                self._tell()
                 self._none.set()
 
     def leave_way(self) -> None:

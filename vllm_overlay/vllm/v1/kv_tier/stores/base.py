@@ -16,11 +16,10 @@ class MemoryFile(NamedTuple):
 
     fd: int
     """The open file, of which processes of this user can get hold."""
-    launching_at: int
-    """The byte of the file from which on an int64 lies that is not 0 while a step is
-    launched. Meanwhile no object should be begun to be written."""
-    gate_s: float
-    """For how many seconds that holds up an object at most."""
+    quiet_at: tuple[int, ...]
+    """Bytes of the file from which on an int64 lies each: when it is over that no
+    object should be begun to be written, in nanoseconds of `time.monotonic_ns`. For the
+    same reasons as `BlockStore.give_way` has."""
 
 
 class BlockStore(ABC):
@@ -57,8 +56,7 @@ class BlockStore(ABC):
     @property
     def is_apart(self) -> bool:
         """Whether other processes move the bytes: then neither `put` nor `get` takes
-        much of Python's lock. They leave launches the way by the number that the file
-        has for it."""
+        much of Python's lock. They are quiet when the file says so."""
         return False
 
     def give_way(self, wait: Callable[[], None]) -> None:  # noqa: B027

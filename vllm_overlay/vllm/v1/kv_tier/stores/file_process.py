@@ -17,11 +17,13 @@ import contextlib
 import mmap
 import os
 import signal
+import struct
 import sys
 import threading
 import time
 import traceback
 import types
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,6 +34,7 @@ _MADV_POPULATE_WRITE = 23
 _POPULATED_BYTES = 64 << 20
 # A launch takes some milliseconds.
 _LOOK_S = 0.3e-3
+_NUMBER = struct.Struct("=q")
 
 
 def main() -> None:
@@ -48,7 +51,7 @@ def main() -> None:
     place = Place(*told["place"])
     files = Files(place, told["num_threads"])
     memory = _mapped(told["fd"])
-    put = partial(files.put, wait=partial(_leave_way, memory, told))
+    put = partial(files.put, wait=partial(_keep_quiet, memory, told["quiet_at"]))
     for connection, move in zip(asked, (put, files.get)):
         arguments = (connection, move, memoryview(memory), place.row_bytes)
         threading.Thread(target=_serve, args=arguments).start()
@@ -71,12 +74,12 @@ def _serve(asked: Connection, move: Any, memory: memoryview, row_bytes: int) -> 
         os._exit(1)
 
 
-def _leave_way(memory: mmap.mmap, told: dict[str, Any]) -> None:
-    """Wait while the rank launches a step, which takes the cores and the memory too."""
-    until = time.monotonic() + told["gate_s"]
-    launching_at = told["launching_at"]
-    while any(memory[launching_at : launching_at + 8]) and time.monotonic() < until:
-        time.sleep(_LOOK_S)
+def _keep_quiet(memory: mmap.mmap, quiet_at: Sequence[int]) -> None:
+    """Wait while the rank launches a step or waits for what is read: both take cores
+    and memory, too."""
+    for start in quiet_at:
+        while time.monotonic_ns() < _NUMBER.unpack_from(memory, start)[0]:
+            time.sleep(_LOOK_S)
 
 
 def _mapped(fd: int) -> mmap.mmap:

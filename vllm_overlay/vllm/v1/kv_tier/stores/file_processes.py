@@ -75,8 +75,7 @@ class FileProcesses:
             "num_threads": num_threads,
             "fd": self._fd,
             "num_bytes": memory.nbytes,
-            "launching_at": file.launching_at,
-            "gate_s": file.gate_s,
+            "quiet_at": file.quiet_at,
         }
         self._lock = threading.Lock()
         self._processes: list[_Process] = []
