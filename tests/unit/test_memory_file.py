@@ -62,7 +62,6 @@ def test_they_are_quiet_while_a_step_is_launched(root: Path) -> None:
     assert 10 < rank.quiet_s(0) <= 20
     rank.io.launches(False)
     assert rank.quiet_s(0) < 0
-    rank.store.close()
 
 
 def test_they_are_quiet_while_something_is_read_and_a_moment_longer(root: Path) -> None:
@@ -91,7 +90,6 @@ def test_they_are_quiet_while_something_is_read_and_a_moment_longer(root: Path) 
     plan = StepPlan(2, asks_secondary=True)
     rank.io.begin_step(plan, lambda stores, loads: True, lambda slot: True)
     assert 0.5 < rank.quiet_s(1) <= 2
-    rank.store.close()
 
 
 def test_nobody_takes_short_turns_while_they_move_something(root: Path) -> None:
@@ -107,7 +105,6 @@ def test_nobody_takes_short_turns_while_they_move_something(root: Path) -> None:
     rank.begin(is_put=True)
     wait_for(lambda: rank.store.exists(KEYS[:1]) == [True])
     assert turns_s == [sys.getswitchinterval()]
-    rank.store.close()
 
 
 @pytest.mark.parametrize("can_share", [True, False])
