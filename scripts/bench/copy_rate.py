@@ -43,6 +43,7 @@ from vllm.v1.kv_tier.copying.engine import (
 )
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.regions import Region
+from vllm.v1.kv_tier.memory.shared import SharedMemory
 
 GiB, KiB = 1 << 30, 1 << 10
 REGIONS = 32
@@ -82,11 +83,11 @@ class Bench:
         self.repeats = repeats
         self.on_gpu = device.type == "cuda"
         # One slot: plain copies must not cross from one registration to the next.
-        self.buffer = (
-            shared_buffer(1, 2 * num_bytes, self.device)[0]
-            if memory_file
-            else HostBuffer(1, 2 * num_bytes, pin=self.on_gpu)
-        )
+        if memory_file:
+            memory = SharedMemory.create(1, 2 * num_bytes, num_ranks=1)
+            self.buffer = shared_buffer(memory, 1, device, nodes=set())
+        else:
+            self.buffer = HostBuffer(1, 2 * num_bytes, pin=self.on_gpu)
         self.host = self.buffer.slots.view(-1)
         self.memory = torch.zeros(2 * num_bytes, dtype=torch.uint8, device=device)
         self.load_stream, self.store_stream = (

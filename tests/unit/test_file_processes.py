@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ from vllm.v1.kv_tier.stores import file_process
 from vllm.v1.kv_tier.stores.base import MemoryFile
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore, GiB
 
+from .store_servers import until
 from .stores import (
     KEYS,
     NAMESPACE,
@@ -234,7 +235,7 @@ def test_one_that_fails_costs_its_part_and_another_takes_its_place(
     failing = rank.processes[1]
     failing.send_signal(how)
     over = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
-    wait_for(lambda: failing.status() in over)
+    until(lambda: failing.status() in over)
     begun = time.monotonic()
     came = rank.get(*numbers)
     assert time.monotonic() - begun < 15
@@ -284,7 +285,7 @@ def test_they_outlive_a_signal_and_end_with_their_store(root: Path) -> None:
     rank.store.close()
     assert not children()
     del rank
-    wait_for(lambda: gc.collect() >= 0 and psutil.Process().num_fds() <= num_files)
+    until(lambda: gc.collect() >= 0 and psutil.Process().num_fds() <= num_files)
 
 
 RANK = """
@@ -307,7 +308,7 @@ def test_they_end_with_their_rank(root: Path) -> None:
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
         process.kill()
-        wait_for(lambda: not any(map(is_running, pids)))
+        until(lambda: not any(map(is_running, pids)))
 
 
 def is_running(pid: int) -> bool:
@@ -333,10 +334,3 @@ def test_an_error_that_nobody_thought_of_ends_it(
     assert rank.store.get([7], rank.rows[:1]) == [False]  # type: ignore[list-item]
     rank.store.close()
     assert "AttributeError" in capfd.readouterr().err
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < limit, "it does not happen"
-        time.sleep(0.01)

@@ -20,8 +20,9 @@ from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.fs import FsConfig
 from vllm.v1.kv_tier.worker import HostTier
 
+from .store_servers import until
 from .stores import KEYS, NAMESPACE, ROW_BYTES
-from .test_file_processes import children, wait_for
+from .test_file_processes import children
 from .test_file_processes import none_is_left as none_is_left
 from .test_file_processes import root as root
 
@@ -80,7 +81,7 @@ def test_they_are_quiet_while_something_is_read_and_a_moment_longer(root: Path) 
     time.sleep(0.2)
     assert rank.store.exists([KEYS[1]]) == [False]
     goes_on.set()
-    wait_for(lambda: rank.quiet_s(1) <= 2)
+    until(lambda: rank.quiet_s(1) <= 2)
     assert rank.quiet_s(1) > 0.5
     writer.join(20)
     assert rank.store.exists([KEYS[1]]) == [True]
@@ -101,7 +102,7 @@ def test_nobody_takes_short_turns_while_they_move_something(root: Path) -> None:
 
     rank.store.put = noted  # type: ignore[method-assign]
     rank.begin(is_put=True)
-    wait_for(lambda: rank.store.exists(KEYS[:1]) == [True])
+    until(lambda: rank.store.exists(KEYS[:1]) == [True])
     assert turns_s == [sys.getswitchinterval()]
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -296,25 +297,24 @@ def test_nobody_waits_for_a_rank_that_has_switched_off(ranks: Start) -> None:
 def test_memory_goes_with_the_last_process_whatever_ends_them(ranks: Start) -> None:
     """It has no name, and no process that was killed has kept an open file of it."""
     first, second = ranks()
-    for rank in (first, second):
-        folder = f"/proc/{rank.process.pid}/maps"
-        with open(folder) as maps:
-            assert "memfd:kv-tier (deleted)" in maps.read()
+    memory = memory_of(first.process.pid)
+    assert memory and memory == memory_of(second.process.pid)
     first.kill()
     second.kill()
     time.sleep(0.1)
-    for process in os.listdir("/proc"):
-        try:
-            with open(f"/proc/{process}/maps") as maps:
-                text = maps.read()
-        except OSError:
-            continue
-        assert "memfd:kv-tier" not in text or process in OTHERS
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        # Those of other tests, which run beside this one, map others.
+        assert not memory & memory_of(int(process))
 
 
-OTHERS = {
-    process
-    for process in os.listdir("/proc")
-    if process.isdigit() and os.path.exists(f"/proc/{process}/maps")
-}
-"""Processes that were there before: of other tests."""
+def memory_of(pid: int) -> set[str]:
+    """Device and inode of all shared memory that a process maps."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {
+        " ".join(line.split()[3:5])
+        for line in lines
+        if line.endswith("memfd:kv-tier (deleted)")
+    }

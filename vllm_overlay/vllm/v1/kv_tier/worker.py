@@ -143,13 +143,8 @@ class HostTier:
     def open_secondary(self, stores: Sequence[BlockStore]) -> None:
         """From now on carry out what plans ask of the tiers below."""
         file = self._memory_file
-        self.secondary = SecondaryIO(
-            stores,
-            self.buffer.slots,
-            self.report,
-            self._tuning,
-            file,
-        )
+        slots = self.buffer.slots
+        self.secondary = SecondaryIO(stores, slots, self.report, self._tuning, file)
         if file is not None:
             file.close()
 
@@ -293,7 +288,8 @@ def _own_memory(
     """Memory of this rank alone, and the file that it is, if it is one."""
     if as_file and num_bytes:
         try:
-            return shared_buffer(num_slots, num_bytes, device)
+            memory = SharedMemory.create(num_slots, num_bytes, num_ranks=1)
+            return shared_buffer(memory, num_slots, device, nodes=set()), memory
         except NotShared as e:
             logger.info(
                 "KV tier: no other processes read and write objects for this rank, "

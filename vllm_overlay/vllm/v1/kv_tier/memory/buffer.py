@@ -284,38 +284,34 @@ class HostBuffer:
 
 
 def shared_buffer(
-    num_slots: int, slot_bytes: int, device: torch.device
-) -> tuple[HostBuffer, SharedMemory]:
-    """The host memory of one rank, which processes of its own can map, too.
+    memory: SharedMemory, num_slots: int, device: torch.device, nodes: Set[int] | None
+) -> HostBuffer:
+    """The slots of a rank in memory that others map, too.
 
     Args:
+        memory: This memory, whose file is closed if it cannot be had.
         num_slots: Number of slots.
-        slot_bytes: Bytes of one slot on this rank.
         device: Where the rank computes.
-
-    Returns:
-        The memory, and the file that it is, which is to be closed when all have it.
+        nodes: As of `HostBuffer`.
 
     Raises:
         MemoryError: The machine cannot give that much memory.
-        NotShared: No memory of this machine can be shared.
+        NotShared: The driver does not register memory that is shared.
 
     """
     on_gpu = device.type == "cuda"
-    memory = SharedMemory.create(num_slots, slot_bytes, num_ranks=1)
     try:
-        buffer = HostBuffer(
+        return HostBuffer(
             num_slots,
-            slot_bytes,
+            memory.bytes.numel() // num_slots,
             pin=on_gpu,
             device=device if on_gpu else None,
             shared=memory,
-            nodes=set(),
+            nodes=nodes,
         )
     except BaseException:
         memory.close()
         raise
-    return buffer, memory
 
 
 def _pieces(

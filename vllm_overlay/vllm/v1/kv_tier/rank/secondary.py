@@ -250,28 +250,34 @@ class _Reads:
     def begin(self) -> None:
         """There is one more."""
         with self._lock:
+            self._expect()
             self.num += 1
-            self._expect(self.num - 1)
             self._none.clear()
+            self._tell()
 
     def expect(self) -> None:
         """There may be one in a moment."""
         with self._lock:
-            self._expect(self.num)
+            self._expect()
+            self._tell()
 
-    def _expect(self, num_before: int) -> None:
+    def _expect(self) -> None:
         now = time.monotonic()
-        if not num_before and now >= self._ended + self._tuning.after_read_s:
+        if not self.num and now >= self._ended + self._tuning.after_read_s:
             self._began = now
         self._ended = now
-        self._tell()
+
+    def _until(self) -> float:
+        """When writes need not wait any more: nothing is read and a moment has passed,
+        or they have waited for long enough."""
+        until = self._began + self._tuning.max_put_delay_s
+        if self._none.is_set():
+            until = min(until, self._ended + self._tuning.after_read_s)
+        return until
 
     def _tell(self) -> None:
-        """Have processes wait as long as `_wait_for_none` does."""
-        until = self._began + self._tuning.max_put_delay_s
-        if not self.num:
-            until = min(until, self._ended + self._tuning.after_read_s)
-        self._quiet[self.place] = int(until * 1e9)
+        """Have processes wait, too."""
+        self._quiet[self.place] = int(self._until() * 1e9)
 
     def end(self) -> None:
         """There is one less."""
@@ -279,8 +285,8 @@ class _Reads:
             self.num -= 1
             if not self.num:
                 self._ended = time.monotonic()
-                self._tell()
                 self._none.set()
+                self._tell()
 
     def leave_way(self) -> None:
         """Wait before an object is written."""
@@ -291,16 +297,11 @@ class _Reads:
         """Until nothing is read and a moment has passed: what was read is on its way to
         the device then. Reads that follow one another do not hold up anybody for
         ever."""
-        tuning = self._tuning
-        while True:
-            now, until = time.monotonic(), self._began + tuning.max_put_delay_s
+        while (left_s := self._until() - time.monotonic()) > 0:
             if self._none.is_set():
-                until = min(until, self._ended + tuning.after_read_s)
-                if now >= until:
-                    return
-                time.sleep(until - now)
-            elif now >= until or not self._none.wait(until - now):
-                return
+                time.sleep(left_s)
+            else:
+                self._none.wait(left_s)
 
 
 def _work(queue: Queue) -> None:

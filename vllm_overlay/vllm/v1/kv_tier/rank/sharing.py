@@ -13,7 +13,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.copying.engine import slot_bytes
-from vllm.v1.kv_tier.memory.buffer import HostBuffer
+from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.numa import gpu_node
 from vllm.v1.kv_tier.memory.regions import build_regions, flatten
 from vllm.v1.kv_tier.memory.replicas import Layout, head_replicas, obstacle, owners
@@ -217,21 +217,7 @@ def _slots(
     nodes: set[int] | None,
 ) -> SharedSlots:
     device: torch.device = wrapper.worker.model_runner.device
-    on_gpu = device.type == "cuda"
-    num_bytes = memory.bytes.numel() // num_slots
-    try:
-        buffer = HostBuffer(
-            num_slots,
-            num_bytes,
-            pin=on_gpu,
-            device=device if on_gpu else None,
-            shared=memory,
-            nodes=nodes,
-        )
-    except BaseException:
-        memory.close()
-        raise
-    return SharedSlots(buffer, memory, index)
+    return SharedSlots(shared_buffer(memory, num_slots, device, nodes), memory, index)
 
 
 def _drop_shared(wrapper: Any) -> None:

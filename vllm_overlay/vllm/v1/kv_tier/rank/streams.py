@@ -130,10 +130,9 @@ class CudaStreams(CopyOrder):
         self._gate.open()
         self._prefill.end_step()
         loads, self._armed = self._armed, None
-        waits = self._layer_waits
-        if loads is None or waits is None or not waits.is_armed:
+        if loads is None or self._layer_waits is None:
             return True
-        all_waited = waits.disarm()
+        all_waited = self._layer_waits.disarm()
         # What follows on the compute stream need not ask. And a load that waits for
         # a thread must be launched before the next one can be queued behind it. If it
         # has come by now, it may have been forgotten already.
@@ -275,6 +274,7 @@ class CudaStreams(CopyOrder):
         under_way = {*self._loaded, *self._loaded_ahead}
         for thread in (self._store_thread, self._ahead_thread, self._load_thread):
             thread.close()
+        self._armed = None
         if self._layer_waits is not None:
             self._layer_waits.disarm()
         return {s: blocks for s, blocks in self._filling.items() if s in under_way}

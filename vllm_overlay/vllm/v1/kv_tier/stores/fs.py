@@ -5,6 +5,7 @@ import math
 import os
 import re
 import stat
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -152,6 +153,8 @@ class FsStore(BlockStore):
         self._files = Files(self._place, config.num_threads)
         self._pauses = WritePauses(Path(config.root_dir))
         self._deadline_s = config.deadline_ms / 1e3
+        # Threads that write and threads that read come by.
+        self._lock = threading.Lock()
         self._evicted_bytes = 0
         self._wait: Callable[[], None] = lambda: None
         self._memory: memoryview | None = None
@@ -186,7 +189,8 @@ class FsStore(BlockStore):
             self._pauses.failed(written.error)
         elif written.num_new:
             self._pauses.succeeded()
-        self._evicted_bytes += written.evicted_bytes
+        with self._lock:
+            self._evicted_bytes += written.evicted_bytes
         return written.done
 
     def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
@@ -205,7 +209,8 @@ class FsStore(BlockStore):
         self._files.delete(keys)
 
     def take_evicted_bytes(self) -> int:
-        taken, self._evicted_bytes = self._evicted_bytes, 0
+        with self._lock:
+            taken, self._evicted_bytes = self._evicted_bytes, 0
         return taken
 
     def close(self) -> None:
@@ -224,7 +229,8 @@ class FsStore(BlockStore):
         return self._files.put(keys, rows, may_write, self._wait)
 
     def _go_on_alone(self, reason: NoProcesses) -> None:
-        processes, self._processes = self._processes, None
+        with self._lock:
+            processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()
         logger.warning(
