@@ -318,6 +318,16 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def test_all_of_their_threads_work(rank: Rank) -> None:
+    # Behind the begin, in which the main thread finds the pages of the memory.
+    time.sleep(0.3)
+    for move in (rank.put, rank.get):
+        before = [each.num_threads() for each in rank.processes]
+        move(*range(10))
+        for process, num in zip(rank.processes, before, strict=True):
+            assert process.num_threads() > num
+
+
 def test_they_are_small(rank: Rank) -> None:
     for each in rank.processes:
         maps = Path(f"/proc/{each.pid}/maps").read_text()

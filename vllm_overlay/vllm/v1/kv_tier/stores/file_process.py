@@ -51,11 +51,16 @@ def main() -> None:
     place = Place(*told["place"])
     files = Files(place, told["num_threads"])
     memory = _mapped(told["fd"])
-    put = partial(files.put, wait=partial(_keep_quiet, memory, told["quiet_at"]))
-    for connection, move in zip(asked, (put, files.get)):
+    quiet = partial(_keep_quiet, memory, told["quiet_at"], threading.Lock())
+    serving = []
+    for connection, move in zip(asked, (partial(files.put, wait=quiet), files.get)):
         arguments = (connection, move, memoryview(memory), place.row_bytes)
-        threading.Thread(target=_serve, args=arguments).start()
+        serving.append(threading.Thread(target=_serve, args=arguments))
+        serving[-1].start()
     _populate(memory, told["num_bytes"])
+    # Helpers are given no work any more once the main thread has ended.
+    for thread in serving:
+        thread.join()
 
 
 def _serve(asked: Connection, move: Any, memory: memoryview, row_bytes: int) -> None:
@@ -74,12 +79,21 @@ def _serve(asked: Connection, move: Any, memory: memoryview, row_bytes: int) -> 
         os._exit(1)
 
 
-def _keep_quiet(memory: mmap.mmap, quiet_at: Sequence[int]) -> None:
+def _keep_quiet(
+    memory: mmap.mmap, quiet_at: Sequence[int], lock: threading.Lock
+) -> None:
     """Wait while the rank launches a step or waits for what is read: both take cores
-    and memory, too."""
+    and memory, too. One thread looks for all, and leaves the others' time to those that
+    read."""
     for start in quiet_at:
-        while time.monotonic_ns() < _NUMBER.unpack_from(memory, start)[0]:
-            time.sleep(_LOOK_S)
+        if _is_quiet(memory, start):
+            with lock:
+                while _is_quiet(memory, start):
+                    time.sleep(_LOOK_S)
+
+
+def _is_quiet(memory: mmap.mmap, start: int) -> bool:
+    return time.monotonic_ns() < _NUMBER.unpack_from(memory, start)[0]
 
 
 def _mapped(fd: int) -> mmap.mmap:
