@@ -196,8 +196,8 @@ def slow(bench: Bench) -> None:
         print(f"slow: {seconds * 1e3:.0f} ms to compute")
         for p, part in enumerate(parts):
             if p == len(parts) - 1:
-                # It is tried again by then (`retry_store_s`).
-                time.sleep(31)
+                # It is tried again by then (`remeasure_s`).
+                time.sleep(11)
             delay_file.write_text(str(part * seconds * 1e3 / bench.blocks))
             times: list[tuple[float, float, int]] = []
             waits = [queue_s(server)]

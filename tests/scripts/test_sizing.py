@@ -232,9 +232,9 @@ def test_a_store_slower_than_prefill_brings_nothing() -> None:
     found = below(slow, calls, prefill_tokens_per_s=1024)
     assert found.hit_rate == 0
     assert found.traffic is not None and found.traffic.late_requests > 0
-    # It was tried twice before it had been measured, and then with 4 blocks each half
-    # minute.
-    num_trials = 2 + found.traffic.seconds / 30
+    # It was tried twice before it had been measured, and then with 4 blocks each ten
+    # seconds.
+    num_trials = 2 + found.traffic.seconds / 10
     assert 0 < found.traffic.read_bytes <= num_trials * 4 * BLOCK_BYTES
 
 

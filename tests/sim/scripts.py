@@ -171,6 +171,7 @@ def random_tuning(rng: Random) -> SchedulingTuning:
         fetch_job_s=choose([0.0, 5.0, 100.0]),
         patience_s=choose([0.0, 3.0]),
         retry_store_s=choose([0.0, 3.0, 30.0]),
+        remeasure_s=choose([0.0, 3.0, 10.0]),
     )
 
 

@@ -38,6 +38,25 @@ def test_answers_that_take_longer_than_computing_are_asked_for_seldom(
         assert below.store.num_asked == num_asked + asks
 
 
+def test_a_tier_that_is_slower_than_computing_counts_as_closed_for_a_while() -> None:
+    below = Below()
+    below.store.keys = {key("a"), key("b")}
+    below.end(below.begins_to_fetch(Request("a"), "a"))
+    assert not below.stats().is_closed
+    # The job took 0.1 s.
+    below.pool.costs.prefill_s = 0.05
+    assert below.stats().is_closed
+    num_asked = below.store.num_asked
+    below.tier.begin()
+    below.asked(Request("b"))
+    below.tier.end()
+    assert below.store.num_asked == num_asked
+    below.tier.now += 11
+    assert not below.stats().is_closed
+    below.end(below.begins_to_fetch(Request("b"), "b"))
+    assert below.stats().is_closed
+
+
 def test_an_engine_that_runs_nothing_waits_for_the_answer_and_no_other() -> None:
     below = Below(answer_wait_s=10.0)
     below.store.keys = {key("a")}

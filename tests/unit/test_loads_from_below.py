@@ -86,6 +86,19 @@ def test_ranks_are_told_how_many_jobs_must_end() -> None:
     assert not fetched.waits and awaits() == 0
 
 
+def test_the_cleaner_is_told_while_something_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetched, told = Fetched("abcdefgh"), []
+    pool = fetched.below.pool
+    monkeypatch.setattr(pool.writer, "write", lambda *told_of: told.append(told_of))
+    pool.take_plan(is_idle=True)
+    fetched.come(*fetched.jobs)
+    assert not fetched.waits
+    pool.take_plan(is_idle=True)
+    assert told == [(True, True), (True, False)]
+
+
 def test_a_hole_ends_the_wait_for_what_is_behind_it() -> None:
     fetched = Fetched("abcdefgh")
     first, second, *_ = fetched.jobs

@@ -251,6 +251,20 @@ def test_the_cleaner_stores_fewer_blocks_beside_loads() -> None:
     assert cleaned(step_with_a_load(tier)) == ids(blocks[:4])
 
 
+@pytest.mark.parametrize("num_clean, num_stores", [(5, 5), (20, 2)])
+def test_the_cleaner_leaves_the_way_to_what_is_read(
+    num_clean: int, num_stores: int
+) -> None:
+    # If enough victims are clean for what will be loaded into them.
+    tuning = {"min_stores": 0, "idle_stores": num_clean, "stores_beside_loads": 2}
+    tier, blocks = dirty(31, **tuning)
+    tier.begin()
+    assert cleaned(tier.pool.take_plan(is_idle=True)) == ids(blocks[:num_clean])
+    tier.begin()
+    tier.pool.writer.write(is_idle=True, is_read=True)
+    assert cleaned(tier.end()) == ids(blocks[num_clean : num_clean + num_stores])
+
+
 @pytest.mark.parametrize("take_rate, num_clean", [(0.0, 2), (30.0, 4)])
 def test_the_cleaner_leaves_most_of_a_small_host_alone(
     take_rate: float, num_clean: int

@@ -10,6 +10,8 @@ from vllm.v1.kv_tier.scheduling.sources import Source
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.stats import SecondaryStats
 
+from .stores import logged_by
+
 BLOCKS = 32
 FAST_S, PREFILL_S, SLOW_S = 0.25e-3, 0.5e-3, 12e-3
 """Seconds of a block: from the tier, computed, and from a disk that is writing."""
@@ -73,7 +75,7 @@ def test_a_tier_that_became_slow_is_left_alone_after_three() -> None:
     tier.fetch(SLOW_S, 3)
     assert not tier.source.is_worth_it
     # Later it is tried anew, and what was known is forgotten.
-    tier.now += tier.tuning.retry_store_s
+    tier.now += tier.tuning.remeasure_s
     assert tier.source.is_worth_it and not tier.source.is_known
     tier.fetch(FAST_S)
     assert tier.source.is_worth_it and tier.source.is_known
@@ -153,3 +155,29 @@ def test_what_was_waited_for_is_measured_anew() -> None:
     assert tier.source.gain_s(BLOCKS, True) < 0
     tier.now += tier.tuning.retry_store_s
     assert tier.source.gain_s(BLOCKS, True) > 0
+
+
+def test_it_is_told_why_a_tier_brings_nothing() -> None:
+    tier = Fetches()
+    with logged_by("vllm.v1.kv_tier.scheduling.sources") as lines:
+        tier.fetch(FAST_S, 5)
+        assert not lines
+        tier.fetch(SLOW_S, 5)
+        (line,) = lines
+        assert "(/kv) takes 12.00 ms for a block, which takes 0.50 to compute" in line
+        # Nor is it told again soon, where it is slow now and then.
+        tier.fetch(FAST_S, 5)
+        tier.fetch(SLOW_S, 5)
+        assert len(lines) == 1
+        tier.now += tier.tuning.tell_again_s
+        tier.fetch(FAST_S, 5)
+        tier.fetch(SLOW_S, 5)
+        assert len(lines) == 2
+
+
+def test_nor_is_it_told_before_computing_was_measured() -> None:
+    tier = Fetches()
+    tier.costs.prefill_s = 0.0
+    with logged_by("vllm.v1.kv_tier.scheduling.sources") as lines:
+        tier.fetch(SLOW_S, 5)
+    assert not tier.source.is_worth_it and not lines

@@ -51,7 +51,8 @@ class SecondaryStats:
     filling_blocks: int = 0
     """Slots that are kept since they are being filled, however late that ends."""
     is_closed: int = 0
-    """1 while it is not asked, because it was too slow."""
+    """1 while nothing is fetched from it, because it was too slow, or slower than
+    computing."""
     times: list[tuple[str, int, float]] = field(default_factory=list)
     """(`put` or `get`, blocks, seconds on the slowest rank) of each job that ended."""
 

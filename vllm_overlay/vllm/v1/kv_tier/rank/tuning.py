@@ -87,11 +87,12 @@ class RankTuning:
     """How long writes leave the way to what is read, all in all. Not for ever: what
     hangs holds up no writes."""
 
-    put_gate_s: float = 0.02
+    put_gate_s: float = 0.06
     """How long a step that is being launched holds up each object that is written to a
     tier below: beside eight threads that write, a launch took 1.2 to 1.6 times as long,
-    and 1.1 with the gate (`store_rate.py --busy`). Not for longer, since on a CPU the
-    forward pass is a part of the launch."""
+    and 1.1 with the gate (`store_rate.py --busy`). Launched kernel by kernel, a prompt
+    of an 8B model takes 20 ms, and 30 to 55 where the gate opens before. Not for
+    longer, since on a CPU the forward pass is a part of the launch."""
 
     peer_look_s: float = 0.1e-3
     """How often a copy looks whether another rank has come so far. It reads a few

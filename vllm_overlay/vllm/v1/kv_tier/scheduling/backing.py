@@ -281,6 +281,6 @@ class Backing:
             stats.due_blocks = spiller.num_due
             stats.writing_blocks = spiller.num_writing
             stats.filling_blocks = num_filling
-            stats.is_closed = int(not source.is_open(now))
+            stats.is_closed = int(not (source.is_open(now) and source.is_worth_it))
             stats.loaded_tokens = self._layout.tokens_of(stats.loaded_blocks)
         return {label: stats.take() for label, stats in self._stats.items()}

@@ -136,10 +136,11 @@ class TieredBlockPool(BlockPool):
         """
         self.writer.allocated(self._num_taken)
         self._num_taken = 0
-        self.writer.write(is_idle)
+        below = self.backing
+        self.writer.write(is_idle, below is not None and below.fetching.num_awaited > 0)
         plan = self._draft.finish()
-        if self.backing is not None:
-            self.backing.finish(plan, is_idle)
+        if below is not None:
+            below.finish(plan, is_idle)
         self._stats.stored_blocks += len(plan.store_slots) + len(plan.clean_slots)
         self._stats.loaded_blocks += len(plan.load_slots)
         self._stats.loaded_ahead_blocks += len(plan.ahead_slots)

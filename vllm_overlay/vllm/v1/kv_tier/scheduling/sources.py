@@ -92,6 +92,8 @@ class Source:
         self._num_late = 0
         self._last_came = -math.inf
         self._closed_until = 0.0
+        self._was_dear = False
+        self._told_at = -math.inf
 
     def is_open(self, now: float) -> bool:
         """Whether it is asked. It is left alone for a while where it was too slow."""
@@ -149,7 +151,7 @@ class Source:
     def is_known(self) -> bool:
         """Whether it was measured what a block costs. One that costs too much is
         measured anew after a while."""
-        retry_at = self._measured_at + self._tuning.retry_store_s
+        retry_at = self._measured_at + self._tuning.remeasure_s
         return self._fetch_s > 0 and not (
             self._is_dear and self._costs.clock() >= retry_at
         )
@@ -214,6 +216,24 @@ class Source:
             self._fetched_s.append(seconds / num_come)
             self._fetch_s = median_high(self._fetched_s)
             self._measured_at = now
+            self._tell_if_dear(now)
+
+    def _tell_if_dear(self, now: float) -> None:
+        """Say why it brings nothing from now on. What computing takes was measured."""
+        was_dear, self._was_dear = self._was_dear, self._is_dear
+        if was_dear or not self._was_dear or not self._costs.prefill_s:
+            return
+        if now >= self._told_at + self._tuning.tell_again_s:
+            self._told_at = now
+            logger.warning(
+                "KV tier: the tier below (%s) takes %.2f ms for a block, which takes "
+                "%.2f to compute: it is left alone, and measured again every %d "
+                "seconds. See docs/below.md for when it pays.",
+                self._tier.name,
+                self._fetch_s * 1e3,
+                self._prefill_s * 1e3,
+                self._tuning.remeasure_s,
+            )
 
     def was_waited_for(self, seconds: float, num_blocks: int) -> None:
         """A request had so many blocks after so many seconds, while the engine ran

@@ -44,11 +44,12 @@ class Writer(Protocol):
     def allocated_for_loads(self, num_blocks: int) -> None:
         """So many of the blocks that were just counted are for loads."""
 
-    def write(self, is_idle: bool) -> None:
+    def write(self, is_idle: bool, is_read: bool = False) -> None:
         """The step is complete: store what is due.
 
         Args:
             is_idle: The step runs nothing, so there is time.
+            is_read: A request waits for what is read from a tier below.
 
         """
 
@@ -84,7 +85,7 @@ class WriteThrough:
     def allocated_for_loads(self, num_blocks: int) -> None:
         pass
 
-    def write(self, is_idle: bool) -> None:
+    def write(self, is_idle: bool, is_read: bool = False) -> None:
         fresh, self._fresh = self._fresh, []
         storer, draft = self._storer, self._draft
         seq, computed_by = draft.seq, draft.computed_by
@@ -182,16 +183,18 @@ class Cleaner:
     def backlog(self) -> int:
         return self._backlog
 
-    def write(self, is_idle: bool) -> None:
+    def write(self, is_idle: bool, is_read: bool = False) -> None:
         tuning = self._tuning
         self.alloc_rate = max(
             float(self._num_allocated), tuning.alloc_rate_decay * self.alloc_rate
         )
         window = self._window()
-        max_stores, max_looks = self._limits(is_idle)
         num_gone = self._num_allocated + self._num_allocated_for_loads
         num_first, self._free.num_first = self._free.num_first, 0
         self._num_clean = max(0, self._num_clean + num_first - num_gone)
+        # What is read is loaded into the next victims: some must be clean.
+        leaves_way = is_read and is_idle and self._num_clean > window // 4
+        max_stores, max_looks = self._limits(is_idle, leaves_way)
         self._num_allocated = self._num_allocated_for_loads = 0
         last = self._free.cursor
         is_gone = last is None or last.next_free_block is None
@@ -212,12 +215,12 @@ class Cleaner:
         # The other half is for what the device no longer has.
         return min(window, num_slots // 2)
 
-    def _limits(self, is_idle: bool) -> tuple[int, int]:
+    def _limits(self, is_idle: bool, leaves_way: bool) -> tuple[int, int]:
         """How many blocks this step may store, and look at."""
         tuning = self._tuning
         min_stores = tuning.idle_stores if is_idle else tuning.min_stores
         max_looks = max(2 * self._num_allocated, tuning.min_looks)
-        if self._draft.loads:
+        if self._draft.loads or leaves_way:
             min_stores = tuning.stores_beside_loads
             max_looks = min(max_looks, tuning.looks_beside_loads)
         return max(2 * self._num_allocated, min_stores), max_looks
