@@ -249,6 +249,20 @@ def test_one_that_fails_costs_its_part_and_another_takes_its_place(
     rank.store.close()
 
 
+def test_one_that_writes_for_too_long_is_replaced(
+    root: Path, logged: list[str]
+) -> None:
+    rank = Rank(root)
+    processes = rank.store._processes
+    assert processes is not None
+    processes._least_life_s, processes._put_s = 0.0, 0.5
+    rank.processes[1].send_signal(signal.SIGSTOP)
+    assert rank.put(*range(8)) == [True, False] * 4
+    assert len(logged) == 1 and "did not answer in time" in logged[0]
+    assert rank.put(*range(8)) == [True] * 8
+    rank.store.close()
+
+
 def test_one_that_ends_while_it_writes(root: Path, logged: list[str]) -> None:
     rank = Rank(root)
     for each in rank.processes:

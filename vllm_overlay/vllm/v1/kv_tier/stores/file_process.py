@@ -14,6 +14,7 @@ outlives its other end.
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
 import signal
@@ -31,7 +32,6 @@ from typing import Any
 
 # As of `memory.pages`, which needs torch.
 _MADV_POPULATE_WRITE = 23
-_POPULATED_BYTES = 64 << 20
 # A launch takes some milliseconds.
 _LOOK_S = 0.3e-3
 _NUMBER = struct.Struct("=q")
@@ -106,12 +106,13 @@ def _mapped(fd: int) -> mmap.mmap:
 
 
 def _populate(memory: mmap.mmap, num_bytes: int) -> None:
-    """Find the pages, which the rank has touched, before they are needed."""
-    # In pieces, since meanwhile no other thread runs. Older kernels do not know how.
-    with contextlib.suppress(OSError):
-        for start in range(0, num_bytes, _POPULATED_BYTES):
-            size = min(_POPULATED_BYTES, num_bytes - start)
-            memory.madvise(_MADV_POPULATE_WRITE, start, size)
+    """Find the pages, which the rank has touched, before they are needed. Older kernels
+    do not know how."""
+    # Not `mmap.madvise`: no other thread would run meanwhile.
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise(start, num_bytes, _MADV_POPULATE_WRITE)
 
 
 def _leave_out_vllm() -> None:

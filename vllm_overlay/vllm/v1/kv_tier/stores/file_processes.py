@@ -48,6 +48,7 @@ class FileProcesses:
         num_processes: How many.
         num_threads: That read in each, and as many that write.
         grace_s: How long beyond a deadline one may answer, for what it had begun.
+        put_s: How long it may take to write a part of a batch.
         least_life_s: One that ends sooner would do so again, and is not replaced.
 
     Raises:
@@ -63,9 +64,10 @@ class FileProcesses:
         num_processes: int,
         num_threads: int,
         grace_s: float = 2.0,
+        put_s: float = 60.0,
         least_life_s: float = 5.0,
     ) -> None:
-        self._grace_s, self._least_life_s = grace_s, least_life_s
+        self._grace_s, self._put_s, self._least_life_s = grace_s, put_s, least_life_s
         self._address = _address(memory)
         self._fd = os.dup(file.fd)
         self._told = {
@@ -100,7 +102,8 @@ class FileProcesses:
         """
         done = [False] * len(keys)
         parts: list[Written] = []
-        for places, written in self._shared("put", keys, rows, may_write):
+        until = time.monotonic() + self._put_s
+        for places, written in self._shared("put", keys, rows, may_write, until=until):
             done[places] = written.done
             parts.append(written)
         return Written(
@@ -141,7 +144,7 @@ class FileProcesses:
         keys: Sequence[bytes],
         rows: Sequence[memoryview],
         *rest: object,
-        until: float | None = None,
+        until: float,
     ) -> list[tuple[slice, Any]]:
         """Have each process do a part of a batch.
 
@@ -226,7 +229,7 @@ class _Process:
             self.end("was not asked as it should be")
             raise
 
-    def answer(self, kind: str, until: float | None = None) -> Any:
+    def answer(self, kind: str, until: float) -> Any:
         """What became of it; None: the process is gone, or has been ended.
 
         Args:
@@ -237,7 +240,7 @@ class _Process:
         """
         end, reason = self._ends[kind], ENDED
         with suppress(EOFError, OSError):
-            if until is None or end.poll(max(0.0, until - time.monotonic())):
+            if end.poll(max(0.0, until - time.monotonic())):
                 return end.recv()
             reason = "did not answer in time"
         self.end(reason)
