@@ -137,7 +137,8 @@ class TieredBlockPool(BlockPool):
         self.writer.allocated(self._num_taken)
         self._num_taken = 0
         below = self.backing
-        self.writer.write(is_idle, below is not None and below.fetching.num_awaited > 0)
+        is_read = is_idle and below is not None and below.fetching.num_awaited > 0
+        self.writer.write(is_idle, is_read)
         plan = self._draft.finish()
         if below is not None:
             below.finish(plan, is_idle)

@@ -226,11 +226,11 @@ class Source:
         if now >= self._told_at + self._tuning.tell_again_s:
             self._told_at = now
             logger.warning(
-                "KV tier: the tier below (%s) takes %.2f ms for a block, which takes "
-                "%.2f to compute: it is left alone, and measured again every %d "
-                "seconds. See docs/below.md for when it pays.",
+                "KV tier: the tier below (%s) takes %.2f ms to bring a block to the "
+                "device, which takes %.2f to compute: it is left alone, and measured "
+                "again every %d seconds. See docs/below.md for when it pays.",
                 self._tier.name,
-                self._fetch_s * 1e3,
+                (self._fetch_s + self._costs.load_s) * 1e3,
                 self._prefill_s * 1e3,
                 self._tuning.remeasure_s,
             )

@@ -49,7 +49,7 @@ class Writer(Protocol):
 
         Args:
             is_idle: The step runs nothing, so there is time.
-            is_read: A request waits for what is read from a tier below.
+            is_read: It runs nothing, and a request waits for what a tier below brings.
 
         """
 
@@ -193,7 +193,7 @@ class Cleaner:
         num_first, self._free.num_first = self._free.num_first, 0
         self._num_clean = max(0, self._num_clean + num_first - num_gone)
         # What is read is loaded into the next victims: some must be clean.
-        leaves_way = is_read and is_idle and self._num_clean > window // 4
+        leaves_way = is_read and self._num_clean > window // 4
         max_stores, max_looks = self._limits(is_idle, leaves_way)
         self._num_allocated = self._num_allocated_for_loads = 0
         last = self._free.cursor
