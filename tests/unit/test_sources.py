@@ -181,4 +181,7 @@ def test_nor_is_it_told_before_computing_was_measured() -> None:
     tier.costs.prefill_s = 0.0
     with logged_by("vllm.v1.kv_tier.scheduling.sources") as lines:
         tier.fetch(SLOW_S, 5)
-    assert not tier.source.is_worth_it and not lines
+        assert not tier.source.is_worth_it and not lines
+        tier.costs.prefill_s = PREFILL_S
+        tier.fetch(SLOW_S)
+        assert len(lines) == 1

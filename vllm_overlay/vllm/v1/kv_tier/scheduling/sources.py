@@ -220,10 +220,10 @@ class Source:
 
     def _tell_if_dear(self, now: float) -> None:
         """Say why it brings nothing from now on. What computing takes was measured."""
-        was_dear, self._was_dear = self._was_dear, self._is_dear
-        if was_dear or not self._was_dear or not self._costs.prefill_s:
-            return
-        if now >= self._told_at + self._tuning.tell_again_s:
+        was_dear = self._was_dear
+        self._was_dear = self._is_dear and self._costs.prefill_s > 0
+        may_tell = now >= self._told_at + self._tuning.tell_again_s
+        if self._was_dear and not was_dear and may_tell:
             self._told_at = now
             logger.warning(
                 "KV tier: the tier below (%s) takes %.2f ms to bring a block to the "

@@ -44,7 +44,7 @@ class Writer(Protocol):
     def allocated_for_loads(self, num_blocks: int) -> None:
         """So many of the blocks that were just counted are for loads."""
 
-    def write(self, is_idle: bool, is_read: bool = False) -> None:
+    def write(self, is_idle: bool, is_read: bool) -> None:
         """The step is complete: store what is due.
 
         Args:
@@ -85,7 +85,7 @@ class WriteThrough:
     def allocated_for_loads(self, num_blocks: int) -> None:
         pass
 
-    def write(self, is_idle: bool, is_read: bool = False) -> None:
+    def write(self, is_idle: bool, is_read: bool) -> None:
         fresh, self._fresh = self._fresh, []
         storer, draft = self._storer, self._draft
         seq, computed_by = draft.seq, draft.computed_by
@@ -183,7 +183,7 @@ class Cleaner:
     def backlog(self) -> int:
         return self._backlog
 
-    def write(self, is_idle: bool, is_read: bool = False) -> None:
+    def write(self, is_idle: bool, is_read: bool) -> None:
         tuning = self._tuning
         self.alloc_rate = max(
             float(self._num_allocated), tuning.alloc_rate_decay * self.alloc_rate
