@@ -184,14 +184,17 @@ def plain_ways(config: Any, store: BlockStore, kind: str) -> dict[str, Way]:
 
 def timed(work: Callable[..., object], *arguments: object) -> tuple[float, float]:
     """Seconds that `work` took, and of these of all CPUs together."""
-    started, used = time.perf_counter(), cpu_seconds()
+    # To look for processes takes longer than some of what is timed.
+    others = psutil.Process().children()
+    used, started = cpu_seconds(others), time.perf_counter()
     work(*arguments)
-    return time.perf_counter() - started, cpu_seconds() - used
+    seconds = time.perf_counter() - started
+    return seconds, cpu_seconds(others) - used
 
 
-def cpu_seconds() -> float:
-    """Of this process and of those that it has started."""
-    times = (each.cpu_times() for each in psutil.Process().children())
+def cpu_seconds(others: Sequence[psutil.Process]) -> float:
+    """Of this process and of `others`."""
+    times = [each.cpu_times() for each in others]
     return time.process_time() + sum(each.user + each.system for each in times)
 
 

@@ -170,7 +170,9 @@ def test_beside_others_it_is_removed_when_room_is_needed(root: Path) -> None:
 def test_what_is_being_written_stays(root: Path) -> None:
     store = open_fs(root, objects=4)
     writing = Space(root, 4 * OBJECT_BYTES + OWN_BYTES)
-    fd, name = writing.create(folder := os.open(root, os.O_RDONLY), "aa", OBJECT_BYTES)
+    folder = os.open(root, os.O_RDONLY)
+    [(fd, name)], error = writing.create(folder, ["aa"], OBJECT_BYTES)
+    assert error is None
     for i in range(8):
         assert store.put([KEYS[i]], [row(i)]) == [True]
         assert total(root) <= 4 * OBJECT_BYTES + OWN_BYTES

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm.v1.kv_tier.stores.format import ObjectFormat
-from vllm.v1.kv_tier.stores.space import OBJECT, Space, reserve
+from vllm.v1.kv_tier.stores.space import OBJECT, NoSpace, Space, reserve
 from vllm.v1.kv_tier.stores.threads import Threads
 
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 # Of the time of last use, by which is evicted.
 _TOUCH_S = 60.0
+# Files that are written side by side: a process may have 1,024 open.
+_MAX_OPEN = 64
 # A symbolic link, or not ours to read.
 _NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM)
 
@@ -92,29 +94,26 @@ class Files:
             keys: Of the objects.
             rows: One for each key.
             may_write: Else it is only looked what is there.
-            wait: Called before each object.
+            wait: Called before anything is done, and before each object is written.
 
         """
-        new: list[bytes] = []
-        errors: list[OSError] = []
-
-        def put(key: bytes, row: memoryview) -> bool:
-            wait()
-            if self._has(key):
-                return True
-            if errors or not may_write:
-                return False
-            try:
-                self._write(key, row)
-            except OSError as e:
-                errors.append(e)
-                return False
-            new.append(key)
-            return True
-
-        done = self._writers.spread(put, keys, rows)
-        error = errors[0] if errors else None
-        return Written(done, len(new), self._space.take_evicted_bytes(), error)
+        wait()
+        done = [self._has(key) for key in keys]
+        left = [i for i, is_there in enumerate(done) if may_write and not is_there]
+        num_new, error = 0, None
+        while left:
+            some = left[:_MAX_OPEN]
+            written, error = self._write(
+                [keys[i] for i in some], [rows[i] for i in some], wait
+            )
+            for i in written:
+                done[some[i]] = True
+            num_new += len(written)
+            left = [i for i in left if not done[i]]
+            # A small cap has room for the rest when these may be evicted.
+            if error is not None and not (written and isinstance(error, NoSpace)):
+                break
+        return Written(done, num_new, self._space.take_evicted_bytes(), error)
 
     def get(
         self, keys: Sequence[bytes], rows: Sequence[memoryview], deadline: float
@@ -151,19 +150,56 @@ class Files:
         self._space.close()
         os.close(self._folder)
 
-    def _write(self, key: bytes, row: memoryview) -> None:
-        """Raises OSError where it cannot."""
-        name, size = _name(key), self._format.size(key)
-        fd, temporary = self._space.create(self._folder, name[:2], size)
+    def _write(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[memoryview],
+        wait: Callable[[], None],
+    ) -> tuple[list[int], OSError | None]:
+        """Write objects side by side, and take the lock of the directory twice for all
+        of them: to write one takes less time than others hold it for.
+
+        Returns:
+            Places of those that are there now, and why others are not.
+
+        """
+        size = self._format.size(keys[0])
+        names = [_name(key) for key in keys]
+        files, error = self._space.create(self._folder, [n[:2] for n in names], size)
+        errors: list[OSError] = []
+
+        def write(i: int, fd: int) -> bool:
+            wait()
+            if errors:
+                return False
+            try:
+                reserve(fd, size)
+                self._format.write(fd, keys[i], rows[i])
+            except OSError as e:
+                errors.append(e)
+                return False
+            return True
+
+        done: list[int] = []
         try:
-            reserve(fd, size)
-            self._format.write(fd, key, row)
-            self._space.rename(self._folder, temporary, name)
-        except OSError:
-            self._remove(temporary)
-            raise
+            fds = [fd for fd, _ in files]
+            is_written = self._writers.spread(write, range(len(fds)), fds)
+            with self._space.nobody_counts():
+                for i, (_, temporary) in enumerate(files):
+                    if is_written[i]:
+                        self._rename(temporary, names[i])
+                        done.append(i)
+        except OSError as e:
+            errors.append(e)
         finally:
-            os.close(fd)
+            for i, (fd, temporary) in enumerate(files):
+                if i not in done:
+                    self._remove(temporary)
+                os.close(fd)
+        return done, errors[0] if errors else error
+
+    def _rename(self, old: str, new: str) -> None:
+        os.rename(old, new, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
     def _read(self, key: bytes, row: memoryview) -> bool:
         name = _name(key)

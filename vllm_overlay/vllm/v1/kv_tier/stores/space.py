@@ -21,7 +21,7 @@ import secrets
 import stat
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,43 +99,44 @@ class Space:
         os.close(self._counter)
         os.close(self._users)
 
-    def create(self, folder: int, subfolder: str, size: int) -> tuple[int, str]:
-        """Make a file of `size` bytes (zeros) under a temporary name.
+    def create(
+        self, folder: int, subfolders: Sequence[str], size: int
+    ) -> tuple[list[tuple[int, str]], OSError | None]:
+        """Make files of `size` bytes each (zeros) under temporary names: all at once,
+        since others wait for the lock.
 
         Args:
             folder: File descriptor of a folder below the directory.
-            subfolder: One in that folder, made if it is not there.
-            size: What the file has now and must have at the end.
+            subfolders: For each file one in that folder, made if it is not there.
+            size: What each file has now and must have at the end.
 
         Returns:
-            A file descriptor to write with, which locks the file until it is closed,
-            and the file's name in `folder`.
-
-        Raises:
-            NoSpace: The cap is reached and nothing could be evicted.
-            OSError: The file cannot be made.
+            For each of the first of them, a file descriptor to write with, which locks
+            the file until it is closed, and the file's name in `folder`. And why there
+            are no more: `NoSpace`, if the cap is reached and nothing can be evicted.
 
         """
-        name = f"{subfolder}/{secrets.token_hex(16)}{TEMPORARY}"
-        with self._locked():
-            used = _number(os.pread(self._counter, 16, 0))
-            if used is None or used + size > self._max_bytes:
-                used = self._make_room(size)
-            self._write(used + size)
-            fd = _create(folder, subfolder, name)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.ftruncate(fd, size)
-            except OSError:
-                os.close(fd)
-                os.unlink(name, dir_fd=folder)
-                raise
-        return fd, name
+        made: list[tuple[int, str]] = []
+        try:
+            with self._locked():
+                used = _number(os.pread(self._counter, 16, 0))
+                while left := subfolders[len(made) :]:
+                    if used is None or used + size > self._max_bytes:
+                        used = self._make_room(size)
+                    some = left[: (self._max_bytes - used) // size]
+                    used += len(some) * size
+                    self._write(used)
+                    for each in some:
+                        made.append(_make(folder, each, size))
+        except OSError as e:
+            return made, e
+        return made, None
 
-    def rename(self, folder: int, old: str, new: str) -> None:
-        """Give a file its name, while nobody counts: a look could miss it."""
+    @contextmanager
+    def nobody_counts(self) -> Iterator[None]:
+        """Files may be renamed: else a look through the directory could miss them."""
         with self._locked():
-            os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+            yield
 
     def take_evicted_bytes(self) -> int:
         """Of what was evicted here since the last call."""
@@ -237,13 +238,23 @@ def _see_that_it_locks(fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def _create(folder: int, subfolder: str, name: str) -> int:
+def _make(folder: int, subfolder: str, size: int) -> tuple[int, str]:
+    """A new file, locked, and its name."""
+    name = f"{subfolder}/{secrets.token_hex(16)}{TEMPORARY}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
     try:
-        return os.open(name, flags, 0o600, dir_fd=folder)
+        fd = os.open(name, flags, 0o600, dir_fd=folder)
     except FileNotFoundError:
         os.mkdir(subfolder, 0o700, dir_fd=folder)
-        return os.open(name, flags, 0o600, dir_fd=folder)
+        fd = os.open(name, flags, 0o600, dir_fd=folder)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        os.unlink(name, dir_fd=folder)
+        raise
+    return fd, name
 
 
 def _number(content: bytes) -> int | None:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that are written side by side: the cap, open files, and errors among them."""
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm.v1.kv_tier.stores import pauses
+
+from .stores import KEYS, OBJECT_BYTES, OWN_BYTES, empty, logged_by, open_fs, row, total
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    with logged_by(pauses.__name__) as lines:
+        yield lines
+
+
+def test_a_batch_may_be_larger_than_the_cap(root: Path) -> None:
+    store = open_fs(root, objects=4)
+    many = range(11)
+    assert store.put([KEYS[i] for i in many], [row(i) for i in many]) == [True] * 11
+    assert 1 <= sum(store.exists(KEYS[:11])) <= 4
+    assert total(root) <= 4 * OBJECT_BYTES + OWN_BYTES
+    assert not list(root.rglob("*.tmp"))
+    store.close()
+
+
+def test_many_objects_at_once_need_few_files_open(root: Path) -> None:
+    store = open_fs(root, objects=400)
+    many = range(300)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (250, limits[1]))
+    try:
+        answers = store.put([KEYS[i] for i in many], [row(i) for i in many])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert answers == [True] * 300
+    num_open = len(os.listdir("/proc/self/fd"))
+    assert store.get(KEYS[:300], [empty() for _ in many]) == [True] * 300
+    assert store.put([KEYS[300]], [row(300)]) == [True]
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    store.close()
+
+
+def test_a_disk_that_fills_up_amid_a_batch(
+    root: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    """What was written before is there, and nothing else is."""
+    store, calls, writev = open_fs(root), [], os.writev
+
+    def fills_up(fd: int, buffers: list) -> int:
+        calls.append(fd)
+        if len(calls) > 3:
+            raise OSError(errno.ENOSPC, "full")
+        return writev(fd, buffers)
+
+    many = range(40)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", fills_up)
+        answers = store.put([KEYS[i] for i in many], [row(i) for i in many])
+    assert sum(answers) == 3 and len(calls) < 40 and len(logged) == 1
+    assert store.get(KEYS[:40], [empty() for _ in many]) == answers
+    assert not list(root.rglob("*.tmp"))
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    store.close()
