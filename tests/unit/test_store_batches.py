@@ -4,7 +4,6 @@
 import errno
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from .stores import KEYS, OBJECT_BYTES, OWN_BYTES, empty, logged_by, open_fs, ro
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "kv"
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    with logged_by(pauses.__name__) as lines:
-        yield lines
 
 
 def test_a_batch_may_be_larger_than_the_cap(root: Path) -> None:
@@ -53,7 +46,7 @@ def test_many_objects_at_once_need_few_files_open(root: Path) -> None:
 
 
 def test_a_disk_that_fills_up_amid_a_batch(
-    root: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was written before is there, and nothing else is."""
     store, calls, writev = open_fs(root), [], os.writev
@@ -66,7 +59,7 @@ def test_a_disk_that_fills_up_amid_a_batch(
 
     many = range(40)
     num_open = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, logged_by(pauses.__name__) as logged:
         patch.setattr(os, "writev", fills_up)
         answers = store.put([KEYS[i] for i in many], [row(i) for i in many])
     assert sum(answers) == 3 and len(calls) < 40 and len(logged) == 1

@@ -163,9 +163,9 @@ class Files:
             Places of those that are there now, and why others are not.
 
         """
-        size = self._format.size(keys[0])
+        size, folder = self._format.size(keys[0]), self._folder
         names = [_name(key) for key in keys]
-        files, error = self._space.create(self._folder, [n[:2] for n in names], size)
+        files, error = self._space.create(folder, [name[:2] for name in names], size)
         errors: list[OSError] = []
 
         def write(i: int, fd: int) -> bool:
@@ -184,10 +184,10 @@ class Files:
         try:
             fds = [fd for fd, _ in files]
             is_written = self._writers.spread(write, range(len(fds)), fds)
-            with self._space.nobody_counts():
-                for i, (_, temporary) in enumerate(files):
+            with self._space.locked():
+                for i, (_, old) in enumerate(files):
                     if is_written[i]:
-                        self._rename(temporary, names[i])
+                        os.rename(old, names[i], src_dir_fd=folder, dst_dir_fd=folder)
                         done.append(i)
         except OSError as e:
             errors.append(e)
@@ -197,9 +197,6 @@ class Files:
                     self._remove(temporary)
                 os.close(fd)
         return done, errors[0] if errors else error
-
-    def _rename(self, old: str, new: str) -> None:
-        os.rename(old, new, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
     def _read(self, key: bytes, row: memoryview) -> bool:
         name = _name(key)

@@ -88,7 +88,7 @@ class Space:
         self._look.start()
 
     def _join(self) -> None:
-        with self._locked():
+        with self.locked():
             if self._is_alone() or _number(os.pread(self._counter, 16, 0)) is None:
                 self._count()
             fcntl.flock(self._users, fcntl.LOCK_SH)
@@ -118,7 +118,7 @@ class Space:
         """
         made: list[tuple[int, str]] = []
         try:
-            with self._locked():
+            with self.locked():
                 used = _number(os.pread(self._counter, 16, 0))
                 while left := subfolders[len(made) :]:
                     if used is None or used + size > self._max_bytes:
@@ -132,12 +132,6 @@ class Space:
             return made, e
         return made, None
 
-    @contextmanager
-    def nobody_counts(self) -> Iterator[None]:
-        """Files may be renamed: else a look through the directory could miss them."""
-        with self._locked():
-            yield
-
     def take_evicted_bytes(self) -> int:
         """Of what was evicted here since the last call."""
         with self._state:
@@ -145,7 +139,9 @@ class Space:
         return taken
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Nobody else changes the directory, or looks through it: that could miss a
+        file that is renamed."""
         # Threads share the descriptor, and so its lock: they take turns before.
         with self._mutex:
             fcntl.flock(self._counter, fcntl.LOCK_EX)
