@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "vllm.v1.kv_tier"
 OVERLAY = ROOT / "vllm_overlay" / Path(*PACKAGE.split("."))
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 70
+MAX_CLASS_LINES, MAX_FUNCTION_LINES = 500, 70
 
 PUBLIC = {"about", "hints", "policy"}
 """Doors that no patch opens: people do."""
@@ -154,27 +154,24 @@ def test_newcomers_are_told_of_every_module() -> None:
 
 # ------------------------------------------------------------------------ sizes
 
-OURS = sources("vllm_overlay", "scripts", "ci", "tests")
 
-
-def test_no_file_is_too_long() -> None:
-    long = {
-        path.relative_to(ROOT).as_posix(): lines
-        for path in OURS
-        if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES
-    }
-    assert not long
+def definitions(folder: str) -> Iterator[tuple[Path, ast.AST, int]]:
+    """Each class and function of a folder, with its lines."""
+    for path in sources(folder):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                yield path, node, node.end_lineno - node.lineno + 1
 
 
 @pytest.mark.parametrize("folder", ["vllm_overlay", "scripts", "ci", "tests"])
-def test_no_function_is_too_long(folder: str) -> None:
+def test_no_class_or_function_is_too_long(folder: str) -> None:
+    """A file may be as long as its subject needs."""
     long = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name} ({lines} lines)"
-        for path in sources(folder)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.end_lineno is not None
-        and (lines := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name} ({lines} lines)"  # type: ignore[attr-defined]
+        for path, node, lines in definitions(folder)
+        if lines
+        > (MAX_CLASS_LINES if isinstance(node, ast.ClassDef) else MAX_FUNCTION_LINES)
     ]
     assert not long
 
