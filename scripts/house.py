@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the structure of the overlay and the length of the documents.
+
+    python3 scripts/house.py [REV ...]
+
+Prints one line for each figure, with a column for each revision (the work tree is
+the last column). Reads sources only, so it needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).parents[1]
+OVERLAY = "vllm_overlay/vllm/v1/kv_tier/"
+PACKAGE = "vllm.v1.kv_tier"
+RELEASES = "releases"
+"""The module that may look for what a release of upstream lacks."""
+
+Files = Mapping[str, str]
+"""Text of each file by its path in the repository."""
+
+
+def work_tree() -> Files:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
+    found = {name: ROOT / name for name in names if name.endswith((".py", ".md"))}
+    return {name: path.read_text() for name, path in found.items() if path.is_file()}
+
+
+def revision(rev: str) -> Files:
+    data = subprocess.check_output(["git", "archive", rev], cwd=ROOT)
+    files = {}
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        for member in archive:
+            file = archive.extractfile(member)
+            if file is not None and member.name.endswith((".py", ".md")):
+                files[member.name] = file.read().decode()
+    return files
+
+
+def modules(files: Files) -> dict[str, str]:
+    """Sources of the overlay's modules by name, packages left out."""
+    return {
+        name.removeprefix(OVERLAY).removesuffix(".py").replace("/", "."): text
+        for name, text in files.items()
+        if name.startswith(OVERLAY)
+        and name.endswith(".py")
+        and not name.endswith("__init__.py")
+    }
+
+
+def imports(module: str, source: str, known: set[str]) -> set[str]:
+    """Modules of the overlay that one of them imports, for types as well."""
+    package = PurePosixPath(PACKAGE.replace(".", "/"), module.replace(".", "/")).parent
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.parts[: len(package.parts) + 1 - node.level]
+                base = ".".join([*parts, *([base] if base else [])])
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return ({name.removeprefix(f"{PACKAGE}.") for name in found} & known) - {module}
+
+
+def graph(found: Mapping[str, str]) -> dict[str, set[str]]:
+    return {name: imports(name, text, set(found)) for name, text in found.items()}
+
+
+def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other."""
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            for other in arrows[todo.pop()] - seen:
+                seen.add(other)
+                todo.append(other)
+        return seen
+
+    reached = {module: reach(module) for module in arrows}
+    groups = {
+        tuple(sorted(o for o in reached[m] if m in reached[o]))
+        for m in arrows
+        if m in reached[m]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def replaced_methods(found: Mapping[str, str]) -> Iterator[str]:
+    """Assignments to an attribute that is a method: `scheduler.has_requests = …`.
+
+    Of other objects, the names are those of methods of the overlay, unless a class has
+    a field of that name, and of upstream; of `self`, those of the same class.
+    """
+    trees = {name: ast.parse(text) for name, text in found.items()}
+    classes = [
+        node
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    methods = UPSTREAM_METHODS.union(*map(methods_of, classes))
+    methods -= set().union(*map(fields_of, classes)) - UPSTREAM_METHODS
+    for name, tree in trees.items():
+        of_class = {
+            id(node): methods_of(owner)
+            for owner in ast.walk(tree)
+            if isinstance(owner, ast.ClassDef)
+            for node in ast.walk(owner)
+        }
+        for node in ast.walk(tree):
+            for target in targets(node):
+                is_own = ast.unparse(target.value) == "self"
+                if target.attr in (of_class.get(id(node), ()) if is_own else methods):
+                    yield f"{name}:{target.lineno} {ast.unparse(target)}"
+    setters = re.compile(r"\bsetattr\(|setswitchinterval\(")
+    for name, text in found.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            if setters.search(line):
+                yield f"{name}:{number} {line.strip()}"
+
+
+def methods_of(owner: ast.ClassDef) -> set[str]:
+    return {
+        node.name
+        for node in owner.body
+        if isinstance(node, ast.FunctionDef)
+        and not any(
+            ast.unparse(d).endswith(("property", ".setter"))
+            for d in node.decorator_list
+        )
+    }
+
+
+def fields_of(owner: ast.ClassDef) -> set[str]:
+    """What a class declares, or sets on `self`."""
+    declared = {
+        node.target.id
+        for node in owner.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return declared | {
+        target.attr
+        for node in ast.walk(owner)
+        for target in targets(node)
+        if ast.unparse(target.value) == "self"
+    }
+
+
+def targets(node: ast.AST) -> list[ast.Attribute]:
+    """Attributes that an assignment sets."""
+    if isinstance(node, ast.Assign):
+        found: list[ast.expr] = node.targets
+    elif isinstance(node, ast.AnnAssign):
+        found = [node.target]
+    else:
+        return []
+    return [target for target in found if isinstance(target, ast.Attribute)]
+
+
+UPSTREAM_METHODS = {
+    "allocate_slots",
+    "cache_full_blocks",
+    "collective_rpc",
+    "free_blocks",
+    "get_cached_block",
+    "get_computed_blocks",
+    "get_new_blocks",
+    "has_requests",
+    "reset_prefix_cache",
+    "schedule",
+    "touch",
+    "update_from_output",
+}
+"""Methods of upstream's scheduler, cache manager, block pool and executor."""
+
+
+def json_keys(found: Mapping[str, str]) -> int:
+    """Fields of the settings, the size left out."""
+    for node in ast.walk(ast.parse(found["config"])):
+        if isinstance(node, ast.ClassDef) and node.name == "KVTierConfig":
+            fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+            return len(fields) - 1
+    return 0
+
+
+def figures(files: Files) -> dict[str, int]:
+    found = modules(files)
+    arrows = graph(found)
+    importers = [m for others in arrows.values() for m in others]
+    lookups = re.compile(r"\b(?:getattr|hasattr)\(")
+    outside = [text for m, text in found.items() if m.split(".")[-1] != RELEASES]
+
+    def lines(prefix: str, suffix: str) -> int:
+        return sum(
+            text.count("\n")
+            for name, text in files.items()
+            if name.startswith(prefix) and name.endswith(suffix)
+        )
+
+    return {
+        "modules": len(found),
+        "lines of the overlay": sum(text.count("\n") for text in found.values()),
+        "modules with one importer": sum(importers.count(m) == 1 for m in found),
+        "import circles, types included": len(circles(arrows)),
+        "replaced methods": len(list(replaced_methods(found))),
+        "getattr and hasattr outside of releases": sum(
+            len(lookups.findall(text)) for text in outside
+        ),
+        "settings outside of debug": json_keys(found),
+        "lines of scripts": lines("scripts/", ".py"),
+        "lines of tests": lines("tests/", ".py"),
+        "lines of docs": lines("docs/", ".md"),
+        "words of README": len(files["README.md"].split()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rev", nargs="*", help="revisions to compare with")
+    parser.add_argument("--list", action="store_true", help="name what is counted")
+    options = parser.parse_args()
+    trees = [*(revision(rev) for rev in options.rev), work_tree()]
+    columns = [figures(tree) for tree in trees]
+    for name in columns[0]:
+        print(f"{name:42}", *(f"{column[name]:>8}" for column in columns))
+    if options.list:
+        found = modules(trees[-1])
+        for circle in circles(graph(found)):
+            print("circle:", ", ".join(circle))
+        for place in replaced_methods(found):
+            print("replaced:", place)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`scripts/house.py` counts what it says."""
+
+from __future__ import annotations
+
+import house
+
+OVERLAY = house.OVERLAY
+
+FILES = {
+    f"{OVERLAY}a.py": "from vllm.v1.kv_tier.room import b\nx = getattr(b, 'y', 1)\n",
+    f"{OVERLAY}room/b.py": (
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from .. import a\n"
+        "def hook(scheduler):\n    scheduler.schedule = None\n"
+    ),
+    f"{OVERLAY}room/releases.py": "x = hasattr(1, 'y')\n",
+    f"{OVERLAY}room/__init__.py": "",
+    f"{OVERLAY}config.py": "class KVTierConfig:\n    size: int\n    verify: bool\n",
+    "README.md": "one two three",
+    "docs/page.md": "a\nb\n",
+}
+
+
+def test_figures_count_modules_imports_and_documents() -> None:
+    figures = house.figures(FILES)
+    assert figures["modules"] == 4
+    assert figures["modules with one importer"] == 2
+    assert figures["getattr and hasattr outside of releases"] == 1
+    assert figures["settings outside of debug"] == 1
+    assert figures["lines of docs"] == 2
+    assert figures["words of README"] == 3
+
+
+def test_imports_for_types_make_a_circle() -> None:
+    assert house.circles(house.graph(house.modules(FILES))) == [["a", "room.b"]]
+
+
+def test_a_method_of_upstream_that_is_replaced_is_named() -> None:
+    (place,) = house.replaced_methods(house.modules(FILES))
+    assert place == "room.b:5 scheduler.schedule"
+
+
+def test_a_field_of_the_same_name_as_a_method_is_no_replacement() -> None:
+    source = (
+        "class A:\n    def end(self): ...\n"
+        "class B:\n    def __init__(self):\n        self.end = 1\n"
+        "def f(b):\n    b.end = 2\n"
+    )
+    assert not list(house.replaced_methods({"m": source}))
+    own = (
+        "class A:\n    def get(self): ...\n    def hide(self):\n        self.get = 1\n"
+    )
+    assert list(house.replaced_methods({"m": own})) == ["m:4 self.get"]
