@@ -275,13 +275,14 @@ def lora_reloads(engine: Engine) -> dict[str, Any]:
         engine.core.add_lora(adapter(51))
         say(adapter(51), adapter(51), 4)
         # The control: keys as upstream's.
-        set_adapter_loads(None)
+        hasher = engine.core.request_block_hasher
+        set_adapter_loads(None, hasher)
         make_lora(path, seed=1)
         first = ask(adapter(52, load_inplace=True))
         make_lora(path, seed=2)
         engine.core.add_lora(adapter(52, load_inplace=True))
         stale = ask(adapter(52))
-        set_adapter_loads(AdapterLoads())
+        set_adapter_loads(AdapterLoads(), hasher)
     return {"answers": answers, "expected": expected, "stale": [*first, *stale]}
 
 

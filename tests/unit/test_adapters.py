@@ -57,7 +57,9 @@ def lora(
     return LoRARequest(name, number, str(path), **more)
 
 
-def request(adapter: LoRARequest | None, salt: str | None = None) -> Request:
+def request(
+    adapter: LoRARequest | None, salt: str | None = None, hasher: Any = None
+) -> Request:
     return upstream.make_request(
         request_id="r",
         prompt_token_ids=PROMPT,
@@ -65,13 +67,13 @@ def request(adapter: LoRARequest | None, salt: str | None = None) -> Request:
         pooling_params=None,
         lora_request=adapter,
         cache_salt=salt,
-        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        block_hasher=hasher or get_request_block_hasher(BLOCK, sha256),
     )
 
 
-def keys(adapter: LoRARequest | None) -> list[BlockHash]:
+def keys(adapter: LoRARequest | None, hasher: Any = None) -> list[BlockHash]:
     """Of the blocks of a prompt, each with content of its own."""
-    found = list(request(adapter).block_hashes)
+    found = list(request(adapter, hasher=hasher).block_hashes)
     assert len(set(found)) == 2
     return found
 
@@ -162,7 +164,10 @@ def test_the_engine_notes_what_it_loads_and_drops(path: Path) -> None:
     done = SimpleNamespace(
         add_lora=lambda adapter: True, remove_lora=lambda number: True
     )
-    engine: Any = SimpleNamespace(model_executor=done)
+    engine: Any = SimpleNamespace(
+        model_executor=done,
+        request_block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )
     for number in (1, 2):
         EngineCore.add_lora(engine, lora(path, number))
     # Whose request comes first does not matter.
@@ -183,6 +188,22 @@ def test_a_running_request_keeps_its_load(path: Path) -> None:
     same.append_output_token_ids([1] * BLOCK)
     assert len(running.block_hashes) == 3
     assert running.block_hashes == same.block_hashes
+
+
+def test_engines_of_a_process_count_their_own_loads(path: Path) -> None:
+    """An engine that starts later, with or without a tier, changes no keys of another."""
+    first = get_request_block_hasher(BLOCK, sha256)
+    before = keys(lora(path), first)
+    set_adapter_loads(AdapterLoads())
+    second = get_request_block_hasher(BLOCK, sha256)
+    set_adapter_loads(None)
+    third = get_request_block_hasher(BLOCK, sha256)
+    note_adapter_load(lora(path, load_inplace=True), second)
+    note_adapter_load(lora(path, load_inplace=True), third)
+    assert keys(lora(path), first) == before == keys(lora(path), third)
+    assert not set(keys(lora(path), second)) & set(before)
+    note_adapter_load(lora(path, load_inplace=True), first)
+    assert not set(keys(lora(path), first)) & set(before)
 
 
 # ----------------------------------------------------- with a tier below the host

@@ -10,13 +10,15 @@ and its numbers, they name the content.
 
 import itertools
 import os
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
+
+_Hasher = TypeVar("_Hasher", bound=Callable[..., Any])
 
 
 class Load(NamedTuple):
@@ -123,38 +125,65 @@ def _content(path: str) -> str | None:
     return digest.hexdigest(16)
 
 
-_loads: AdapterLoads | None = None
+_starting: AdapterLoads | None = None
+"""Of the engine whose block hasher is made next."""
+
+_of_hashers: WeakKeyDictionary[Any, AdapterLoads] = WeakKeyDictionary()
+"""By block hasher, of which each engine has one: a process may run several engines."""
 
 
-def set_adapter_loads(loads: AdapterLoads | None) -> None:
-    """Count loads in the engine of this process. None: keys are upstream's."""
-    global _loads
-    _loads = loads
+def set_adapter_loads(loads: AdapterLoads | None, hasher: Any = None) -> None:
+    """Count loads in the engine with this block hasher; without one, in the engine that
+    starts. None: its keys are upstream's."""
+    global _starting
+    if hasher is None:
+        _starting = loads
+    elif loads is not None:
+        _of_hashers[hasher] = loads
+    else:
+        _of_hashers.pop(hasher, None)
 
 
-def note_adapter_load(lora: "LoRARequest") -> None:
-    """Called before workers are told to load an adapter."""
-    if _loads is not None:
-        _loads.load(lora)
+def with_adapter_loads(hasher: _Hasher) -> _Hasher:
+    """The block hasher of the engine that starts; its requests' keys have what
+    upstream's lack, if the engine has a tier."""
+    set_adapter_loads(_starting, hasher)
+    return hasher
 
 
-def note_adapter_unload(number: int) -> None:
+def note_adapter_load(lora: "LoRARequest", hasher: Any = None) -> None:
+    """Called before workers are told to load an adapter, with the block hasher of the
+    engine; without one it is the engine that started last."""
+    if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is not None:
+        loads.load(lora)
+
+
+def note_adapter_unload(number: int, hasher: Any = None) -> None:
     """Called before workers are told to drop the adapter with this id."""
-    if _loads is not None:
-        _loads.unload(number)
+    if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is not None:
+        loads.unload(number)
 
 
-def salt_key(salt: str) -> str | tuple[str, str]:
+def loads_of(request: "Request") -> AdapterLoads | None:
+    """Of the engine that runs `request`; None without a tier."""
+    hasher = getattr(request, "_block_hasher", None)
+    if hasher is None:
+        # Older releases bind it.
+        hasher = getattr(getattr(request, "get_hash_new_full_blocks", None), "func", None)
+    return None if hasher is None else _of_hashers.get(hasher)
+
+
+def salt_key(request: "Request", salt: str) -> str | tuple[str, str]:
     """What a block's key has of a cache salt, where upstream's has the bare salt, and
     would take it for the adapter of that name (upstream issue 44701)."""
-    return salt if _loads is None else ("cache_salt", salt)
+    return salt if loads_of(request) is None else ("cache_salt", salt)
 
 
 def adapter_load_keys(request: "Request") -> list[tuple[str, str, str]]:
     """What a block's key must have beside name and path of the request's adapter."""
-    if _loads is None:
+    if (loads := loads_of(request)) is None:
         return []
-    load = _loads.of(request)
+    load = loads.of(request)
     assert request.lora_request is not None
     name = request.lora_request.lora_name
     keys = [("lora load", name, str(load.number))] if load.number else []
