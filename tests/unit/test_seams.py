@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_tier.layer_waits import set_layer_waits
@@ -17,6 +18,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from ..names import WorkerWrapperBase, touch_kv_layer
 from ..sim import upstream
+from .tier import BLOCK, Tier
 
 
 def test_the_scheduler_hears_of_no_tier() -> None:
@@ -66,3 +68,23 @@ def test_a_layer_waits_before_all_else() -> None:
             touch_kv_layer("the layer")
     finally:
         set_layer_waits(None)
+
+
+def test_keys_of_uncomputed_blocks_leave_the_pool_of_their_manager() -> None:
+    """A manager may have a pool of its own, as that of HiSparse has, whose block ids
+    are those of other blocks elsewhere."""
+    tiers = [Tier(4), Tier(4)]
+    blocks = [tier.computed("ab") for tier in tiers]
+    main, own = (tier.pool for tier in tiers)
+    managers = [SimpleNamespace(block_pool=own, block_size=BLOCK)]
+    manager: Any = SimpleNamespace(
+        block_pool=main,
+        evict_blocks=main.evict_blocks,
+        coordinator=SimpleNamespace(
+            single_type_managers=managers, get_blocks=lambda request_id: blocks[1:]
+        ),
+    )
+    request: Any = SimpleNamespace(request_id="r", num_computed_tokens=BLOCK)
+    KVCacheManager.evict_uncomputed(manager, request)
+    assert [bool(block.block_hash) for block in blocks[1]] == [True, False]
+    assert all(block.block_hash for block in blocks[0])
