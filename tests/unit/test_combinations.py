@@ -2,15 +2,18 @@
 """Combinations with which the tier would be without effect, or wrong."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_tier.config import KVTierConfig
+from vllm.v1.kv_tier.scheduling.side_objects import _HARMLESS_CONFIGS, side_objects
 from vllm.v1.kv_tier.scheduling.takers import takes_plans
 
 from .test_config import _v1 as _v1
@@ -154,6 +157,56 @@ def test_fault_tolerance(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError) as error:
         KVTierConfig.from_vllm_config(config)
     names_all(str(error.value), "--enable-fault-tolerance", "Remove one of them")
+
+
+def outputs_of(config: Any) -> Any:
+    """Where a release has the setting."""
+    found = getattr(config, "aux_output_config", config.model_config)
+    if not hasattr(found, "enable_return_routed_experts"):
+        pytest.skip("this release does not return routed experts")
+    return found
+
+
+def test_routed_experts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream keeps them by block, for the blocks of the device only."""
+    config = engine_config(model)
+    monkeypatch.setattr(outputs_of(config), "enable_return_routed_experts", True)
+    with pytest.raises(ValueError) as error:
+        KVTierConfig.from_vllm_config(config)
+    names_all(str(error.value), "return", "routed", "experts", "Remove one of them")
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_an_output_of_the_model_that_the_tier_does_not_know(
+    model: str, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    @dataclass
+    class Outputs:
+        return_other_states: bool = enabled
+
+    config = engine_config(model)
+    monkeypatch.setattr(config, "model_config", Outputs())
+    setting = side_objects(config)
+    assert setting == ("--return-other-states" if enabled else None)
+
+
+@pytest.mark.parametrize("value", [None, "on"])
+def test_a_part_of_the_configuration_that_the_tier_does_not_know(
+    value: str | None,
+) -> None:
+    @dataclass
+    class Config:
+        model_config: object = None
+        other_config: str | None = None
+
+    setting = side_objects(Config(other_config=value))  # type: ignore[arg-type]
+    assert setting == (value and "other_config, which the tier does not know")
+
+
+def test_the_tier_knows_all_parts_of_this_release() -> None:
+    """One that is new is refused until somebody has seen what it keeps by block."""
+    parts = {field.name for field in fields(VllmConfig) if field.init}
+    assert parts - {"aux_output_config"} <= _HARMLESS_CONFIGS
 
 
 STAGES = {

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which settings make a release keep more of each block than its KV.
+
+Such objects lie in stores of upstream that have room for as many blocks as the device.
+The tier moves KV only: a block that comes back from the host, or from files, comes
+without them. Upstream then ends the engine, or returns what another block left. So the
+settings are refused, and so is any that is not listed as harmless.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Outputs of sampled tokens only, which no prefix hit has.
+_HARMLESS_OUTPUTS = frozenset({"return_sampling_mask"})
+
+# Of `VllmConfig`, over all releases: what they switch on keeps nothing by block, or
+# only KV, which the tier finds among the KV caches, or is refused elsewhere.
+_HARMLESS_CONFIGS = frozenset(
+    {
+        "additional_config",
+        "attention_config",
+        "cache_config",
+        "compilation_config",
+        "decoding_config",
+        "device_config",
+        "diffusion_config",
+        "ec_manager_config",
+        "ec_transfer_config",
+        "engram_config",
+        "instance_id",
+        "kernel_config",
+        "kv_events_config",
+        "kv_transfer_config",
+        "load_config",
+        "logging_config",
+        "lora_config",
+        "mamba_config",
+        "model_config",
+        "observability_config",
+        "offload_config",
+        "optimization_level",
+        "parallel_config",
+        "performance_mode",
+        "profiler_config",
+        "prompt_adapter_config",
+        "quant_config",
+        "reasoning_config",
+        "scheduler_config",
+        "shutdown_timeout",
+        "speculative_config",
+        "structured_outputs_config",
+        "watchdog_config",
+        "watermark_config",
+        "weight_transfer_config",
+    }
+)
+
+
+def side_objects(vllm_config: "VllmConfig") -> str | None:
+    """The setting that makes upstream keep objects by block, or may do so; None: none."""
+    return next(_settings(vllm_config), None)
+
+
+def _settings(vllm_config: "VllmConfig") -> Iterator[str]:
+    # Older releases have the outputs of the model among its settings.
+    model: Any = vllm_config.model_config
+    for name in (field.name for field in _fields(model)):
+        is_output = name.startswith(("return_", "enable_return_"))
+        if is_output and name not in _HARMLESS_OUTPUTS and getattr(model, name):
+            yield f"--{name.replace('_', '-')}"
+    outputs: Any = getattr(vllm_config, "aux_output_config", None)
+    for name in (field.name for field in _fields(outputs)):
+        # Other settings say how, not whether.
+        if getattr(outputs, name) is True:
+            yield f"--aux-output-config {name}"
+    for field in _fields(vllm_config):
+        if field.name in _HARMLESS_CONFIGS or field.name == "aux_output_config":
+            continue
+        if field.init and getattr(vllm_config, field.name) != _default(field):
+            yield f"{field.name}, which the tier does not know"
+
+
+def _fields(config: Any) -> "tuple[dataclasses.Field[Any], ...]":
+    return dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    default: Any = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    # Those of pydantic.
+    factory = getattr(default, "default_factory", None)
+    return factory() if factory is not None else getattr(default, "default", default)
