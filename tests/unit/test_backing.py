@@ -141,6 +141,17 @@ def test_a_prefix_from_below_becomes_a_host_hit() -> None:
     assert below.stats().loaded_blocks == 2
 
 
+def test_what_came_is_a_hit_of_the_tier_below_once() -> None:
+    below = Below()
+    below.store.keys = {key("a"), key("b")}
+    below.end(below.begins_to_fetch(Request("abc"), "ab"))
+    assert below.stats().hit_tokens == 0
+    below.hit("a")
+    below.hit("ab")
+    below.hit("ab")
+    assert below.stats().hit_tokens == 2 * BLOCK
+
+
 def test_what_did_not_come_whole_is_a_miss_and_its_slot_is_free() -> None:
     below = Below()
     below.store.keys = {key("a"), key("b")}

@@ -189,6 +189,22 @@ def test_hits_are_told_apart_by_source(published: Published) -> None:
     assert device_hits(stats) == 32
 
 
+def test_hits_of_what_came_from_below_have_its_source(published: Published) -> None:
+    files, server = SecondaryStats(hit_tokens=64), SecondaryStats(hit_tokens=48)
+    stats = KVTierStats(
+        host_hit_tokens=128, secondary={"fs-2": files, "redis": server}
+    )
+    published.observe(stats, hits=160)
+
+    def hits(source: str) -> float | None:
+        return published.value("by_source_total", source=source)
+
+    assert (hits("disk"), hits("external_unspecified"), hits("host")) == (64, 48, 16)
+    # Resumed requests hit, too, and are not counted: no source has more than all.
+    published.observe(KVTierStats(secondary={"fs": SecondaryStats(hit_tokens=9)}))
+    assert (hits("disk"), hits("host")) == (64, 16)
+
+
 def test_hits_by_source_never_go_down(published: Published) -> None:
     """That kills the API server (upstream #36755)."""
     published.observe(KVTierStats(host_hit_tokens=64), hits=32)

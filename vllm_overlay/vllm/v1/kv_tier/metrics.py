@@ -34,11 +34,14 @@ def _decades(first: int, last: int) -> tuple[float, ...]:
 
 
 _TIERS = ("device", "host")
+_HIT_SOURCES = {"fs": "disk"}
+"""Upstream's `CacheHitSource` of what comes from tiers below, by their type."""
 _COPIES = ("store", "clean", "load", "load_ahead")
 FAILURES = ("store", "load", "layer_wait", "hang")
 
 _SECONDARY: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
     ("loaded_tokens", "counter", "Prompt tokens whose KV came from below."),
+    ("hit_tokens", "counter", "Prompt tokens of these that requests have hit, once."),
     ("loaded_blocks", "counter", "KV blocks that came from below."),
     ("loaded_bytes", "counter", "Their bytes, all ranks together."),
     ("missed_blocks", "counter", "KV blocks that were named and did not come whole."),
@@ -262,11 +265,7 @@ class KVTierProm:
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         self._labelvalues = per_engine_labelvalues
-        self._host_hits = {
-            engine: hits_by_source.labels(*values, "host")
-            for engine, values in per_engine_labelvalues.items()
-            if hits_by_source is not None
-        }
+        self._hits_by_source = hits_by_source
         self._metrics: dict[str, Any] = {}
         self._allocated = dict.fromkeys(per_engine_labelvalues, 0)
         self._children: dict[tuple[str, int, str], Any] = {}
@@ -297,9 +296,10 @@ class KVTierProm:
         stats = scheduler_stats.kv_tier_stats
         if stats is None:
             return
-        if engine in self._host_hits:
-            hits = scheduler_stats.prefix_cache_stats.hits
-            self._host_hits[engine].inc(hits - device_hits(scheduler_stats))
+        if self._hits_by_source is not None:
+            for source, num_tokens in _host_hits(scheduler_stats).items():
+                values = *self._labelvalues[engine], source
+                self._hits_by_source.labels(*values).inc(num_tokens)
         counts = _counts(stats)
         counts["slots"] = max(0, stats.slots_total - self._allocated[engine])
         self._allocated[engine] += counts["slots"]
@@ -367,6 +367,19 @@ def device_hits(stats: SchedulerStats) -> int:
         return hits
     # No counter may go down: that kills the API server (upstream #36755).
     return max(0, hits - stats.kv_tier_stats.host_hit_tokens)
+
+
+def _host_hits(stats: SchedulerStats) -> dict[str, int]:
+    """Tokens of the prefix hits that came from the host, by where it had them from."""
+    assert stats.kv_tier_stats is not None
+    from_host = stats.prefix_cache_stats.hits - device_hits(stats)
+    hits: dict[str, int] = {}
+    for store, each in stats.kv_tier_stats.secondary.items():
+        source = _HIT_SOURCES.get(store.partition("-")[0], "external_unspecified")
+        num_tokens = min(each.hit_tokens, from_host)
+        hits[source] = hits.get(source, 0) + num_tokens
+        from_host -= num_tokens
+    return hits | {"host": from_host}
 
 
 class KVTierLogging:

@@ -38,6 +38,9 @@ class SecondaryStats:
     """Blocks that came from it into slots."""
     loaded_tokens: int = 0
     """Prompt tokens that these cover, all groups of layers together."""
+    hit_tokens: int = 0
+    """Prompt tokens of blocks that came from it and that a request has hit since, each
+    block counted once."""
     evicted_bytes: int = 0
     """Of what this engine removed to make room in it, on all ranks."""
     missed_blocks: int = 0

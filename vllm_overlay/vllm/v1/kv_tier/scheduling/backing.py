@@ -91,6 +91,9 @@ class Backing:
         self._table = table
         self._seq = 0
         self._idle_since: float | None = None
+        # Of blocks that came and that no request has hit yet: the tier.
+        self._not_hit: dict[BlockHashWithGroupId, int] = {}
+        self._num_hit = [0] * len(layout.tiers)
         self._jobs = Jobs(table, layout.num_ranks)
         self._stats = {tier.label: SecondaryStats() for tier in layout.tiers}
         self.spillers = [
@@ -186,6 +189,13 @@ class Backing:
         """A tier has `key`."""
         self.spillers[tier].is_below(key)
 
+    def came(self, key: BlockHashWithGroupId, tier: int) -> None:
+        """`key` came from a tier into a slot."""
+        self._not_hit[key] = tier
+        if len(self._not_hit) > self._table.num_slots:
+            # The oldest has left the host.
+            del self._not_hit[next(iter(self._not_hit))]
+
     def is_gone(self, key: BlockHashWithGroupId, tier: int) -> None:
         """A tier does not have `key`, or not whole."""
         self.spillers[tier].is_gone(key)
@@ -195,6 +205,11 @@ class Backing:
         loaded for it."""
         for spiller in self.spillers:
             spiller.hit(keys)
+        if not self._not_hit:
+            return
+        for key in keys:
+            if (tier := self._not_hit.pop(key, None)) is not None:
+                self._num_hit[tier] += 1
 
     def finish(self, plan: StepPlan, is_idle: bool) -> None:
         """The step is complete: put its jobs into its plan.
@@ -266,6 +281,7 @@ class Backing:
         for spiller in self.spillers:
             spiller.forget()
         self.fetching.forget()
+        self._not_hit.clear()
 
     def _weights_may_change(self, method: str) -> None:
         self.detach(f"{method} of the ranks was called, which may change weights")
@@ -283,4 +299,6 @@ class Backing:
             stats.filling_blocks = num_filling
             stats.is_closed = int(not (source.is_open(now) and source.is_worth_it))
             stats.loaded_tokens = self._layout.tokens_of(stats.loaded_blocks)
+            stats.hit_tokens = self._layout.tokens_of(self._num_hit[i])
+            self._num_hit[i] = 0
         return {label: stats.take() for label, stats in self._stats.items()}

@@ -371,6 +371,7 @@ class Fetching:
         self.found.pop(key, None)
         if is_there and not self._jobs.is_detached and self._table.get(key) is None:
             self._learns.is_below(key, tier)
+            self._learns.came(key, tier)
             self._table.fill(index, key, block.num_tokens)
             return
         if not is_there:

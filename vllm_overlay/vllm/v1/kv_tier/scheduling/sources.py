@@ -47,6 +47,9 @@ class Learns(Protocol):
     def is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
         """A tier has `key`."""
 
+    def came(self, key: BlockHashWithGroupId, tier: int) -> None:
+        """`key` came from a tier into a slot."""
+
     def is_gone(self, key: BlockHashWithGroupId, tier: int) -> None:
         """A tier does not have `key`, or not whole."""
 
