@@ -48,7 +48,7 @@ class Below:
             self.store_from_use,
             self.deadline_s,
         )
-        return layout([tier], 1, [block_size], num_slots, block_bytes)
+        return layout([tier], 1, [block_size], num_slots, block_bytes, block_size)
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,7 @@ def _secondary(layout: Layout, below: Below, max_known: int) -> SecondaryLayout:
             for i, objects in enumerate(below.tiers)
         ),
         num_ranks=below.num_ranks,
+        tokens_per_block=layout.block_size,
         block_sizes=tuple(group.block_size for group in layout.groups),
         max_writing=4,
         max_job=2,

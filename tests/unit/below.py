@@ -91,6 +91,7 @@ class Below:
             "max_writing": 4,
             "max_job": 64,
             "max_known": 64,
+            "tokens_per_block": BLOCK,
         }
         self.tier = Tier(
             num_blocks,

@@ -19,6 +19,7 @@ from vllm.v1.kv_tier.start import start_kv_tier
 
 NUM_BLOCKS = 4
 BLOCK_BYTES = 256
+MAX_MODEL_LEN = 48 * 1024
 
 
 class Executor:
@@ -66,7 +67,8 @@ def run(
         kv_tier=None,
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs],
     )
-    vllm_config: Any = SimpleNamespace(parallel_config=parallel)
+    model = SimpleNamespace(max_model_len=MAX_MODEL_LEN)
+    vllm_config: Any = SimpleNamespace(parallel_config=parallel, model_config=model)
     start_kv_tier(vllm_config, executor, kv_cache_config)
     return kv_cache_config
 

@@ -36,6 +36,11 @@ from vllm.v1.kv_tier.scheduling.below import (
     labels,
     layout,
 )
+from vllm.v1.kv_tier.scheduling.group_blocks import (
+    GroupBlocks,
+    group_blocks,
+    tokens_per_block,
+)
 from vllm.v1.kv_tier.scheduling.gpu_pages import pages_of_gpu
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, pages_of_ranks
 from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
@@ -94,15 +99,16 @@ def start_kv_tier(
     )
     if len(per_rank) > 1:
         executor.kv_tier_aggregator = StepReportAggregator()
+    groups = group_blocks(vllm_config, kv_cache_config)
     kv_cache_config.kv_tier = KVTierLayout(
         config,
         num_slots,
         block_bytes,
         load_s=max(load_s for load_s, _ in ranks),
-        tokens_per_block=_tokens_per_block(vllm_config, kv_cache_config),
+        tokens_per_block=tokens_per_block(groups),
         layerwise=all(layerwise for _, layerwise in ranks),
         secondary=_open_secondary(
-            config, vllm_config, executor, kv_cache_config, num_slots
+            config, vllm_config, executor, kv_cache_config, groups, num_slots
         ),
         elastic=_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
         rank_calls=_rank_calls(config, executor),
@@ -259,6 +265,7 @@ def _open_secondary(
     vllm_config: "VllmConfig",
     executor: Any,
     kv_cache_config: Any,
+    groups: Sequence[GroupBlocks],
     num_slots: int,
 ) -> SecondaryLayout | None:
     """Open the tiers below on all ranks, if there are to be any.
@@ -301,28 +308,13 @@ def _open_secondary(
     opened_layout = layout(
         opened,
         len(with_kv),
-        [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
+        [group.block_size for group in groups],
         num_slots,
         sum(with_kv),
+        tokens_per_block(groups),
     )
     opened_layout.rank_calls.listen(executor)
     return opened_layout
-
-
-def _tokens_per_block(vllm_config: "VllmConfig", kv_cache_config: Any) -> float:
-    """Tokens whose KV takes one block, over all groups of layers together."""
-    # With decode context parallelism each rank has its share of a block's tokens, so
-    # that the block stands for as many more. Not all releases have it, nor layers
-    # that stay whole.
-    parallel = vllm_config.parallel_config
-    num_shares = getattr(parallel, "decode_context_parallel_size", 1)
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    blocks_per_token = sum(
-        1
-        / (spec.block_size * (num_shares if getattr(spec, "dcp_sharded", True) else 1))
-        for spec in specs
-    )
-    return 1 / blocks_per_token
 
 
 # These run on the ranks. `wrapper` is a WorkerWrapperBase.

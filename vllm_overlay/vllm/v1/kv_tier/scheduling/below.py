@@ -80,12 +80,14 @@ class SecondaryLayout:
     """Slots of a job: ranks tell of the end of each."""
     max_known: int
     """Keys that are remembered as being there, for each tier."""
+    tokens_per_block: float
+    """Tokens whose KV takes one block, over all groups together."""
     rank_calls: RankCalls = field(default_factory=RankCalls, compare=False)
     """Tell of what may change weights."""
 
     def tokens_of(self, num_blocks: int) -> int:
         """Tokens that so many blocks stand for, of all groups alike."""
-        return round(num_blocks / sum(1 / size for size in self.block_sizes))
+        return round(num_blocks * self.tokens_per_block)
 
 
 def layout(
@@ -94,6 +96,7 @@ def layout(
     block_sizes: Sequence[int],
     num_slots: int,
     slot_bytes: int,
+    tokens_per_block: float,
 ) -> SecondaryLayout:
     """The tiers below a host tier.
 
@@ -103,6 +106,7 @@ def layout(
         block_sizes: Tokens of a block, of each KV cache group.
         num_slots: Of the host tier.
         slot_bytes: Bytes of a slot on all ranks together.
+        tokens_per_block: Tokens whose KV takes one block, over all groups together.
 
     """
     return SecondaryLayout(
@@ -112,6 +116,7 @@ def layout(
         max_writing=max(1, int(_MAX_WRITING * num_slots)),
         max_job=max(1, _MAX_JOB_BYTES // slot_bytes),
         max_known=4 * num_slots,
+        tokens_per_block=tokens_per_block,
     )
 
 
