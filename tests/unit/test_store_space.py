@@ -3,21 +3,23 @@
 
 import ctypes
 import errno
+import fcntl
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from vllm.v1.kv_tier.stores import pauses, space
-from vllm.v1.kv_tier.stores.space import COUNTER, Space, used_bytes
+from vllm.v1.kv_tier.stores.space import COUNTER, LOOK, USERS, Space, used_bytes
 
 from .stores import (
     KEYS,
@@ -146,7 +148,7 @@ def test_what_a_killed_writer_left_is_removed_at_start(root: Path) -> None:
     assert left.stat().st_size == OBJECT_BYTES
     store = open_fs(root)
     limit = time.monotonic() + 10
-    while left.exists() or used_bytes(root) > total(root):
+    while left.exists() or used_bytes(root) != total(root):
         assert time.monotonic() < limit
         time.sleep(0.001)
     assert used_bytes(root) == total(root) == 3 * OBJECT_BYTES + OWN_BYTES
@@ -190,7 +192,7 @@ def test_a_damaged_counter_is_counted_anew(root: Path, content: bytes) -> None:
     (root / COUNTER).write_bytes(content)
     assert store.put([KEYS[5]], [row(5)]) == [True]
     store.close()
-    assert used_bytes(root) >= total(root) >= 6 * OBJECT_BYTES
+    assert used_bytes(root) >= total(root) >= 6 * OBJECT_BYTES  # type: ignore[operator]
 
 
 # ---------------------------------------------------------------- a full disk
@@ -269,31 +271,324 @@ def test_files_of_others_that_fill_it_are_left(root: Path, logged: list[str]) ->
     store.close()
 
 
-def test_a_start_waits_for_no_look_and_the_cap_holds(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_fs(root, objects=CAP)
-    for i in range(CAP):
-        assert store.put([KEYS[i]], [row(i)]) == [True]
-    store.close()
-    may_look, look = threading.Event(), space._files
+# ------------------------------------------------------- looks at all the files
+
+
+def slow_count(monkeypatch: pytest.MonkeyPatch, root: Path) -> threading.Event:
+    """Counts of all files wait for the event, looks at a part of them do not."""
+    may_count, look = threading.Event(), space._files
 
     def slowly(folder: Path) -> Iterator[tuple[str, float, int]]:
-        may_look.wait()
+        if folder == root:
+            assert may_count.wait(30)
         yield from look(folder)
 
     monkeypatch.setattr(space, "_files", slowly)
+    return may_count
+
+
+def fill(root: Path, objects: int) -> None:
+    store = open_fs(root, objects=objects)
+    for i in range(objects):
+        assert store.put([KEYS[i]], [row(i)]) == [True]
+        os.utime(path_of(root, i), (1000 + i, 1000 + i))
+    store.close()
+
+
+def test_a_count_holds_up_neither_a_start_nor_writes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(root, CAP)
+    may_count = slow_count(monkeypatch, root)
     store = open_fs(root, objects=CAP)
-    # What is there serves, and who writes waits.
-    assert store.get([KEYS[3]], [empty()]) == [True]
-    new = threading.Thread(target=store.put, args=([KEYS[CAP]], [row(CAP)]))
-    new.start()
-    new.join(0.1)
-    assert new.is_alive()
-    may_look.set()
-    new.join()
-    assert store.exists([KEYS[CAP]]) == [True]
-    assert total(root) <= CAP * OBJECT_BYTES + OWN_BYTES
+    assert store.get([KEYS[CAP - 1]], [empty()]) == [True]
+    for i in range(CAP, 2 * CAP):
+        assert store.put([KEYS[i]], [row(i)]) == [True]
+        assert total(root) <= CAP * OBJECT_BYTES + OWN_BYTES
+    may_count.set()
+    store._files._space._look.join()
+    used = used_bytes(root)
+    assert used is not None and used >= total(root)
+    store.close()
+
+
+def test_who_counts_makes_room_for_others(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(root, CAP)
+    look, has_begun, may_end = space._files, threading.Event(), threading.Event()
+
+    def slowly(folder: Path) -> Iterator[tuple[str, float, int]]:
+        for each in look(folder):
+            if folder == root:
+                has_begun.set()
+                may_end.wait(0.02)
+            yield each
+
+    monkeypatch.setattr(space, "_files", slowly)
+    monkeypatch.setattr(space, "_STEP", 1)
+    counting = open_fs(root, objects=CAP)
+    assert has_begun.wait(20)
+    store = open_fs(root, objects=CAP)
+    store._files._space._wait_s = 20
+    assert store.put([KEYS[CAP]], [row(CAP)]) == [True]
+    assert not store.take_evicted_bytes()
+    may_end.set()
+    counting._files._space._look.join()
+    assert CAP * OBJECT_BYTES + OWN_BYTES >= used_bytes(root) >= total(root)  # type: ignore[operator]
+    for each in (store, counting):
+        each.close()
+
+
+def test_to_evict_a_part_of_the_objects_is_looked_at(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next part the next time: each object once, before one of them twice."""
+    many = 300
+    fill(root, many)
+    monkeypatch.setattr(space, "_SAMPLE", 40)
+    store, seen = open_fs(root, objects=many), []
+    store._files._space._look.join()
+    store._files._space._next_count = float("inf")
+    look = space._files
+
+    def noted(folder: Path) -> Iterator[tuple[str, float, int]]:
+        for each in look(folder):
+            seen.append(each[0])
+            yield each
+
+    monkeypatch.setattr(space, "_files", noted)
+    for i in range(10):
+        assert store.put([KEYS[many + i]], [row(many + i)]) == [True]
+        assert len(seen) <= 40 * (i + 1)
+        assert total(root) <= many * OBJECT_BYTES + OWN_BYTES
+    assert len(seen) == len(set(seen)) >= 80
+    left = [i for i in range(many) if path_of(root, i).exists()]
+    gone = set(range(many)) - set(left)
+    assert sum(gone) / len(gone) < many / 3
+    store.close()
+
+
+def test_writes_meanwhile_are_in_the_count(root: Path) -> None:
+    """Renamed and new files among them, however they meet."""
+    fill(root, CAP)
+    stores = [open_fs(root, objects=10 * CAP) for _ in range(2)]
+    ends = threading.Event()
+
+    def count() -> None:
+        while not ends.is_set():
+            stores[1]._files._space._count_all()
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    for i in range(CAP, 6 * CAP, 4):
+        batch = range(i, i + 4)
+        assert all(stores[0].put([KEYS[j] for j in batch], [row(j) for j in batch]))
+        used = used_bytes(root)
+        assert used is not None and used >= total(root)
+    ends.set()
+    counting.join()
+    stores[1]._files._space._count_all()
+    assert used_bytes(root) == total(root)
+    for each in stores:
+        each.close()
+
+
+def test_a_disk_in_trouble_leaves_the_counter(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(root, 5)
+    before = used_bytes(root)
+
+    def fail(folder: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "scandir", fail)
+    store = open_fs(root)
+    store._files._space._look.join()
+    assert used_bytes(root) == before
+    store.close()
+
+
+def test_many_files_without_a_counter_are_not_counted_at_start(tmp_path: Path) -> None:
+    for i in range(5):
+        (tmp_path / f"{i}").write_bytes(b"12")
+    assert used_bytes(tmp_path, most_files=5) == 10
+    assert used_bytes(tmp_path, most_files=4) is None
+
+
+# ----------------------------------------------------------------- the lock
+
+
+def test_a_lock_that_nobody_gives_back_stops_writing_only(
+    root: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(root, 3)
+    store = open_fs(root)
+    store._files._space._look.join()
+    held = os.open(root / COUNTER, os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    store._files._space._wait_s = 0.1
+    assert store.put([KEYS[3]], [row(3)]) == [False]
+    assert len(logged) == 1 and "does not go on holds its lock" in logged[0]
+    assert store.get([KEYS[1]], [empty()]) == [True]
+    late = open_fs(root)
+    late.close()
+    os.close(held)
+    clock = time.monotonic
+    monkeypatch.setattr(pauses.time, "monotonic", lambda: clock() + 61)
+    assert store.put([KEYS[3]], [row(3)]) == [True]
+    store.close()
+
+
+class LocksOfAServer:
+    """`fcntl` as on NFS: who locks a file for itself must have it open for writing."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(fcntl, name)
+
+    def flock(self, fd: int, how: int) -> None:
+        mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+        if how & fcntl.LOCK_EX and mode == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        fcntl.flock(fd, how)
+
+
+def test_what_is_left_on_a_server_is_removed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(root, 3)
+    left = path_of(root, 0).with_suffix(".tmp")
+    left.write_bytes(bytes(100))
+    monkeypatch.setattr(space, "fcntl", LocksOfAServer())
+    store = open_fs(root)
+    store._files._space._look.join()
+    assert not left.exists() and used_bytes(root) == total(root)
+    store.close()
+
+
+# ------------------------------------------- a directory that is another one
+
+
+def empty_it(root: Path) -> None:
+    for path in root.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+
+
+def empty_all(root: Path) -> None:
+    shutil.rmtree(root)
+    root.mkdir(mode=0o700)
+
+
+def rename(root: Path) -> None:
+    root.rename(root.with_name("old"))
+
+
+def rename_and_make(root: Path) -> None:
+    rename(root)
+    root.mkdir(mode=0o700)
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def remove(root: Path) -> None:
+        for name in names:
+            (root / name).unlink()
+
+    remove.__name__ = f"without {names}"
+    return remove
+
+
+def damage(root: Path) -> None:
+    (root / COUNTER).write_bytes(b"KVUSAGE1")
+
+
+CHANGES = [
+    empty_it,
+    empty_all,
+    shutil.rmtree,
+    rename,
+    rename_and_make,
+    damage,
+    without(COUNTER),
+    without(LOOK),
+    without(USERS),
+    without(COUNTER, LOOK, USERS),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+def test_a_directory_that_changes_is_used_again_and_the_cap_holds(
+    root: Path, change: Callable[[Path], None]
+) -> None:
+    fill(root, CAP)
+    stores = [open_fs(root, objects=CAP) for _ in range(2)]
+    reader = open_fs(root, objects=CAP)
+    for each in (*stores, reader):
+        each._files._space._look.join()
+    change(root)
+    for i in range(CAP, 3 * CAP):
+        assert stores[i % 2].put([KEYS[i]], [row(i)]) == [True], i
+        assert total(root) <= CAP * OBJECT_BYTES + OWN_BYTES
+        assert reader.get([KEYS[i]], [empty()]) == reader.exists([KEYS[i]]) == [True]
+    left = open_fs(root, objects=CAP)
+    left._files._space._look.join()
+    assert sum(left.exists(KEYS)) >= 0.8 * CAP
+    for each in (*stores, reader, left):
+        each.close()
+
+
+def test_a_counter_that_is_replaced_while_files_are_made(root: Path) -> None:
+    fill(root, CAP)
+    store = open_fs(root, objects=CAP)
+    store._files._space._look.join()
+    with store._files._space.locked():
+        (root / COUNTER).unlink()
+        other = open_fs(root, objects=CAP)
+        other._files._space._look.join()
+    # It may have missed what was made meanwhile.
+    assert (root / COUNTER).read_bytes() == b""
+    assert other.put([KEYS[CAP]], [row(CAP)]) == [True]
+    assert used_bytes(root) == total(root) <= CAP * OBJECT_BYTES + OWN_BYTES
+    for each in (store, other):
+        each.close()
+
+
+@pytest.mark.parametrize("made", [0o755, None])
+def test_a_directory_that_is_nobodys_own_is_not_used(
+    root: Path, logged: list[str], made: int | None
+) -> None:
+    fill(root, 3)
+    store = open_fs(root)
+    store._files._space._look.join()
+    shutil.rmtree(root)
+    if made is not None:
+        root.mkdir(mode=0o700)
+        root.chmod(made)
+    else:
+        # As if another file system had been there.
+        store._files._space._device = -1
+    assert store.put([KEYS[3]], [row(3)]) == [False]
+    assert store.get([KEYS[1]], [empty()]) == store.exists([KEYS[1]]) == [False]
+    assert len(logged) == 1 and "with mode 700" in logged[0]
+    assert not list(root.parent.rglob("*.kv"))
+    store.close()
+
+
+def test_a_file_system_that_is_mounted_over_it_is_used(root: Path) -> None:
+    fill(root, 3)
+    store = open_fs(root)
+    store._files._space._look.join()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "kv", str(root)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs root, and a kernel that mounts")
+    try:
+        assert store.put(KEYS[1:3], [row(1), row(2)]) == [True, True]
+        assert path_of(root, 1).exists() and not path_of(root, 0).exists()
+    finally:
+        subprocess.run(["umount", "-l", str(root)], check=True)
+    assert store.exists(KEYS[:2]) == [True, True]
+    assert store.put([KEYS[5]], [row(5)]) == [True] and path_of(root, 5).exists()
     store.close()
 
 

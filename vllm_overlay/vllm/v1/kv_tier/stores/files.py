@@ -14,11 +14,12 @@ import os
 import stat
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 from vllm.v1.kv_tier.stores.format import ObjectFormat
-from vllm.v1.kv_tier.stores.space import OBJECT, NoSpace, Space, reserve
+from vllm.v1.kv_tier.stores.space import OBJECT, Busy, NoSpace, Space, reserve
 from vllm.v1.kv_tier.stores.threads import Threads
 
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -74,9 +75,11 @@ class Files:
 
     def __init__(self, place: Place, num_threads: int) -> None:
         namespace, rank = place.namespace, place.rank
-        self._folder = _open_folder(place.root_dir, namespace, f"r{rank}")
         self._format = ObjectFormat(namespace, rank, place.row_bytes)
         self._space = Space(Path(place.root_dir), place.max_bytes)
+        self._names = (namespace, f"r{rank}")
+        self._path = os.path.join(place.root_dir, *self._names)
+        self._last = _Folder(self._space.open_root(), self._names)
         # A disk that takes no more for a while must keep nobody from reading.
         self._readers = Threads(num_threads, "fs-get")
         self._writers = Threads(num_threads, "fs-put")
@@ -98,13 +101,17 @@ class Files:
 
         """
         wait()
-        done = [self._has(key) for key in keys]
+        try:
+            folder = self._folder()
+        except OSError as e:
+            return Written([False] * len(keys), error=e)
+        done = [self._has(folder, key) for key in keys]
         left = [i for i, is_there in enumerate(done) if may_write and not is_there]
         num_new, error = 0, None
         while left:
             some = left[:_MAX_OPEN]
             written, error = self._write(
-                [keys[i] for i in some], [rows[i] for i in some], wait
+                folder, [keys[i] for i in some], [rows[i] for i in some], wait
             )
             for i in written:
                 done[some[i]] = True
@@ -113,6 +120,9 @@ class Files:
             # A small cap has room for the rest when these may be evicted.
             if error is not None and not (written and isinstance(error, NoSpace)):
                 break
+        if isinstance(error, Busy):
+            # There will be room in a moment.
+            error = None
         return Written(done, num_new, self._space.take_evicted_bytes(), error)
 
     def get(
@@ -127,31 +137,53 @@ class Files:
 
         """
 
+        try:
+            folder = self._folder()
+        except OSError:
+            return [False] * len(keys)
+
         def get(key: bytes, row: memoryview) -> bool:
-            return time.monotonic() < deadline and self._read(key, row)
+            return time.monotonic() < deadline and self._read(folder, key, row)
 
         return self._readers.spread(get, keys, rows)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which files are there. Half the time of a look at owner and size, which `get`
         has."""
-        there, folder = os.access, self._folder
-        return [there(_name(key), os.F_OK, dir_fd=folder) for key in keys]
+        try:
+            folder = self._folder()
+        except OSError:
+            return [False] * len(keys)
+        there, fd = os.access, folder.fd
+        return [there(_name(key), os.F_OK, dir_fd=fd) for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Remove objects. Those that are not there are no trouble."""
-        for key in keys:
-            self._remove(_name(key))
+        with contextlib.suppress(OSError):
+            folder = self._folder()
+            for key in keys:
+                _remove(folder, _name(key))
 
     def close(self) -> None:
         """Nothing may be called afterwards."""
         self._readers.close()
         self._writers.close()
         self._space.close()
-        os.close(self._folder)
+
+    def _folder(self) -> "_Folder":
+        """Where the objects are now: the directory may have been emptied or replaced.
+
+        Raises:
+            OSError: It cannot be used.
+
+        """
+        if not self._last.is_at(self._path):
+            self._last = _Folder(self._space.open_root(), self._names)
+        return self._last
 
     def _write(
         self,
+        folder: "_Folder",
         keys: Sequence[bytes],
         rows: Sequence[memoryview],
         wait: Callable[[], None],
@@ -163,9 +195,9 @@ class Files:
             Places of those that are there now, and why others are not.
 
         """
-        size, folder = self._format.size(keys[0]), self._folder
+        size = self._format.size(keys[0])
         names = [_name(key) for key in keys]
-        files, error = self._space.create(folder, [name[:2] for name in names], size)
+        files, error = self._space.create(folder.fd, [name[:2] for name in names], size)
         errors: list[OSError] = []
 
         def write(i: int, fd: int) -> bool:
@@ -184,27 +216,30 @@ class Files:
         try:
             fds = [fd for fd, _ in files]
             is_written = self._writers.spread(write, range(len(fds)), fds)
-            with self._space.locked():
+            num_bytes = size * sum(is_written)
+            with self._space.renaming(num_bytes) if num_bytes else nullcontext():
                 for i, (_, old) in enumerate(files):
                     if is_written[i]:
-                        os.rename(old, names[i], src_dir_fd=folder, dst_dir_fd=folder)
+                        os.rename(
+                            old, names[i], src_dir_fd=folder.fd, dst_dir_fd=folder.fd
+                        )
                         done.append(i)
         except OSError as e:
             errors.append(e)
         finally:
             for i, (fd, temporary) in enumerate(files):
                 if i not in done:
-                    self._remove(temporary)
+                    _remove(folder, temporary)
                 os.close(fd)
         return done, errors[0] if errors else error
 
-    def _read(self, key: bytes, row: memoryview) -> bool:
+    def _read(self, folder: "_Folder", key: bytes, row: memoryview) -> bool:
         name = _name(key)
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._folder)
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=folder.fd)
         except OSError as e:
             if e.errno in _NOT_OURS:
-                self._remove(name)
+                _remove(folder, name)
             return False
         try:
             status = os.fstat(fd)
@@ -217,21 +252,21 @@ class Files:
         finally:
             os.close(fd)
         if is_right is False:
-            self._remove(name)
+            _remove(folder, name)
         return is_right is True
 
-    def _has(self, key: bytes) -> bool:
+    def _has(self, folder: "_Folder", key: bytes) -> bool:
         """Whether there is a file for the key, which is used now."""
         name = _name(key)
         try:
-            status = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+            status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
         except OSError:
             return False
         if not self._is_ours(status, key):
             return False
         if _is_old(status):
             with contextlib.suppress(OSError):
-                os.utime(name, dir_fd=self._folder, follow_symlinks=False)
+                os.utime(name, dir_fd=folder.fd, follow_symlinks=False)
         return True
 
     def _is_ours(self, status: os.stat_result, key: bytes) -> bool:
@@ -242,24 +277,50 @@ class Files:
             and status.st_size == self._format.size(key)
         )
 
-    def _remove(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=self._folder)
 
+class _Folder:
+    """A folder that is open as long as somebody uses it.
 
-def _open_folder(root: str, *names: str) -> int:
-    """A file descriptor of a folder below the root, made if it is not there."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | _OPEN
-    folder = os.open(root, flags)
-    for name in names:
-        parent = folder
+    Args:
+        root: File descriptor of the directory, which is closed.
+        names: Of the folder in it, and one in that, made if they are not there.
+
+    Raises:
+        OSError: It cannot be used.
+
+    """
+
+    def __init__(self, root: int, names: Sequence[str]) -> None:
+        self.fd = root
+        for name in names:
+            parent = self.fd
+            try:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=parent)
+                flags = os.O_RDONLY | os.O_DIRECTORY | _OPEN
+                self.fd = os.open(name, flags, dir_fd=parent)
+            except OSError:
+                self.fd = -1
+                raise
+            finally:
+                os.close(parent)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    def is_at(self, path: str) -> bool:
+        """Whether that is its path still."""
         try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=parent)
-            folder = os.open(name, flags, dir_fd=parent)
-        finally:
-            os.close(parent)
-    return folder
+            there = os.stat(path, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(there, os.fstat(self.fd))
+
+
+def _remove(folder: _Folder, name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=folder.fd)
 
 
 def _name(key: bytes) -> str:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier.stores.space import NoSpace
+from vllm.v1.kv_tier.stores.space import COUNTER, Locked, NoSpace
 
 logger = init_logger(__name__)
 
@@ -39,11 +39,17 @@ class WritePauses:
         if isinstance(error, NoSpace):
             reason = "files that are no KV, or max_gib, leave no room for a block"
             mend = _FREE_SPACE
+        elif isinstance(error, Locked):
+            reason = "a process that does not go on holds its lock"
+            mend = f"End it: fuser -v {self._root / COUNTER} names those that may."
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason, mend = "its disk is full", _FREE_SPACE
         else:
             reason = f"a write failed ({error.strerror})"
-            mend = f"See that user {os.geteuid()} can write there."
+            mend = (
+                f"It must be a directory of user {os.geteuid()} with mode 700, who can "
+                "write there."
+            )
         with self._lock:
             is_new = self._until is None
             self._until = time.monotonic() + _PAUSE_S

@@ -92,4 +92,5 @@ class Threads:
         return [answer for batch in answers for answer in batch]
 
     def close(self) -> None:
-        self._helpers.shutdown()
+        """Nothing may be called afterwards. What hangs is not waited for."""
+        self._helpers.shutdown(wait=False, cancel_futures=True)
