@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from vllm.v1.kv_tier.memory.shared import SharedMemory
-from vllm.v1.kv_tier.stores import file_process
+from vllm.v1.kv_tier.stores import file_process, file_processes
 from vllm.v1.kv_tier.stores.base import MemoryFile
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore, GiB
 
@@ -245,7 +245,8 @@ def test_one_that_fails_costs_its_part_and_another_takes_its_place(
     assert failing not in children()
     assert len(logged) == 1 and "counts as not done" in logged[0]
     assert rank.get(*numbers) == right(*numbers)
-    assert len(logged) == 1 and len(children()) == 2
+    until(lambda: len(children()) == 2)
+    assert len(logged) == 1
     rank.store.close()
 
 
@@ -259,7 +260,79 @@ def test_one_that_writes_for_too_long_is_replaced(
     rank.processes[1].send_signal(signal.SIGSTOP)
     assert rank.put(*range(8)) == [True, False] * 4
     assert len(logged) == 1 and "did not answer in time" in logged[0]
+    processes._put_s = 60
     assert rank.put(*range(8)) == [True] * 8
+    rank.store.close()
+
+
+def test_one_that_starts_slowly_is_waited_for_by_nobody(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(root)
+    processes = rank.store._processes
+    assert processes is not None
+    processes._least_life_s = 0.0
+    assert rank.put(*range(8)) == [True] * 8
+    slow, may_start = tmp_path / "python", tmp_path / "go"
+    wait = f"while [ ! -e {may_start} ]; do sleep 0.05; done"
+    slow.write_text(f'#!/bin/sh\n{wait}\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    rank.processes[0].kill()
+    rank.processes[0].wait()
+    assert rank.get(*range(8))[1::2] == right(1, 3, 5, 7)
+    # The other one does all of it meanwhile.
+    assert rank.get(*range(8)) == right(*range(8))
+    begun = time.monotonic()
+    rank.processes[1].kill()
+    rank.processes[1].wait()
+    rank.get(1)
+    deadline = begun + 0.5
+    assert processes.get(KEYS[:1], rank.rows[:1], deadline - 2) == [False]
+    may_start.touch()
+    assert rank.get(*range(8)) == right(*range(8)) and rank.store.is_apart
+    rank.store.close()
+
+
+def test_one_that_stands_still_takes_no_question_for_ever(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than fits between the two."""
+    monkeypatch.setattr(file_processes, "_END_S", 0.2)
+    rank = Rank(root, deadline_ms=500)
+    rank.processes[1].send_signal(signal.SIGSTOP)
+    keys, begun = [i.to_bytes(64, "big") for i in range(20_000)], time.monotonic()
+    assert not any(rank.store.get(keys, [rank.rows[0]] * len(keys)))
+    assert time.monotonic() - begun < 20
+    rank.store.close()
+
+
+def test_one_that_the_kernel_does_not_let_go_keeps_the_rows_that_it_reads_into(
+    root: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    """As in a read from a disk that hangs. A stopped one that nobody kills is alike."""
+    monkeypatch.setattr(file_processes, "_END_S", 0.2)
+    rank = Rank(root, deadline_ms=300)
+    processes = rank.store._processes
+    assert processes is not None
+    processes._grace_s, processes._put_s = 0.1, 0.3
+    assert rank.put(*range(8)) == [True] * 8
+    first, second = rank.processes
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda process: None)
+        first.send_signal(signal.SIGSTOP)
+        assert rank.put(*range(8)) == [False, True] * 4
+        assert len(logged) == 1 and "does not end although" in logged[0]
+        second.send_signal(signal.SIGSTOP)
+        reader = threading.Thread(target=rank.get, args=range(8))
+        reader.start()
+        until(lambda: len(logged) == 2)
+        reader.join(0.2)
+        assert reader.is_alive()
+        second.kill()
+        reader.join(20)
+        assert not reader.is_alive()
+    first.kill()
     rank.store.close()
 
 

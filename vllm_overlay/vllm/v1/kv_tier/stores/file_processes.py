@@ -6,6 +6,8 @@ part has failed: it writes to no row any more. Another one takes its place.
 """
 
 import os
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -30,6 +32,8 @@ KINDS = ("put", "get")
 ENDED = "ended"
 _START_S = 30.0
 _LAST_S = 0.5
+# How long a process may take to end once it was killed, and to take a question.
+_END_S = 5.0
 
 
 class NoProcesses(RuntimeError):
@@ -86,7 +90,8 @@ class FileProcesses:
             for _ in range(num_processes):
                 self._processes.append(_Process(self._told))
             for process in self._processes:
-                process.see_that_it_started()
+                if not process.has_started(_START_S):
+                    raise OSError("one did not start")
         except OSError as e:
             self.close()
             raise NoProcesses(str(e)) from e
@@ -152,7 +157,7 @@ class FileProcesses:
             Which places each had, and what it answers. Those that end answer nothing.
 
         """
-        processes = self._alive()
+        processes = self._started(until)
         starts = [_address(row) - self._address for row in rows]
         asked: list[tuple[slice, _Process]] = []
         answers = []
@@ -168,17 +173,26 @@ class FileProcesses:
                     answers.append((places, answer))
         return answers
 
-    def _alive(self) -> "list[_Process]":
-        with self._lock:
-            for i, process in enumerate(self._processes):
-                if process.has_ended and process.lived_s >= self._least_life_s:
-                    with suppress(OSError):
-                        self._processes[i] = new = _Process(self._told)
-                        new.see_that_it_started()
-            alive = [each for each in self._processes if not each.has_ended]
-        if not alive:
-            raise NoProcesses("all have ended")
-        return alive
+    def _started(self, until: float) -> "list[_Process]":
+        """Those that can be asked. Where there are none, one that is being started is
+        waited for.
+
+        Raises:
+            NoProcesses: All have ended.
+
+        """
+        while True:
+            with self._lock:
+                for i, process in enumerate(self._processes):
+                    if process.has_ended and process.lived_s >= self._least_life_s:
+                        with suppress(OSError):
+                            self._processes[i] = _Process(self._told)
+                started = [each for each in self._processes if each.has_started()]
+                if all(each.has_ended for each in self._processes):
+                    raise NoProcesses("all have ended")
+            if started or time.monotonic() >= until:
+                return started
+            time.sleep(0.005)
 
 
 class _Process:
@@ -197,10 +211,12 @@ class _Process:
         self.has_ended = False
         self._root = Place(*told["place"]).root_dir
         self._lock = threading.Lock()
+        self._starting = list(KINDS)
         self._ends: dict[str, Connection] = {}
         theirs: dict[str, Connection] = {}
         for kind in KINDS:
             self._ends[kind], theirs[kind] = Pipe()
+            _give_time(self._ends[kind], _END_S)
         fds = [end.fileno() for end in theirs.values()]
         self._process = subprocess.Popen(
             # Not with its folder in the path: names of modules there are others' too.
@@ -212,18 +228,30 @@ class _Process:
             end.close()
         self.ask("put", told)
 
-    def see_that_it_started(self) -> None:
-        """Raises OSError if it did not."""
-        for kind in KINDS:
-            self.answer(kind, self._began + _START_S)
-        if self.has_ended:
-            raise OSError(f"one ended at once, with status {self._process.returncode}")
+    def has_started(self, wait_s: float = 0.0) -> bool:
+        """Whether it can be asked. Called by one thread at a time.
+
+        Args:
+            wait_s: How long to wait for that.
+
+        """
+        until = time.monotonic() + wait_s
+        while self._starting and not self.has_ended:
+            left_s = until - time.monotonic()
+            if not self._ends[self._starting[0]].poll(max(0.0, left_s)):
+                if time.monotonic() >= self._began + _START_S:
+                    self.end("did not start in time")
+                    self.lived_s = 0.0
+                return False
+            self.answer(self._starting.pop(0), until)
+        return not self.has_ended
 
     def ask(self, kind: str, batch: object) -> None:
         """Have it move a batch. `answer` tells whether it has."""
         try:
             self._ends[kind].send(batch)
         except OSError:
+            # It has ended, or stands still.
             pass
         except BaseException:
             self.end("was not asked as it should be")
@@ -244,10 +272,15 @@ class _Process:
                 return end.recv()
             reason = "did not answer in time"
         self.end(reason)
+        if kind == "get":
+            # It may be in the kernel still, which writes to rows. So long they are
+            # nobody's.
+            self._process.wait()
         return None
 
     def end(self, reason: str | None = None) -> None:
-        """Have it gone when this returns.
+        """Have it gone when this returns, unless the kernel does not let it go: then it
+        renames no file any more, but may still fill the rows of a `get`.
 
         Args:
             reason: For the log, where it is not to end.
@@ -262,8 +295,19 @@ class _Process:
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(_LAST_S)
             self._process.kill()
-            status = self._process.wait()
-        if reason is not None:
+            try:
+                status: int | None = self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                status = None
+        if status is None:
+            logger.error(
+                "KV tier: process %d, which reads and writes %s, does not end although "
+                "it was killed. The slots that it reads into are given to nobody until "
+                "it does. Look after that disk or its server.",
+                self._process.pid,
+                self._root,
+            )
+        elif reason is not None:
             logger.warning(
                 "KV tier: a process that reads and writes %s %s (status %d). What it "
                 "was asked for counts as not done, and is computed.",
@@ -271,6 +315,15 @@ class _Process:
                 reason,
                 status,
             )
+
+
+def _give_time(connection: Connection, seconds: float) -> None:
+    """Have its calls fail where the other end stands still for so long."""
+    whole = int(seconds)
+    timeval = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as each:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            each.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 def _address(row: memoryview) -> int:
