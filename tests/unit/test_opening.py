@@ -20,7 +20,9 @@ from .test_store_identity import NUM_BLOCKS, WORKERS, worker
 def opened(rank: int, replicas: int) -> Any:
     """The store of a rank: its name, its number, and what it was opened from."""
     stores: list[Any] = []
+    checked: list[int] = []
     entry = Bag(open=lambda name, rank, num_bytes: (name, rank, "writer"))
+    entry.check = lambda: checked.append(rank)
     entry.of_a_reader = lambda: Bag(open=lambda name, rank, _: (name, rank, "reader"))
     wrapper = Bag(
         kv_tier=Bag(buffer=Bag(slots=torch.zeros(2, 8)), open_secondary=stores.extend),
@@ -31,6 +33,8 @@ def opened(rank: int, replicas: int) -> Any:
     entries: Any = [entry]
     name, _ = open_rank(wrapper, entries, "ab", NUM_BLOCKS, replicas)
     (store,) = stores
+    # Its machine may be another one than the scheduler's.
+    assert checked == [rank]
     if isinstance(store, WrittenElsewhere):
         store = store._store
         assert store[2] == "reader"  # type: ignore[index]

@@ -118,6 +118,27 @@ def test_a_directory_that_cannot_be_written(
     tmp_path.chmod(0o700)
 
 
+@pytest.mark.parametrize(
+    "mount, found",
+    [
+        ("rw,relatime shared:1 - nfs4 host:/kv rw,vers=4.2,local_lock=none", None),
+        ("rw - nfs host:/kv rw,vers=3,nolock,local_lock=all", "nolock"),
+        ("rw - nfs host:/kv rw,local_lock=flock", "local_lock=flock"),
+        ("rw - lustre host:/kv rw,localflock", "localflock"),
+        ("rw - cifs //host/kv rw,nobrl,soft", "nobrl"),
+    ],
+)
+def test_locks_that_hold_on_one_machine_only(
+    tmp_path: Path, mount: str, found: str | None
+) -> None:
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    lines = [f"1 0 0:0 / / rw - ext4 a nolock\n36 35 {os.major(device)}:"]
+    mounts.write_text(f"{lines[0]}{os.minor(device)} / /kv {mount}\n")
+    assert fs.local_locks(tmp_path, mounts) == found
+    assert fs.local_locks(tmp_path, tmp_path / "none") is None
+
+
 def test_more_than_the_disk_has(tmp_path: Path) -> None:
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize / fs.GiB

@@ -61,6 +61,9 @@ def open_rank(
     memory."""
     tier, rank = wrapper.kv_tier, wrapper.worker.rank
     num_bytes = tier.buffer.slots.shape[1]
+    for entry in entries:
+        # Other machines have other directories, packages and variables.
+        entry.check()
     # Not the wrapper's rank, which is that of its machine: ranks of two would share.
     writer = rank - rank % replicas
     name = _name(wrapper, space, writer, num_blocks)

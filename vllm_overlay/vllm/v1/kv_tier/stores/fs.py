@@ -29,6 +29,34 @@ logger = init_logger(__name__)
 GiB = 1 << 30
 
 
+# Mount options of NFS, Lustre and SMB.
+_LOCAL_LOCKS = {
+    "local_lock=flock",
+    "local_lock=all",
+    "nolock",
+    "localflock",
+    "nobrl",
+}
+
+
+def local_locks(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """The mount option that makes locks of files in a directory hold on this machine
+    only, if it has one. Not all file systems tell."""
+    device = os.stat(root).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return None
+    options = (
+        option
+        for fields in lines
+        if len(fields) > 2 and fields[2] == name
+        for option in ",".join((fields[5], fields[-1])).split(",")
+    )
+    return next((each for each in options if each in _LOCAL_LOCKS), None)
+
+
 @dataclass(frozen=True)
 class FsConfig(StoreConfig):
     """`{"type": "fs", …}` of `secondary_tiers`: a directory below the host tier."""
@@ -117,9 +145,17 @@ class FsConfig(StoreConfig):
                 f"{setting} is not writable. Set its mode to 700, mount its file "
                 "system for writing, or name another."
             )
+        if (option := local_locks(root)) is not None:
+            logger.warning(
+                "KV tier: locks in %s hold on this machine only, since it is mounted "
+                "with %s. Where other machines use it, max_gib does not hold: mount it "
+                "without that, or give each machine a root_dir of its own.",
+                root,
+                option,
+            )
         disk, used = os.statvfs(root), used_bytes(root)
         free = disk.f_bavail * disk.f_frsize
-        if free < self.max_bytes - used:
+        if used is not None and free < self.max_bytes - used:
             raise ValueError(
                 f"{self.setting('max_gib')} {self.max_gib:g} does not fit: {root} "
                 f"holds {used / GiB:.1f} GiB, and its disk has {free / GiB:.1f} GiB "

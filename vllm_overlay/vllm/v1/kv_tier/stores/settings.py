@@ -110,7 +110,7 @@ class StoreConfig(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """See that it can be used, once for all ranks, before they open it.
+        """See that it can be used: once for all, and on each rank before it opens it.
 
         Raises:
             ValueError: It cannot. The message names the setting, its value and the
