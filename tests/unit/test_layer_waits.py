@@ -67,8 +67,18 @@ def compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def step() -> Step:
     step = Step("abcde", [range(0, 2), range(2, 3), range(3, 5)])
-    set_layer_waits(step.waits)
+    step.waits.use = set_layer_waits
     return step
+
+
+def test_engines_of_a_process_wait_for_their_own_loads(step: Step) -> None:
+    other = Step("abcde", [range(0, 5)])
+    other.waits.use = set_layer_waits
+    other.arm()
+    assert other.waits.disarm() is False
+    step.arm()
+    assert step.run("abcde") == [[0], [], [1], [2], []]
+    assert not other.waited
 
 
 def test_each_layer_waits_for_its_part_once(step: Step) -> None:

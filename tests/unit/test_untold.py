@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.scheduling.untold import Untold
 
@@ -85,3 +87,22 @@ def test_what_comes_after_a_telling_is_told_by_itself() -> None:
     hearing.computes(a, blocks, 2, 3)
     hearing.untold.needed(blocks)
     assert hearing.told == [("a", [0], 0), ("a", [1, 2], 1)]
+
+
+@pytest.mark.xfail(strict=True, reason="the null block joins runs of other groups")
+def test_null_blocks_of_a_hybrid_model_join_no_runs() -> None:
+    """Groups of layers whose window has passed have the same null block."""
+    told: list[tuple[list[int], int, int]] = []
+
+    def hear(request: Any, blocks: Any, first: int, size: int) -> None:
+        told.append(([block.block_id for block in blocks], first, size))
+
+    untold, null = Untold(hear), KVCacheBlock(0)
+    a, windows, states = request("a"), [null, KVCacheBlock(1)], [null, KVCacheBlock(2)]
+    for step in range(2):
+        for blocks, size in ((windows, SIZE), (states, 4 * SIZE)):
+            if not untold.goes_on(a, blocks, step, step + 1):
+                untold.begin(a, blocks[step : step + 1], step, size)
+    untold.needed([windows[1], states[1]])
+    sizes = {block: size for blocks, _, size in told for block in blocks if block}
+    assert sizes == {1: SIZE, 2: 4 * SIZE}

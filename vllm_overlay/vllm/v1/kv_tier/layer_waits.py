@@ -10,7 +10,7 @@ _waits: LayerWaits | None = None
 
 
 def set_layer_waits(waits: LayerWaits | None) -> None:
-    """The waits of the rank that this process runs."""
+    """The waits of the rank whose step this process runs."""
     global _waits
     _waits = waits
 

@@ -351,7 +351,10 @@ def _start_rank(
     waits = None
     if layerwise_loads and runner.device.type == "cuda":
         waits = make_layer_waits(wrapper.worker.vllm_config, regions)
-    set_layer_waits(waits)
+    # Another engine of this process sets its own with each step that has some.
+    set_layer_waits(None)
+    if waits is not None:
+        waits.use = set_layer_waits
     shared = take_shared(wrapper)
     tier = HostTier.allocate(
         regions,

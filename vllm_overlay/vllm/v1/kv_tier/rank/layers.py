@@ -9,7 +9,7 @@ the whole forward pass. `HostTier` arms the waits only for steps that cannot run
 one; `disarm` tells whether all layers came by, and if not, the loads count as failed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -44,6 +44,9 @@ class LayerWaits:
         self.regions = regions
         self.max_decode_tokens = max_decode_tokens
         self.is_armed = False
+        self.use: Callable[[LayerWaits], None] = lambda waits: None
+        """Lets the layers of this process find these waits: a process may run the
+        ranks of several engines."""
         self._ends: Sequence[End] = ()
         self._part_of: dict[str, int] = {}
         self._num_waited = 0
@@ -63,6 +66,7 @@ class LayerWaits:
         self._ends = ends
         self._num_waited = 0
         self.is_armed = True
+        self.use(self)
 
     def wait(self, layer: str) -> None:
         part = self._part_of.pop(layer, -1)
