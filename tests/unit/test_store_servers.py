@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from vllm.v1.kv_tier.scheduling.below import check_tiers
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.fs import FsConfig
+from vllm.v1.kv_tier.stores.redis import RedisConfig
 
 from .store_servers import Mooncake, Valkey, free_port
 from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, row
@@ -139,6 +141,127 @@ def test_a_password(
     monkeypatch.delenv("STORE_PASSWORD")
     with pytest.raises(ValueError, match="STORE_PASSWORD, which is not set"):
         check_redis(closed_server, password_env="STORE_PASSWORD")
+
+
+WITH_PASSWORDS = [
+    "redis://:{}@127.0.0.1:1",
+    "redis://{}@127.0.0.1:1",
+    "redis://kv:{}@127.0.0.1:1/0?x=1",
+    "redis://kv:{}@127.0.0.1:1/0?socket_timeout=1",
+    "redis://kv:a%zz{}@127.0.0.1:1/0",
+    "redis://:a/{}@127.0.0.1:1",
+    "redis://:{}/a@127.0.0.1:1",
+    "redis://kv:1/{}@127.0.0.1:1",
+    "redis://kv:1?{}@127.0.0.1:1",
+    "redis://kv:1?a={}@127.0.0.1:1",
+    "redis://kv:1#{}@127.0.0.1:1",
+    "redis://kv:a@{}@127.0.0.1:1",
+    "redis://kv:{}@a@127.0.0.1:1",
+    "redis://kv:[{}@127.0.0.1:1",
+    "redis://kv:\u2100{}@127.0.0.1:1",
+    "redis://kv: {}@127.0.0.1:1",
+    "redis://kv:{}",
+    "redis://127.0.0.1:1/{}",
+    "redis://127.0.0.1:1?password={}",
+    "redis://127.0.0.1:1?password=a@{}",
+    "redis://127.0.0.1:1?{}",
+    "redis://127.0.0.1:1#{}",
+    "rediss://127.0.0.1:1?ssl_password={}",
+    "rediss://127.0.0.1:1?ssl_ca_certs=/{}/none&password={}",
+    "redis:///{}",
+    "//{}@127.0.0.1",
+    "{}",
+]
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize("url", WITH_PASSWORDS)
+def test_a_password_in_a_url_is_in_no_message(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("redis")
+    url = url.replace("{}", SECRET)
+    entry = {"type": "redis", "url": url, "timeout_ms": 200}
+    config = RedisConfig(url=url, timeout_ms=200)
+    with caplog.at_level(logging.DEBUG), pytest.raises(ValueError) as checked:
+        check_entry(entry).check()
+    with pytest.raises(ValueError) as error:
+        config.check()
+    shown = [f"{each} {each.args}" for e in (checked, error) for each in chain(e.value)]
+    assert SECRET not in f"{shown} {config!r} {config.name} {caplog.text}"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        REDIS | {"password": SECRET},
+        REDIS | {"passwd": 1234567},
+        REDIS | {"password_env": SECRET},
+        REDIS | {"password_env": 1234567},
+        f"redis://:{SECRET}@127.0.0.1",
+    ],
+)
+def test_a_password_in_another_setting_is_in_no_message(entry: Any) -> None:
+    pytest.importorskip("redis")
+    with pytest.raises(ValueError) as error:
+        check_entry(entry).check()
+    assert SECRET not in str(error.value) and "1234567" not in str(error.value)
+    with pytest.raises(ValueError) as error:
+        check_tiers(entry)
+    assert SECRET not in str(error.value)
+
+
+def test_a_password_that_a_server_repeats_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that does not know AUTH, or another one that answers for it."""
+    password = "p%40ss%2F" + SECRET
+    plain = "p@ss/" + SECRET
+    monkeypatch.setenv("STORE_PASSWORD", plain)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    connection.recv(1000)
+                    said = f"-ERR unknown command 'AUTH', with args '{plain}' "
+                    connection.sendall((said + password + "\r\n").encode())
+
+        threading.Thread(target=answer, daemon=True).start()
+        place = f"127.0.0.1:{listening.getsockname()[1]}"
+        for more in (
+            {"url": f"redis://:{password}@{place}"},
+            {"url": f"redis://{place}?password={password}"},
+            {"url": f"redis://{place}", "password_env": "STORE_PASSWORD"},
+        ):
+            config = check_entry({"type": "redis", "timeout_ms": 500} | more)
+            with pytest.raises(ValueError, match=r"\*\*\*") as error:
+                config.check()
+            assert len(list(chain(error.value))) == 1
+            assert SECRET not in str(error.value)
+            store = config.open(NAMESPACE, 0, ROW_BYTES)
+            assert store.put(KEYS[:1], [row(0)]) == [False]
+            store.close()
+    assert "in trouble" in caplog.text and SECRET not in caplog.text
+
+
+def test_an_error_that_the_package_has_not_announced_is_a_miss(
+    open_server: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = check_redis(open_server).open(NAMESPACE, 0, ROW_BYTES)
+
+    def fail(config: object) -> None:
+        raise TypeError(SECRET)
+
+    monkeypatch.setattr(RedisConfig, "connection", fail)
+    assert store.exists(KEYS[:1]) == store.get(KEYS[:1], [empty()]) == [False]
+    store.close()
 
 
 def test_tls_where_there_is_none(open_server: Valkey) -> None:

@@ -152,7 +152,7 @@ def check_tiers(tiers: Any) -> None:
         return
     if not isinstance(tiers, list):
         raise ValueError(
-            f"{_FLAG} must be a list of tiers, got {tiers!r}. Use "
+            f"{_FLAG} must be a list of tiers, got a {type(tiers).__name__}. Use "
             '[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}].'
         )
     for index, entry in enumerate(tiers):

@@ -32,7 +32,8 @@ def check_entry(entry: Any, index: int = 0) -> StoreConfig:
     known = f"{', '.join(STORES)}, or the import path of a StoreConfig"
     if not isinstance(entry, dict):
         raise ValueError(
-            f"{setting} must be an object with a type (one of {known}), got {entry!r}."
+            f"{setting} must be an object with a type (one of {known}), got a "
+            f"{type(entry).__name__}."
         )
     kind = entry.get("type")
     config: object = STORES.get(kind) if isinstance(kind, str) else None

@@ -9,12 +9,13 @@ operation that was given up is closed before.
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, quote, unquote
 
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.breaker import Breaker
@@ -26,6 +27,18 @@ from vllm.v1.kv_tier.stores.threads import MAX_THREADS, Threads
 _WINDOW_BYTES = 8 << 20
 _WRITE_PAUSE_S = 60.0
 _Operation = Callable[[Wire], list[bool]]
+# Each part of a URL without what another one begins with: what is a password is then
+# no part of anything else.
+_URL = re.compile(
+    r"(?P<scheme>rediss?)://"
+    r"(?:(?P<user>[\w.~!$&'()*+,;=%-]*)(?::(?P<password>[\w.~!$&'()*+,;=%:-]*))?@)?"
+    r"(?P<place>(?:[\w.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?)"
+    r"(?P<path>/[0-9]*)?"
+    r"(?:\?(?P<query>[\w.~!$'()*+,;=%:/&-]*))?",
+    re.ASCII,
+)
+_OPTIONS = re.compile("ssl_[a-z_]+|db|username|password|client_name")
+_VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class RedisConfig(StoreConfig):
     where `?ssl_ca_certs=FILE` names the authority. A password may stand in it, but vLLM
     logs its arguments."""
 
-    password_env: str | None = None
+    password_env: str | None = field(default=None, repr=False)
     """Environment variable that has the password."""
 
     num_connections: int = 2
@@ -54,9 +67,16 @@ class RedisConfig(StoreConfig):
 
     @property
     def name(self) -> str:
-        parts = urlsplit(self.url)
-        user = f"{parts.username}@" if parts.username else ""
-        return f"{parts.scheme}://{user}{parts.netloc.rpartition('@')[2]}{parts.path}"
+        if not (parts := self._parts):
+            return "redis://(not shown)"
+        return f"{parts['scheme']}://{parts['place']}{parts['path'] or ''}"
+
+    def without_secrets(self, text: object) -> str:
+        """A message, in which somebody may repeat what was sent."""
+        shown = str(text)
+        for secret in sorted(self._secrets(), key=len, reverse=True):
+            shown = shown.replace(secret, "***")
+        return shown
 
     def check_values(self) -> None:
         super().check_values()
@@ -66,56 +86,108 @@ class RedisConfig(StoreConfig):
                 f"{self.setting('url')} must begin with redis:// or rediss://. Give "
                 "one like redis://127.0.0.1:6379."
             )
+        names = [name for name, _ in self._query()]
+        if not self._parts or not all(map(_OPTIONS.fullmatch, names)):
+            raise ValueError(
+                f"{self.setting('url')} must be redis://[user[:password]@]host[:port]"
+                "[/db], with options ssl_…, db, username, password or client_name. It "
+                "is not shown, since it may have a password. Write special characters "
+                "in that as %XX (%40 for @, %2F for /, %23 for #, %3F for ?), or put "
+                "it into an environment variable, and name that with password_env."
+            )
         self.check_above_0("timeout_ms")
         self.check_whole("num_connections", most=MAX_THREADS)
         if self.ttl_s is not None:
             self.check_whole("ttl_s")
+        if self.password_env is not None and not isinstance(self.password_env, str):
+            raise ValueError(
+                f"{self.setting('password_env')} must be a text. Give the name of an "
+                "environment variable, like VALKEY_PASSWORD."
+            )
         if self.password_env is not None:
             self.check_text("password_env", like="VALKEY_PASSWORD")
 
     def check(self) -> None:
+        self.check_values()
+        # Not raised where another exception is known, which may have a password.
+        if (fault := self._fault()) is not None:
+            raise ValueError(self.without_secrets(fault))
+
+    def _fault(self) -> str | None:
+        """Why the server cannot be used."""
         setting = f"{self.setting('url')} {self.name}"
         try:
             import redis
         except ImportError as e:
-            raise ValueError(
+            return (
                 f"{self.setting('type')} 'redis' needs the package redis, which cannot "
                 f"be imported ({e}). pip install redis"
-            ) from e
-        if self.password_env is not None and self.password_env not in os.environ:
-            raise ValueError(
+            )
+        variable = self.password_env
+        if variable is not None and variable not in os.environ:
+            # Somebody may have given the password itself.
+            is_name = _VARIABLE.fullmatch(variable)
+            return (
                 f"{self.setting('password_env')} names the environment variable "
-                f"{self.password_env}, which is not set. Set it to the password of "
-                f"{self.name}."
+                f"{variable if is_name else '(not shown)'}, which is not set. Set it "
+                f"to the password of {self.name}."
             )
         try:
-            wire = Wire(self.connection(), self.timeout_ms / 1e3)
-            try:
-                probe = b"kvtier:probe:%d" % os.getpid()
-                wire.send(command(b"SET", probe, b"1", b"EX", b"60"))
-                (answer,) = wire.lines(1)
-                if answer != b"+OK":
-                    raise Refused(answer.decode(errors="replace"))
-                wire.ask([command(b"EXISTS", probe), command(b"UNLINK", probe)])
-            finally:
-                wire.close()
+            self._probe()
         except redis.AuthenticationError as e:
-            raise ValueError(
+            return (
                 f"{setting} does not take the password, or wants one ({e}). Put it "
                 "into an environment variable, and name that with password_env."
-            ) from e
+            )
         except Refused as e:
-            raise ValueError(
+            return (
                 f"{setting} refuses to keep a value ({e}). Give a user who may SET, "
                 "GET, EXISTS, TOUCH, EXPIRE and UNLINK kvtier:*, at a server that "
                 "takes writes and is no cluster."
-            ) from e
-        except (redis.RedisError, OSError, ValueError) as e:
-            raise ValueError(
+            )
+        except (redis.RedisError, OSError, ValueError, TypeError) as e:
+            return (
                 f"{setting} does not answer as Valkey or Redis does ({e}). Start the "
                 "server there, or correct the address; rediss:// is for servers with "
                 "TLS, and redis:// for those without."
-            ) from e
+            )
+        return None
+
+    def _probe(self) -> None:
+        wire = Wire(self.connection(), self.timeout_ms / 1e3)
+        try:
+            probe = b"kvtier:probe:%d" % os.getpid()
+            wire.send(command(b"SET", probe, b"1", b"EX", b"60"))
+            (answer,) = wire.lines(1)
+            if answer != b"+OK":
+                raise Refused(answer.decode(errors="replace"))
+            wire.ask([command(b"EXISTS", probe), command(b"UNLINK", probe)])
+        finally:
+            wire.close()
+
+    @property
+    def _parts(self) -> dict[str, str | None]:
+        found = _URL.fullmatch(self.url)
+        return {} if found is None else found.groupdict()
+
+    def _query(self) -> list[tuple[str, str]]:
+        return parse_qsl(self._parts.get("query") or "", keep_blank_values=True)
+
+    def _secrets(self) -> set[str]:
+        """What must be in no message, as it may stand there."""
+        parts = self._parts
+        given = [parts.get("password"), os.environ.get(self.password_env or "")]
+        given += [value for name, value in self._query() if "password" in name]
+        if not any(given):
+            # Somebody may take it for one.
+            given.append(parts.get("user"))
+        forms = (
+            form
+            for each in given
+            if each
+            for form in (each, unquote(each), quote(each, ""), quote(unquote(each), ""))
+        )
+        return {shown for form in forms for shown in (form, repr(form)[1:-1])}
 
     def open(self, namespace: str, rank: int, slot_bytes: int) -> "RedisStore":
         return RedisStore(self, namespace, rank, slot_bytes)
@@ -218,15 +290,14 @@ class RedisStore(BlockStore):
 
     def _ask(self, operation: _Operation, num_keys: int) -> list[bool]:
         """Answers of an operation; no to all if the server is in trouble."""
-        from redis import RedisError
-
         if not num_keys or not self._breaker.allows():
             return [False] * num_keys
         try:
             with self._wire() as wire:
                 answers = operation(wire)
-        except (OSError, RedisError, Refused) as e:
-            self._breaker.failed(e)
+        except Exception as e:
+            # Also those of the package that are no `RedisError`.
+            self._breaker.failed(self._config.without_secrets(e))
             return [False] * num_keys
         self._breaker.succeeded()
         return answers
@@ -281,7 +352,8 @@ class RedisStore(BlockStore):
             if answers[i]:
                 self._writing.succeeded()
             else:
-                self._writing.failed(answer.decode(errors="replace").lstrip("-"))
+                said = answer.decode(errors="replace").lstrip("-")
+                self._writing.failed(self._config.without_secrets(said))
         return answers
 
     def _get(

@@ -62,9 +62,14 @@ class StoreConfig(ABC):
         fields = {f.name: f for f in dataclasses.fields(cls) if f.name != "index"}
         for key in entry:
             if key not in fields and key != "type":
+                # A text may be a password.
+                value = entry[key]
+                shown = f" (value {value!r})" if isinstance(value, int | float) else ""
+                if "pass" in str(key).lower():
+                    shown = ""
                 raise ValueError(
-                    f"{setting}: unknown key {key!r} (value {entry[key]!r}). Known "
-                    f"keys of type {kind!r}: {', '.join(fields)}."
+                    f"{setting}: unknown key {key!r}{shown}. Known keys of type "
+                    f"{kind!r}: {', '.join(fields)}."
                 )
         for name, field in fields.items():
             if field.default is dataclasses.MISSING and name not in entry:
