@@ -117,7 +117,7 @@ class MooncakeConfig(StoreConfig):
             ) from e
         try:
             Client(self).close()
-        except OSError as e:
+        except (OSError, RuntimeError) as e:
             raise ValueError(
                 f"{self.setting('master')} {self.master} cannot be used ({e}). Start "
                 "mooncake_master there, or correct the address; metadata_server "
@@ -314,11 +314,17 @@ class MooncakeStore(BlockStore):
             return None
         try:
             with self._client.use() as client:
-                codes = call(client)
+                try:
+                    codes = call(client)
+                except BaseException:
+                    # A transfer may be under way.
+                    self._client.drop(client)
+                    raise
                 wrong = {code for code in codes if code < 0} - set(harmless)
                 if wrong:
                     self._client.drop(client)
-        except OSError as e:
+        except Exception as e:
+            # Mooncake's own are of any class.
             self._breaker.failed(e)
             return None
         if wrong:

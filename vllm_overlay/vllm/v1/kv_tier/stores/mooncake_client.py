@@ -20,8 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm.logger import init_logger
+
 if TYPE_CHECKING:
     from vllm.v1.kv_tier.stores.mooncake import MooncakeConfig
+
+logger = init_logger(__name__)
 
 MAX_BATCH = 32
 """Objects that are moved by one call. A call on a node that stands still takes so much
@@ -29,6 +33,8 @@ longer as there are more of them."""
 
 _LOCAL_BUFFER_BYTES = 16 << 20
 _HEADER_BYTES, _NUM_CALLS = 1024, 4
+# How long one that wants a client waits for another one to be closed.
+_CLOSE_S = 10.0
 
 
 def import_client() -> Any:
@@ -59,18 +65,7 @@ class Client:
     """
 
     def __init__(self, config: "MooncakeConfig", segment_bytes: int = 0) -> None:
-        # The transport and the calls to the master end by themselves in time. Mooncake
-        # reads these again and again, so they are the same for all of a process.
-        for name, value in (
-            ("MC_TCP_STATUS_TIMEOUT_SEC", config.timeout_s),
-            ("MC_TCP_PROGRESS_TIMEOUT_SEC", config.timeout_s),
-            # As many transfers of a node that stands still end at a time.
-            ("MC_TCP_LANES_PER_PEER", MAX_BATCH // 2),
-            ("MC_RPC_TIMEOUT_MS", config.timeout_s * 1000),
-            ("MC_RPC_CONNECT_TIMEOUT_MS", config.timeout_s * 1000),
-            ("MC_STORE_CLIENT_SETUP_RETRIES", 1),
-        ):
-            os.environ.setdefault(name, str(value))
+        _set_deadlines(config.timeout_s)
         # Without a master, setting up takes a minute and a half.
         with socket.create_connection(config.address, config.timeout_s) as connection:
             hostname = config.local_hostname or connection.getsockname()[0]
@@ -107,12 +102,38 @@ class Client:
             self._free.put(places)
 
     def register(self, memory: memoryview) -> None:
+        """Raises OSError where that fails. The client is closed then: it cannot move
+        what it does not know."""
         code = self.calls.register_buffer(address_of(memory), memory.nbytes)
         if code:
+            self.close()
             raise OSError(f"memory could not be registered: code {code}")
 
     def close(self) -> None:
         self.calls.close()
+
+
+def _set_deadlines(seconds: int) -> None:
+    """Have the transport and the calls to the master end by themselves in time.
+    Mooncake reads these again and again, so they are the same for all of a process;
+    those that are set already stay."""
+    for name, value in (
+        ("MC_TCP_STATUS_TIMEOUT_SEC", seconds),
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", seconds),
+        # As many transfers of a node that stands still end at a time.
+        ("MC_TCP_LANES_PER_PEER", MAX_BATCH // 2),
+        ("MC_RPC_TIMEOUT_MS", seconds * 1000),
+        ("MC_RPC_CONNECT_TIMEOUT_MS", seconds * 1000),
+        ("MC_STORE_CLIENT_SETUP_RETRIES", 1),
+    ):
+        if os.environ.setdefault(name, str(value)) != str(value):
+            logger.info_once(
+                "KV tier: %s is %s, not the %s that follows from timeout_ms: calls to "
+                "Mooncake may take as long as that.",
+                name,
+                os.environ[name],
+                value,
+            )
 
 
 def address_of(memory: memoryview) -> int:
@@ -155,11 +176,13 @@ class SharedClient:
 
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._dropped is None)
+            if not self._changed.wait_for(lambda: self._dropped is None, _CLOSE_S):
+                raise OSError("a call does not end, and its client cannot be closed")
             if self._client is None:
-                self._client = Client(self._config)
+                client = Client(self._config)
                 if self.memory is not None:
-                    self._client.register(self.memory)
+                    client.register(self.memory)
+                self._client = client
             client = self._client
             self._num_users += 1
         try:
@@ -169,25 +192,30 @@ class SharedClient:
                 self._num_users -= 1
                 self._changed.notify_all()
                 if self._dropped is client:
-                    # To close it under a call of another thread ends the process.
+                    # To close it under a call of another thread ends the process, and
+                    # before it is closed it may write to the rows of this one.
                     self._changed.wait_for(
                         lambda: self._dropped is not client or not self._num_users
                     )
-                    self._close_dropped()
+                    self._close_dropped(client)
 
     def drop(self, client: Client) -> None:
         """By a user of the client: nobody else begins to use it."""
         with self._changed:
-            self._client, self._dropped = None, client
+            if self._client is client:
+                self._client, self._dropped = None, client
 
     def close(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_users)
-            self._dropped, self._client = self._client, None
-            self._close_dropped()
+            # A call that hangs keeps it: the process ends anyway.
+            if self._changed.wait_for(lambda: not self._num_users, _CLOSE_S):
+                client, self._client = self._client, None
+                if client is not None:
+                    client.close()
 
-    def _close_dropped(self) -> None:
-        client, self._dropped = self._dropped, None
-        if client is not None:
+    def _close_dropped(self, client: Client) -> None:
+        """Unless another one has, and maybe dropped a younger client since."""
+        if self._dropped is client:
+            self._dropped = None
             client.close()
-        self._changed.notify_all()
+            self._changed.notify_all()
