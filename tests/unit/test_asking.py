@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that asks the tier below, and what it need not ask again."""
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -74,23 +75,97 @@ def test_the_memory_of_misses_is_bounded() -> None:
     assert asked.questions[-1] == keys[:10]
 
 
+def until(is_true: Callable[[], object]) -> None:
+    limit = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < limit, "it never was"
+        time.sleep(0.001)
+
+
 def test_answers_that_nobody_takes_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of requests that were aborted meanwhile, say."""
-    monkeypatch.setattr(asking, "MAX_ANSWERS", 8)
+    """Of requests that were aborted meanwhile, say: by how much they take."""
+    monkeypatch.setattr(asking, "MAX_ANSWERS", 16)
     asked = Asked()
-    asked.there = {b"a"}
-    first = [asked.asker.ask([b"a"]) for _ in range(9)]
-    limit = time.monotonic() + 10
-    while asked.asker._told.qsize() < 9:
-        assert time.monotonic() < limit, "nobody answers"
-        time.sleep(0.001)
+    asked.there = {b"a", b"b", b"c"}
+    first = [asked.asker.ask([b"a", b"b", b"c"]) for _ in range(4)]
+    until(lambda: asked.asker._told.qsize() == 4)
     assert asked.ask(b"a") == [True]
-    assert len(asked.asker._answers) == 5
     # Who comes for one all the same waits for nothing.
-    assert [asked.asker.take_answer(n) for n in first] == 4 * [[]] + 5 * [[True]]
-    assert not asked.asker._answers and asked.asker.take_answer(99) is None
+    taken = [asked.asker.take_answer(number) for number in first]
+    assert taken == 3 * [[]] + [[True, True, True]]
+    assert not asked.asker._answers and not asked.asker._num_kept
+    assert asked.asker.take_answer(99) is None
+
+
+class Hanging:
+    """A store that does not answer until it may."""
+
+    def __init__(self, deadline_s: float = 1000) -> None:
+        self.may_answer, self.num_asked = threading.Event(), 0
+        self.asker = Asker(self.exists, deadline_s=deadline_s)
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        self.num_asked += 1
+        self.may_answer.wait(30)
+        return [True] * len(keys)
+
+    def answer_to(self, number: int) -> list[bool]:
+        answer = self.asker.take_answer(number, time.monotonic() + 20)
+        assert answer is not None
+        return answer
+
+
+def test_questions_to_a_store_that_hangs_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asking, "MAX_ASKED", 10)
+    store = Hanging()
+    asker = store.asker
+    numbers = [asker.ask([b"a", b"b", b"c"]) for _ in range(9)]
+    for _ in range(9):
+        asker.has([b"a", b"b", b"c"])
+    assert asker._questions.qsize() <= 6
+    # The others go on at once.
+    assert [asker.take_answer(number) for number in numbers] == 3 * [None] + 6 * [[]]
+    store.may_answer.set()
+    for number in numbers[:3]:
+        assert store.answer_to(number) == [True] * 3
+    until(lambda: asker.take_answer(99) is None and not asker._num_come)
+    # The first ones of many.
+    assert store.answer_to(asker.ask([b"a"] * 12)) == [True] * 10
+    assert not asker._num_open and not asker._num_kept
+
+
+def test_a_store_that_hangs_is_asked_nothing_more_until_it_answers() -> None:
+    store = Hanging(deadline_s=0.05)
+    late = store.asker.ask([b"a"])
+    until(lambda: store.num_asked)
+    queued = store.asker.ask([b"b"])
+    time.sleep(0.06)
+    for _ in range(5):
+        number = store.asker.ask([b"c"])
+        assert store.asker.take_answer(number) == []
+    store.may_answer.set()
+    assert store.answer_to(late) == [True]
+    # Nobody waits for this one any more.
+    assert store.answer_to(queued) == [] and store.num_asked == 1
+    store.asker._deadline_s = 20
+    assert store.answer_to(store.asker.ask([b"d"])) == [True]
+    assert store.asker.ask_s >= 0
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_no_exception_of_a_store_ends_the_thread(error: type[BaseException]) -> None:
+    def exists(keys: Sequence[bytes]) -> list[bool]:
+        if keys == [b"raise"]:
+            raise error
+        return [True] * len(keys)
+
+    asker = Asker(exists)
+    for keys, answer in (([b"raise"], [False]), ([b"a"], [True])):
+        assert asker.take_answer(asker.ask(keys), time.monotonic() + 20) == answer
 
 
 def test_a_store_that_fails_has_nothing() -> None:

@@ -297,7 +297,10 @@ def _open_secondary(
                 name=entry.name,
                 label=label,
                 locality=entry.locality,
-                asker=Asker(exists_on_all(entry, ranks[::replicas], replicas)),
+                asker=Asker(
+                    exists_on_all(entry, ranks[::replicas], replicas),
+                    deadline_s=entry.deadline_ms / 1e3,
+                ),
                 store_from_use=entry.store_from_use,
                 deadline_s=entry.deadline_ms / 1e3,
                 fetches_always=entry.fetch == ALWAYS,

@@ -15,15 +15,23 @@ from vllm.v1.kv_tier.stores.turns import short_turns
 
 logger = init_logger(__name__)
 
-Question = tuple[int, Sequence[bytes]]
-"""Its number and keys. Number 0 is no question: these are there now."""
+Question = tuple[int, Sequence[bytes], float]
+"""Its number, its keys, and until when somebody waits for the answer, in seconds of
+`time.monotonic`. Number 0 is no question: these are there now."""
 Answer = tuple[int, list[bool], float]
-"""The number of the question, whether its keys are there, and the seconds it took."""
+"""The number of the question, whether its keys are there, and the seconds it took;
+below 0: it was not asked, or was no question."""
 
 _MISS_S = 1.0
+_DEADLINE_S = 5.0
 MAX_MISSES = 1 << 16
-# Nobody takes those of requests that were aborted, or did not wait so long.
-MAX_ANSWERS = 1 << 13
+MAX_ASKED = 1 << 18
+"""Keys of questions that have no answer yet: of 64 bytes each at most, with some 70 of
+Python's."""
+MAX_ANSWERS = 1 << 20
+"""Keys of answers that nobody has taken: of requests that were aborted, or did not
+wait so long. Eight bytes each."""
+_REFUSED = -1
 
 
 def exists_on_all(
@@ -57,6 +65,8 @@ class Asker:
         miss_s: For how many seconds it is not asked again for what it did not have:
             requests that come together often begin alike.
         clock: Seconds that only grow.
+        deadline_s: How long anybody waits for an answer. A question is not asked later,
+            and none at all while an earlier one takes longer.
 
     """
 
@@ -65,10 +75,16 @@ class Asker:
         exists: Exists,
         miss_s: float = _MISS_S,
         clock: Callable[[], float] = time.monotonic,
+        deadline_s: float = _DEADLINE_S,
     ) -> None:
         self.ask_s = 0.0
         """Seconds that the last answer took."""
+        self._deadline_s = deadline_s
         self._num_asked = self._num_dropped = 0
+        # Number of keys, and until when it is waited for, of each question that has no
+        # answer, in their order; and of what the tier has got meanwhile.
+        self._open: dict[int, tuple[int, float]] = {}
+        self._num_open = self._num_come = self._num_kept = 0
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._answers: dict[int, list[bool]] = {}
@@ -82,20 +98,28 @@ class Asker:
         weakref.finalize(self, self._questions.put, None)
 
     def ask(self, keys: Sequence[bytes]) -> int:
-        """Returns the number of the question, which is not 0."""
-        self._num_asked += 1
-        self._questions.put((self._num_asked, keys))
+        """Returns the number of the question, which is not 0. One that cannot be asked
+        now has an empty answer at once, and one with very many keys has an answer for
+        the first of them."""
         self._hear()
-        if len(self._answers) > MAX_ANSWERS:
-            # They come in the order of the questions.
-            for number in list(self._answers)[: MAX_ANSWERS // 2]:
-                del self._answers[number]
-                self._num_dropped = number
+        now, keys = time.monotonic(), keys[:MAX_ASKED]
+        _, oldest_until = next(iter(self._open.values()), (0, now))
+        if now > oldest_until or self._num_open + len(keys) > MAX_ASKED:
+            return _REFUSED
+        self._num_asked += 1
+        until = now + self._deadline_s
+        self._open[self._num_asked] = len(keys), until
+        self._num_open += len(keys)
+        self._questions.put((self._num_asked, keys, until))
         return self._num_asked
 
     def has(self, keys: Sequence[bytes]) -> None:
         """The tier has `keys` now: they are asked for again."""
-        self._questions.put((0, keys))
+        self._hear()
+        # Else they are found a moment later.
+        if self._num_come + len(keys) <= MAX_ASKED:
+            self._num_come += len(keys)
+            self._questions.put((0, keys, 0.0))
 
     def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
         """For each key of a question whether it is there; None: no answer yet. One that
@@ -112,16 +136,36 @@ class Asker:
             if (left := until - time.monotonic()) <= 0:
                 return None
             self._hear(left)
-        return self._answers.pop(number, [])
+        answer = self._answers.pop(number, None)
+        if answer is None:
+            return []
+        self._num_kept -= len(answer) + 1
+        return answer
 
     def _hear(self, wait_s: float = 0.0) -> None:
         """Take what the thread has told, and wait for the first of it if need be."""
         with suppress(queue.Empty):
             while True:
-                told = self._told.get(wait_s > 0, wait_s)
-                number, answer, self.ask_s = told
-                self._answers[number] = answer
+                number, answer, seconds = self._told.get(wait_s > 0, wait_s)
                 wait_s = 0.0
+                if number == 0:
+                    self._num_come -= len(answer)
+                    continue
+                num_keys, _ = self._open.pop(number)
+                self._num_open -= num_keys
+                if seconds >= 0:
+                    self.ask_s = seconds
+                self._answers[number] = answer
+                # Of one at least: there may be any number of empty ones.
+                self._num_kept += len(answer) + 1
+                if self._num_kept > MAX_ANSWERS:
+                    self._drop()
+
+    def _drop(self) -> None:
+        """Drop half of the answers. They come in the order of the questions."""
+        while self._num_kept > MAX_ANSWERS // 2:
+            self._num_dropped = next(iter(self._answers))
+            self._num_kept -= len(self._answers.pop(self._num_dropped)) + 1
 
 
 class _Misses:
@@ -162,16 +206,21 @@ def _run(
     told: "queue.SimpleQueue[Answer]",
 ) -> None:
     while (question := questions.get()) is not None:
-        number, keys = question
+        number, keys, until = question
         if number == 0:
             misses.have_come(keys)
+            told.put((0, [True] * len(keys), -1.0))
             continue
         begun = time.monotonic()
+        if begun > until:
+            told.put((number, [], -1.0))
+            continue
         try:
             with short_turns():
                 answer = misses.exists(keys)
-        except Exception:
-            # A store says no where it does not know. This is a fault of its own.
+        except BaseException:
+            # A store says no where it does not know. This is a fault of its own, which
+            # may be any exception, and must not end this thread.
             logger.exception("KV tier: the tier below could not be asked.")
             answer = [False] * len(keys)
         told.put((number, answer, time.monotonic() - begun))
