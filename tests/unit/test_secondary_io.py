@@ -314,6 +314,36 @@ def test_what_a_store_evicted_is_told_once(store: BlockStore) -> None:
     assert [r.evicted_bytes for r in first + rank.told()] == [700, 0]
 
 
+@pytest.mark.parametrize("error", [ValueError, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("method", ["put", "take_evicted_bytes"])
+def test_no_exception_of_a_store_ends_the_thread(
+    store: BlockStore, method: str, error: type[BaseException]
+) -> None:
+    rank, right = Rank(store), getattr(store, method)
+
+    def fail(*args: object) -> None:
+        raise error
+
+    setattr(store, method, fail)
+    rank.step(put(1, [0]))
+    told = rank.told()
+    assert [(r.number, r.evicted_bytes) for r in told] == [(1, 0)]
+    setattr(store, method, right)
+    rank.step(put(2, [1]))
+    assert [r.done for r in rank.told()] == [[True]]
+
+
+@pytest.mark.parametrize("wrong", [[True], [True] * 3, None, iter([True])])
+def test_an_answer_of_another_length_is_no_answer(
+    store: BlockStore, wrong: object
+) -> None:
+    rank = Rank(store)
+    store.put = lambda keys, rows: wrong  # type: ignore[method-assign,assignment,return-value]
+    store.take_evicted_bytes = lambda: None  # type: ignore[method-assign,assignment,return-value]
+    rank.step(put(1, [0, 1]))
+    assert [(r.done, r.evicted_bytes) for r in rank.told()] == [([False, False], 0)]
+
+
 def flush(
     rank: Rank, *jobs: SecondaryJob, seconds: float = 10, **more: Callable
 ) -> int:

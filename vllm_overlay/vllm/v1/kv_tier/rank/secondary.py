@@ -191,13 +191,20 @@ class SecondaryIO:
         begun = time.monotonic()
         done = self._move(job, places)
         seconds = time.monotonic() - begun
-        evicted = self._stores[job.tier].take_evicted_bytes()
+        evicted = self._evicted_bytes(job.tier)
         self._report.secondary_ended(
             SecondaryResult(job.number, done, seconds, evicted)
         )
         with self._ends:
             self._num_ended += 1
             self._ends.notify_all()
+
+    def _evicted_bytes(self, tier: int) -> int:
+        try:
+            return int(self._stores[tier].take_evicted_bytes())
+        except BaseException:
+            logger.exception("KV tier: a tier below failed.")
+            return 0
 
     def _move(self, job: SecondaryJob, places: list[int]) -> list[bool]:
         done = [False] * len(job.slots)
@@ -208,11 +215,13 @@ class SecondaryIO:
             move = store.put if job.is_put else store.get
             with nullcontext() if store.is_apart else short_turns():
                 moved = move(keys, rows)
-            for i, is_done in zip(places, moved, strict=True):
-                done[i] = is_done
-        except Exception:
-            # A store says what it could not do. This is a fault of its own.
+            for i, is_done in zip(places, list(moved), strict=True):
+                done[i] = bool(is_done)
+        except BaseException:
+            # A store says what it could not do. This is a fault of its own, which may
+            # be any exception, and must not end this thread.
             logger.exception("KV tier: a tier below failed.")
+            done = [False] * len(job.slots)
         finally:
             if not job.is_put:
                 self._reads[job.tier].end()
@@ -318,4 +327,7 @@ def _end(queues: Sequence[Queue], stores: Sequence[BlockStore]) -> None:
                 queue.get_nowait()
         queue.put(None)
     for store in stores:
-        store.close()
+        try:
+            store.close()
+        except BaseException:
+            logger.exception("KV tier: a tier below failed.")

@@ -136,7 +136,6 @@ class Files:
             deadline: In seconds of `time.monotonic`; nothing is begun afterwards.
 
         """
-
         try:
             folder = self._folder()
         except OSError:
