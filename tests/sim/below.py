@@ -3,9 +3,13 @@
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.secondary import SlotMover
+from vllm.v1.kv_tier.rank.slots import RankSlots
+from vllm.v1.kv_tier.stores.base import BlockStore
 
 from .content import GARBAGE
 
@@ -29,7 +33,7 @@ class Objects:
     ask_s = 0.0
 
     def __init__(self, rng: Random, clock: Clock, max_delay: int) -> None:
-        self.objects: dict[bytes, list[int]] = {}
+        self.objects: dict[bytes, list[list[int]]] = {}
         self._rng = rng
         self._clock = clock
         self._max_delay = max_delay
@@ -59,8 +63,48 @@ class Objects:
         """Nothing is remembered of earlier answers."""
 
 
+Memory = Sequence[list[list[int]]]
+"""Slots, once for each layer of a worker."""
+
+
+class Store(BlockStore):
+    """The store of the first rank. A row is the number of a slot.
+
+    Args:
+        objects: It puts and gets.
+        below: Whose luck it has.
+
+    """
+
+    def __init__(self, objects: "Objects", below: "Below") -> None:
+        self._objects = objects
+        self._below = below
+
+    def put(self, keys: Sequence[bytes], rows: Sequence[Any]) -> list[bool]:
+        if self._below.writer:
+            return [True] * len(keys)
+        return [self._below.put(self._objects, *each) for each in zip(keys, rows)]
+
+    def get(self, keys: Sequence[bytes], rows: Sequence[Any]) -> list[bool]:
+        if self._below.has_bad_luck(50):
+            raise RuntimeError("simulated")
+        return [self._below.get(self._objects, *each) for each in zip(keys, rows)]
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        raise NotImplementedError
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        if not self._below.writer:
+            for key in keys:
+                self._objects.objects.pop(key, None)
+
+    def close(self) -> None:
+        pass
+
+
 class Below:
-    """Stores, in place of real ones, and the threads of ranks.
+    """Stores, in place of real ones, and the threads of ranks. What moves bytes on the
+    first rank, and what its slots hold, is real.
 
     The first rank is that whose memory is simulated. Where there are more, they hold
     the same, and have objects in common, which one of them writes, as with
@@ -75,13 +119,13 @@ class Below:
     """
 
     tells_early = False
-    """A planted bug: the end of a job is told although it still writes."""
+    """A planted bug: a job is over for slots and scheduler, and still writes."""
 
     def __init__(self, seed: int, max_delay: int, num_ranks: int = 1) -> None:
-        self.num_put = self.num_got = 0
+        self.num_put = self.num_got = self.num_changed = 0
         self.num_ranks = num_ranks
         self._rng = Random(seed)
-        self._writer = seed % num_ranks
+        self.writer = seed % num_ranks
         self._clock = Clock()
         self.tiers = [
             Objects(self._rng, self._clock, max_delay) for _ in range(1 + seed % 2)
@@ -89,17 +133,24 @@ class Below:
         # When each is due, and on which rank.
         self._jobs: list[tuple[int, int, SecondaryJob]] = []
         self._told: set[tuple[int, int]] = set()
-        self._is_filled: Callable[[int], bool] = lambda slot: True
+        # Of the first rank, what its slots were when the job began.
+        self._begun: dict[int, list[int]] = {}
+        self._memory: Memory = []
+
+    def attach(self, memory: Memory, slots: RankSlots) -> None:
+        """The rank has this memory, and these slots."""
+        self._memory, self._slots = memory, slots
+        stores = [Store(objects, self) for objects in self.tiers]
+        self._mover = SlotMover(stores, lambda slot: slot, slots)  # type: ignore
+
+    def has_bad_luck(self, one_in: int) -> bool:
+        return self._rng.randrange(one_in) == 0
 
     def begin_step(
-        self,
-        plan: StepPlan,
-        have_ended: Callable[[int, int], bool],
-        is_filled: Callable[[int], bool],
+        self, plan: StepPlan, have_ended: Callable[[int, int], bool]
     ) -> None:
         """As `SecondaryIO.begin_step`; `run` does the rest."""
         self._clock.now += 1
-        self._is_filled = is_filled
         self._jobs += [
             (self.tiers[job.tier].later(), rank, job)
             for job in plan.secondary
@@ -109,59 +160,64 @@ class Below:
     def launches(self, is_launching: bool) -> None:
         """As `SecondaryIO.launches`. When anything is written is drawn."""
 
-    def run(
-        self,
-        host: list[list[int]],
-        have_ended: Callable[[int, int], bool],
-        report: ReportDraft,
-    ) -> None:
+    def run(self, have_ended: Callable[[int, int], bool], report: ReportDraft) -> None:
         """Carry out the jobs whose time has come."""
         waiting, self._jobs = self._jobs, []
         for due, rank, job in waiting:
             may_begin = have_ended(job.after_stores, job.after_loads)
+            if may_begin and rank == 0 and job.number not in self._begun:
+                self._begun[job.number] = self._mover.begin(job)
             is_told = (rank, job.number) in self._told
             if due <= self._clock.now and may_begin:
-                move = self._put if job.is_put else self._get
-                objects = self.tiers[job.tier].objects
-                done = [
-                    move(objects, key, slot, host, rank)
-                    for key, slot in zip(job.keys, job.slots)
-                ]
+                result = self._move(rank, job)
                 if not is_told:
-                    report.secondary_ended(SecondaryResult(job.number, done, 1.0))
+                    report.secondary_ended(result)
                 continue
             self._jobs.append((due, rank, job))
             if self.tells_early and may_begin and not is_told:
                 self._told.add((rank, job.number))
+                if rank == 0 and job.is_put:
+                    self._slots.end_put(job.slots)
+                elif rank == 0:
+                    self._slots.end_fetch(job.slots, [])
                 done = [False] * len(job.slots)
                 report.secondary_ended(SecondaryResult(job.number, done, 1.0))
 
-    def _put(
-        self,
-        objects: dict[bytes, list[int]],
-        key: bytes,
-        slot: int,
-        host: list[list[int]],
-        rank: int,
-    ) -> bool:
-        if rank != self._writer:
-            return self._is_filled(slot)
-        if not self._is_filled(slot) or self._rng.random() < 0.1:
+    def _move(self, rank: int, job: SecondaryJob) -> SecondaryResult:
+        if rank == 0:
+            done, changed = self._mover.move(job, self._begun.pop(job.number))
+            self.num_changed += len(changed)
+            return SecondaryResult(job.number, done, 1.0, changed=changed)
+        objects = self.tiers[job.tier]
+        if not job.is_put:
+            done = [self._finds(objects, key) is not None for key in job.keys]
+            return SecondaryResult(job.number, done, 1.0)
+        filled = self._slots.begin_put(job.slots)
+        self._slots.end_put(job.slots)
+        done = [i in filled for i in range(len(job.slots))]
+        if rank == self.writer:
+            done = [
+                is_filled and self.put(objects, key, slot)
+                for is_filled, key, slot in zip(done, job.keys, job.slots)
+            ]
+        return SecondaryResult(job.number, done, 1.0)
+
+    def put(self, objects: Objects, key: bytes, slot: int) -> bool:
+        """The rank that writes does, if it is lucky."""
+        if self.has_bad_luck(10):
             return False
-        objects[key] = host[slot].copy()
+        objects.objects[key] = [layer[slot].copy() for layer in self._memory]
         self.num_put += 1
         return True
 
-    def _get(
-        self,
-        objects: dict[bytes, list[int]],
-        key: bytes,
-        slot: int,
-        host: list[list[int]],
-        rank: int,
-    ) -> bool:
-        found = None if self._rng.random() < 0.1 else objects.get(key)
-        if rank == 0:
-            host[slot] = [GARBAGE] * len(host[slot]) if found is None else found.copy()
-            self.num_got += found is not None
+    def get(self, objects: Objects, key: bytes, slot: int) -> bool:
+        """The first rank reads, if it is lucky."""
+        found = self._finds(objects, key)
+        for i, layer in enumerate(self._memory):
+            garbage = [GARBAGE] * len(layer[slot])
+            layer[slot] = garbage if found is None else found[i].copy()
+        self.num_got += found is not None
         return found is not None
+
+    def _finds(self, objects: Objects, key: bytes) -> list[list[int]] | None:
+        return None if self.has_bad_luck(10) else objects.objects.get(key)

@@ -46,7 +46,8 @@ def collect_fast() -> Iterator[None]:
 
 def play(
     cuda: FakeCuda, luck: Luck, seed: int, has_faults: bool = True, **setup: Any
-) -> None:
+) -> int:
+    """Returns how many objects came from a tier below."""
     script = random_script(Random(seed))
     engine = StreamEngine(replace(script.setup, **setup), cuda, luck, seed)
     for action in script.actions:
@@ -54,6 +55,7 @@ def play(
             action = replace(action, fail=None)
         action.run(engine)
     engine.drain()
+    return engine.below.num_got if engine.below is not None else 0
 
 
 def end_threads(cuda: FakeCuda) -> None:

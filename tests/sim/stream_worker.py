@@ -23,11 +23,13 @@ from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.rank.copy_order import Copy
 from vllm.v1.kv_tier.rank.layers import LayerWaits
+from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.streams import CudaStreams
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.worker import HostTier
 
 from . import upstream
+from .below import Below
 from .content import EMPTY, GARBAGE, Violation
 from .engine import Engine
 from .fake_cuda import PATIENCE_S, Event, FakeCuda
@@ -109,7 +111,7 @@ class StreamEngine(Engine):
         super().__init__(setup)
         self._rng = Random(seed)
         self._worker: StreamWorker = StreamWorker(
-            setup, self._roots, cuda, luck, self._rng, tuning
+            setup, self._roots, cuda, luck, self._rng, tuning, self.below
         )
 
     def drain(self) -> None:
@@ -143,8 +145,10 @@ class StreamWorker(Worker):
         luck: Luck,
         rng: Random,
         tuning: RankTuning = SMALL_PARTS,
+        below: Below | None = None,
     ) -> None:
-        super().__init__(setup.layout, setup.num_blocks, setup.num_slots, roots)
+        sizes = setup.num_blocks, setup.num_slots
+        super().__init__(setup.layout, *sizes, roots, below)
         self.cuda = cuda
         self.rng = rng
         self.luck = luck
@@ -176,7 +180,9 @@ class StreamWorker(Worker):
         )
         engines = CopyEngines(engine, engine, engine, 1.0, 1.0)
         sums = FakeChecksums(self, setup.num_slots) if luck.verify else None
-        self._tier = HostTier(regions, engines, self._order, waits, sums, tuning)
+        held = RankSlots(setup.num_slots, sums)
+        self._tier = HostTier(regions, engines, self._order, held, waits, tuning)
+        self._attach(self.slots)
 
     def _more_memory(self, size: int) -> list[list[list[int]]]:
         return [
@@ -202,6 +208,8 @@ class StreamWorker(Worker):
         end = self._ends[step.plan.seq] = torch.cuda.Event()
         end.record()
         self._steps.append(step)
+        if self._below is not None and not self.is_off:
+            self._below.run(self._order.have_ended, self._tier.report)
         self.cuda.check()
         return step
 

@@ -22,6 +22,7 @@ from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.memory.shared import SharedMemory
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.rank.peers import Peers
+from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.streams import CudaStreams
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.worker import HostTier
@@ -90,10 +91,11 @@ class Rank:
         regions = [Region(self.blocks)]
         slots = memory.bytes.view(NUM_SLOTS, BLOCK_BYTES)
         engine = QueuedEngine(regions, slots, cuda, self.rng)
-        peers = Peers(memory, index, tuning=TUNING)
+        held = RankSlots(NUM_SLOTS, states=memory.states)
+        peers = Peers(memory, index, held, tuning=TUNING)
         order = CudaStreams(torch.device("cpu"), None, TUNING, peers)
         engines = CopyEngines(engine, engine, engine, 1.0, 1.0)
-        self.tier = HostTier(regions, engines, order, tuning=TUNING, peers=peers)
+        self.tier = HostTier(regions, engines, order, held, tuning=TUNING, peers=peers)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.plans: list[StepPlan] = []

@@ -6,8 +6,10 @@ for, and every forward pass must read what it should.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,15 @@ from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.rank.copy_order import Copies
 from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.slots import BAD, RankSlots
 from vllm.v1.kv_tier.rank.streams import CudaStreams
+from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
 from . import upstream
 from .fake_cuda import PACES, Event, FakeCuda, Pace, Stream
 from .layouts import LAYOUTS
 from .scheduler import Setup
+from .scripts import random_script
 from .stream_play import BUSY, device, play, random_plan, run_plans
 from .stream_play import collect_fast as collect_fast
 from .stream_play import no_logs as no_logs
@@ -30,6 +35,29 @@ from .stream_worker import Luck, StreamWorker
 NUM_SCRIPTS = 10
 NUM_PLAYS = 6
 MAX_SCRIPTS = 1200
+
+NEEDS_KEYS = pytest.mark.skipif(
+    not keys_are_bytes(), reason="refused: hashes are numbers of a process"
+)
+
+
+def no_checksum_of_what_came(patch: pytest.MonkeyPatch) -> None:
+    """Only stores take checksums."""
+    patch.setattr(SlotChecksums, "take", lambda self, slots: self.forget(slots))
+
+
+def keep_what_is_bad(patch: pytest.MonkeyPatch) -> None:
+    """What comes into a slot that could not be filled before is bad, too."""
+    begin = RankSlots.begin_fetch
+
+    def begin_others(self: RankSlots, slots: list[int]) -> list[int]:
+        bad = [slot for slot in slots if self._states[slot] == BAD]
+        places = begin(self, slots)
+        self._states[bad] = BAD
+        return places
+
+    patch.setattr(RankSlots, "begin_fetch", begin_others)
+
 
 LUCKS = [
     Luck(layerwise, launches_long)
@@ -105,22 +133,62 @@ def test_a_checksum_taken_too_early_refuses_good_slots(
     pytest.fail(f"{MAX_SCRIPTS} scripts found nothing")
 
 
+def with_below(seed: int) -> dict[str, Any]:
+    """Settings with which much comes back from a tier below."""
+    tuning = random_script(Random(seed)).setup.tuning
+    tuning = replace(tuning, fetch_part=1.0, assumed_prefill_s=1e3)
+    slots = {"num_slots": 8, "store_from_use": 1}
+    return {"below": (seed, 2), "tuning": tuning, "is_async": True} | slots
+
+
+@NEEDS_KEYS
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("verify", [False, True])
+def test_no_good_slot_is_refused_wherever_it_was_filled_from(
+    verify: bool, pace: Pace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be read from below leaves slots that are filled again."""
+    refused, checked = _checks(monkeypatch)
+    num_got = 0
+    for seed in range(NUM_SCRIPTS):
+        with device(pace, seed, monkeypatch) as cuda:
+            luck = Luck(layerwise=bool(seed % 2), launches_long=True, verify=verify)
+            num_got += play(cuda, luck, seed, has_faults=False, **with_below(seed))
+    assert checked and num_got and not refused
+
+
+@NEEDS_KEYS
+@pytest.mark.parametrize("bug", [no_checksum_of_what_came, keep_what_is_bad])
+def test_a_slot_that_is_wrongly_refused_is_noticed(
+    bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, _ = _checks(monkeypatch)
+    bug(monkeypatch)
+    for seed in range(MAX_SCRIPTS):
+        with device("late", seed, monkeypatch) as cuda:
+            luck = Luck(layerwise=False, launches_long=True, verify=True)
+            play(cuda, luck, seed, has_faults=False, **with_below(seed))
+        if refused:
+            return
+    pytest.fail(f"{MAX_SCRIPTS} scripts found nothing")
+
+
 def _checks(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
     """Plans whose loads will have been refused, and slots that were checked."""
     refused: list[int] = []
     checked: list[int] = []
-    load_failed, check = ReportDraft.load_failed, SlotChecksums.check
+    load_failed, check = ReportDraft.load_failed, RankSlots.check
 
     def note_refused(self: ReportDraft, kind: str, seq: int) -> None:
         refused.append(seq)
         load_failed(self, kind, seq)
 
-    def note_checked(self: SlotChecksums, slots: list[int]) -> None:
+    def note_checked(self: RankSlots, slots: list[int]) -> None:
         checked.extend(slots)
         check(self, slots)
 
     patch.setattr(ReportDraft, "load_failed", note_refused)
-    patch.setattr(SlotChecksums, "check", note_checked)
+    patch.setattr(RankSlots, "check", note_checked)
     return refused, checked
 
 

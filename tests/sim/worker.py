@@ -24,10 +24,11 @@ from vllm.v1.kv_tier.copying.calibrate import CopyEngines
 from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.rank.copy_order import InOrder
+from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.worker import HostTier
 
 from . import upstream
-from .below import Below
+from .below import Below, Memory
 from .content import EMPTY, GARBAGE, Violation
 from .forward import ForwardPasses
 from .layouts import Layout
@@ -135,8 +136,10 @@ class Worker(ForwardPasses):
         self._recorders = [_Recorder(kind) for kind in ("loads", "ahead", "stores")]
         step_loads, loads, stores = self._recorders
         engines = CopyEngines(step_loads, loads, stores, 1.0, 1.0)
-        self._tier = HostTier([], engines, _Simulated(self))
-        self._below = self._tier.secondary = below
+        slots = RankSlots(num_slots)
+        self._tier = HostTier([], engines, _Simulated(self), slots)
+        self._below = below
+        self._attach([self.host])
 
     def submit(
         self, output: SchedulerOutput, epoch: int, rush: bool, fail: str | None
@@ -164,8 +167,14 @@ class Worker(ForwardPasses):
         if rush:
             self._run_ready()
         if self._below is not None:
-            self._below.run(self.host, self.have_ended, self._tier.report)
+            self._below.run(self.have_ended, self._tier.report)
         return step
+
+    def _attach(self, memory: Memory) -> None:
+        """The tier below, if there is one, moves what the slots of this tier hold."""
+        if self._below is not None:
+            self._below.attach(memory, self._tier.slots)
+            self._tier.secondary = self._below  # type: ignore[assignment]
 
     def have_ended(self, stores: int, loads: int) -> bool:
         """As `CopyOrder.have_ended`."""

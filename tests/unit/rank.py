@@ -13,6 +13,7 @@ from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.rank.copy_order import CopyOrder
 from vllm.v1.kv_tier.rank.layers import LayerWaits
+from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING, RankTuning
 from vllm.v1.kv_tier.worker import HostTier
 from vllm.v1.outputs import ModelRunnerOutput
@@ -106,5 +107,8 @@ def with_order(
     waits: LayerWaits | None = None,
     tuning: RankTuning = DEFAULT_TUNING,
 ) -> HostTier:
-    """Another tier on the memory of `rank`."""
-    return HostTier(rank.regions, rank.tier.engines, order, waits, tuning=tuning)
+    """Another tier on the memory of `rank`, all slots of which hold something."""
+    slots = RankSlots(NUM_SLOTS)
+    slots.stored(range(NUM_SLOTS))
+    engines = rank.tier.engines
+    return HostTier(rank.regions, engines, order, slots, waits, tuning=tuning)

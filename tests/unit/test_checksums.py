@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.sim.fake_cuda import FakeCuda
-from vllm.v1.kv_tier.memory.checksums import SlotChanged, SlotChecksums
+from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.plan import StepReport
+from vllm.v1.kv_tier.rank.slots import RankSlots, SlotChanged
 
 from .rank import NUM_SLOTS, Rank, same, verifying
 
@@ -90,8 +91,8 @@ def slots() -> torch.Tensor:
 
 
 @pytest.fixture
-def sums(cuda: FakeCuda, slots: torch.Tensor) -> Iterator[SlotChecksums]:
-    yield SlotChecksums(slots, GPU)
+def sums(cuda: FakeCuda, slots: torch.Tensor) -> Iterator[RankSlots]:
+    yield RankSlots(NUM_SLOTS, SlotChecksums(slots, GPU))
     cuda.check()
 
 
@@ -100,7 +101,7 @@ def writes(slots: torch.Tensor, slot: int, value: int) -> Callable[[], object]:
 
 
 def test_a_checksum_is_of_what_the_store_leaves(
-    cuda: FakeCuda, slots: torch.Tensor, sums: SlotChecksums
+    cuda: FakeCuda, slots: torch.Tensor, sums: RankSlots
 ) -> None:
     rng = Random(0)
     for value in range(1, 50):
@@ -118,15 +119,15 @@ def test_a_checksum_is_of_what_the_store_leaves(
 def test_a_checksum_taken_too_early_is_wrong(
     cuda: FakeCuda,
     slots: torch.Tensor,
-    sums: SlotChecksums,
+    sums: RankSlots,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The test above could fail."""
-    monkeypatch.setattr(sums, "_end_of_copies", lambda: lambda: None)
+    monkeypatch.setattr(sums.checksums, "_end_of_copies", lambda: lambda: None)
     for value in range(1, 50):
         cuda.launch(writes(slots, 0, value))
         sums.stored([0])
-        sums._sums[0].result()
+        sums.checksums._sums[0].result()  # type: ignore[union-attr]
         cuda.wait_for_all()
         try:
             sums.check([0])
@@ -137,7 +138,7 @@ def test_a_checksum_taken_too_early_is_wrong(
 
 
 def test_a_change_after_the_store_is_noticed(
-    cuda: FakeCuda, slots: torch.Tensor, sums: SlotChecksums
+    cuda: FakeCuda, slots: torch.Tensor, sums: RankSlots
 ) -> None:
     for slot in range(NUM_SLOTS):
         cuda.launch(writes(slots, slot, 7))
@@ -148,14 +149,15 @@ def test_a_change_after_the_store_is_noticed(
         sums.check(range(NUM_SLOTS))
 
 
-def test_the_cost_is_measured(sums: SlotChecksums) -> None:
-    assert 0 < sums.seconds_per_slot() < 1
+def test_the_cost_is_measured(sums: RankSlots) -> None:
+    assert sums.checksums is not None
+    assert 0 < sums.checksums.seconds_per_slot() < 1
 
 
 def test_threads_end(cuda: FakeCuda, slots: torch.Tensor) -> None:
     sums = SlotChecksums(slots, GPU)
-    sums.stored([0])
-    sums.check([0])
+    sums.take_after_copies([0])
+    assert sums.are_right([0]) == [True]
     threads = [*sums._takers._threads, *sums._checkers._threads]  # type: ignore
     assert threads
     del sums

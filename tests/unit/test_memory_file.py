@@ -16,6 +16,7 @@ from vllm.v1.kv_tier.memory.shared import SharedMemory
 from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
 from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.secondary import SecondaryIO
+from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.fs import FsConfig
 from vllm.v1.kv_tier.worker import HostTier
@@ -36,9 +37,12 @@ class Rank:
         memory = SharedMemory.create(2, ROW_BYTES, 1)
         self.store = config.open(NAMESPACE, 0, ROW_BYTES)
         self.quiet = memory.board[0]
+        slots = RankSlots(2)
+        slots.stored([0, 1])
         self.io = SecondaryIO(
             [self.store],
             memory.bytes.view(2, ROW_BYTES),
+            slots,
             ReportDraft(),
             RankTuning(**tuning),  # type: ignore[arg-type]
             memory,
@@ -47,7 +51,7 @@ class Rank:
     def begin(self, is_put: bool) -> None:
         job = SecondaryJob(1, is_put, [KEYS[0]], [0], 0, 0, 0)
         plan = StepPlan(1, secondary=[job])
-        self.io.begin_step(plan, lambda stores, loads: True, lambda slot: True)
+        self.io.begin_step(plan, lambda stores, loads: True)
 
     def quiet_s(self, place: int) -> float:
         """For how long objects are not begun to be written."""
@@ -75,7 +79,7 @@ def test_they_are_quiet_while_something_is_read_and_a_moment_longer(root: Path) 
     assert rank.quiet_s(1) < 0
     rank.begin(is_put=False)
     assert 20 < rank.quiet_s(1) <= 40
-    slot = memoryview(rank.io._slots[1])
+    slot = memoryview(rank.io._memory[1])
     writer = threading.Thread(target=rank.store.put, args=([KEYS[1]], [slot]))
     writer.start()
     time.sleep(0.2)
@@ -87,7 +91,7 @@ def test_they_are_quiet_while_something_is_read_and_a_moment_longer(root: Path) 
     assert rank.store.exists([KEYS[1]]) == [True]
     # A read may follow what is asked.
     plan = StepPlan(2, asks_secondary=True)
-    rank.io.begin_step(plan, lambda stores, loads: True, lambda slot: True)
+    rank.io.begin_step(plan, lambda stores, loads: True)
     assert 0.5 < rank.quiet_s(1) <= 2
 
 

@@ -12,6 +12,7 @@ import torch
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan, merge_reports
 from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.secondary import SecondaryIO
+from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.by_name import check_entry
@@ -41,20 +42,27 @@ class Rank:
 
     def __init__(self, store: BlockStore, **tuning: float) -> None:
         self.slots = torch.randint(0, 256, (8, SLOT_BYTES), dtype=torch.uint8)
+        self.holds = RankSlots(len(self.slots))
+        self.holds.stored(range(len(self.slots)))
         self.report = ReportDraft()
-        self.io = SecondaryIO([store], self.slots, self.report, RankTuning(**tuning))  # type: ignore[arg-type]
+        self.io = SecondaryIO(
+            [store],
+            self.slots,
+            self.holds,
+            self.report,
+            RankTuning(**tuning),  # type: ignore[arg-type]
+        )
         self._seq = 0
 
     def step(
         self,
         *jobs: SecondaryJob,
         have_ended: Callable[[int, int], bool] = lambda stores, loads: True,
-        is_filled: Callable[[int], bool] = lambda slot: True,
         awaits: int = 0,
     ) -> None:
         self._seq += 1
         plan = StepPlan(self._seq, secondary=list(jobs), awaits_secondary=awaits)
-        self.io.begin_step(plan, have_ended, is_filled)
+        self.io.begin_step(plan, have_ended)
 
     def told(self, num_jobs: int = 1) -> list[SecondaryResult]:
         """What reports say, once they have told of so many jobs."""
@@ -117,11 +125,14 @@ def test_a_slot_that_was_never_filled_is_not_kept_for_others(
     store: BlockStore,
 ) -> None:
     rank = Rank(store)
-    rank.step(put(1, [0, 1]), is_filled=lambda slot: slot != 1)
+    rank.holds.store_failed([1])
+    rank.step(put(1, [0, 1]))
     assert rank.told()[0].done == [True, False]
     assert store.exists(keys([0, 1])) == [True, False]
     # What is read into has nothing yet.
-    rank.step(get(2, [0], [1]), is_filled=lambda slot: False)
+    rank.step(get(2, [0], [1]))
+    assert rank.told()[0].done == [True]
+    rank.step(put(3, [1]))
     assert rank.told()[0].done == [True]
 
 
@@ -205,9 +216,7 @@ def test_writing_stops_between_objects_when_something_is_read(
 def test_writing_leaves_the_way_to_questions(stub: Stub) -> None:
     rank = Rank(stub, max_put_delay_s=60.0, after_read_s=0.2)
     asked = time.monotonic()
-    rank.io.begin_step(
-        StepPlan(1, asks_secondary=True), lambda *_: True, lambda _: True
-    )
+    rank.io.begin_step(StepPlan(1, asks_secondary=True), lambda *_: True)
     stub.leave_way()
     assert 0.2 <= time.monotonic() - asked < 30
 
@@ -349,19 +358,18 @@ def flush(
 ) -> int:
     fences: dict[str, Callable] = {
         "have_ended": lambda stores, loads: True,
-        "is_filled": lambda slot: True,
     }
     return rank.io.flush([(seconds, jobs)], **fences | more)
 
 
 def test_a_rank_that_ends_writes_what_is_right(store: BlockStore) -> None:
     rank = Rank(store)
+    rank.holds.store_failed([1])
     jobs = put(1, [0, 1]), put(2, [2], after=(7, 0)), put(3, [3])
     written = flush(
         rank,
         *jobs,
         have_ended=lambda stores, loads: stores < 7,
-        is_filled=lambda slot: slot != 1,
     )
     assert written == 2
     assert store.exists(keys(range(4))) == [True, False, False, True]

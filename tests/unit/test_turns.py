@@ -13,6 +13,7 @@ import torch
 from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
 from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.secondary import SecondaryIO
+from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.turns import TURN_S, short_turns
@@ -69,13 +70,13 @@ def test_a_store_is_written_and_read_in_short_turns(tmp_path: Path) -> None:
 
         setattr(store, name, move)
     report = ReportDraft()
-    io = SecondaryIO(
-        [store], torch.zeros(2, 4096, dtype=torch.uint8), report, RankTuning()
-    )
+    slots, memory = RankSlots(2), torch.zeros(2, 4096, dtype=torch.uint8)
+    slots.stored([0])
+    io = SecondaryIO([store], memory, slots, report, RankTuning())
     for is_put in (True, False):
         job = SecondaryJob(1 + (not is_put), is_put, [b"key"], [0], 0, 0, 0)
         plan = StepPlan(1, secondary=[job], awaits_secondary=2)
-        io.begin_step(plan, lambda stores, loads: True, lambda slot: True)
+        io.begin_step(plan, lambda stores, loads: True)
         limit = time.monotonic() + 30
         while time.monotonic() < limit:
             if len(seen) == 1 + (not is_put) and turn_s() == USUAL_S:
@@ -83,7 +84,6 @@ def test_a_store_is_written_and_read_in_short_turns(tmp_path: Path) -> None:
             io.begin_step(
                 StepPlan(2, awaits_secondary=2),
                 lambda stores, loads: True,
-                lambda slot: True,
             )
     assert seen == pytest.approx([TURN_S, TURN_S], abs=2e-6)
     assert turn_s() == USUAL_S

@@ -140,7 +140,6 @@ def test_a_slot_is_good_again_after_a_good_store(
 
 def fail(rank: Rank, seq: int) -> None:
     """A plan that loads from a slot that was never filled."""
-    rank.tier._copier._bad_slots.add(0)
     rank.run(seq, load_slots=[0], load_blocks=[1])
 
 

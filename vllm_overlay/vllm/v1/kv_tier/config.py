@@ -84,9 +84,11 @@ class KVTierConfig:
 
     verify: bool = False
     """Keep a checksum of every host slot, and refuse to load a slot whose bytes have
-    changed since its store (bad memory, a stray write): nothing of it reaches the
-    device, the error names the slots, and what depended on them is computed again. It
-    reads every stored and loaded byte once more, by the CPU."""
+    changed since it was filled (bad memory, a stray write): nothing of it reaches the
+    device, the error names the slots, and what depended on them is computed again. Nor
+    is it written to `secondary_tiers`. It reads every stored and loaded byte once more,
+    by the CPU, every byte that comes from a secondary tier once, and every byte that
+    is written to one twice."""
 
     share_replicas: bool = False
     """Hold KV that several tensor parallel ranks have (MLA, or fewer heads than ranks)

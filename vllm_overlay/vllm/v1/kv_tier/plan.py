@@ -175,6 +175,9 @@ class SecondaryResult(NamedTuple):
     seconds: float
     evicted_bytes: int = 0
     """That the store has removed to make room, and nobody has told yet."""
+    changed: tuple[int, ...] = ()
+    """Slots that turned out not to hold what filled them, see `verify`: they are of no
+    use any more."""
 
 
 Times = dict[tuple[str, int], CopyTime]

@@ -375,8 +375,8 @@ def _start_rank(
     tier.is_last_stage = get_pp_group().is_last_rank
     wrapper.kv_tier = tier
     load_s = slot_bytes(regions) / tier.engines.load_bytes_per_s
-    if tier.checksums is not None:
-        check_s = tier.checksums.seconds_per_slot()
+    if (checksums := tier.slots.checksums) is not None:
+        check_s = checksums.seconds_per_slot()
         logger.info(
             "KV tier: slots are checked before their loads, at %.1f GB/s.",
             slot_bytes(regions) / check_s / 1e9,

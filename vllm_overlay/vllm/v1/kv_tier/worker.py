@@ -6,13 +6,14 @@ from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.copying.calibrate import CopyEngines, choose_engines
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
-from vllm.v1.kv_tier.memory.checksums import PeerChecksums, SlotChecksums
+from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.memory.giving_back import discard_blocks
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
@@ -24,6 +25,7 @@ from vllm.v1.kv_tier.rank.peers import Peers
 from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.secondary import SecondaryIO
 from vllm.v1.kv_tier.rank.sharing import SharedSlots
+from vllm.v1.kv_tier.rank.slots import FILLED, RankSlots
 from vllm.v1.kv_tier.rank.streams import CudaStreams
 from vllm.v1.kv_tier.rank.timing import JoinTimer, num_prefill_tokens
 from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING, RankTuning
@@ -42,8 +44,8 @@ class HostTier:
         regions: KV memory of the rank, in the order of the layers.
         engines: What copies between them and the host slots.
         order: When.
+        slots: What these slots hold.
         layer_waits: Where the layers wait for loads, if they can.
-        checksums: What each load is checked by, if it is.
         tuning: Sizes and times that no user sets.
         peers: The ranks that share the host slots, if any do.
 
@@ -54,21 +56,21 @@ class HostTier:
         regions: Sequence[Region],
         engines: CopyEngines,
         order: CopyOrder,
+        slots: RankSlots,
         layer_waits: LayerWaits | None = None,
-        checksums: SlotChecksums | None = None,
         tuning: RankTuning = DEFAULT_TUNING,
         peers: Peers | None = None,
     ) -> None:
         self.engines = engines
         self._regions = regions
-        self.checksums = checksums
+        self.slots = slots
         self._tuning = tuning
         self._order = order
         self._layer_waits = layer_waits
         self.report = ReportDraft()
         """What the scheduler is to hear next."""
         self._peers = peers
-        self._copier = Copier(regions, engines, self.report, checksums, tuning, peers)
+        self._copier = Copier(regions, engines, self.report, slots, tuning, peers)
         self.secondary: SecondaryIO | None = None
         """The tiers below, if there are any."""
         self._join = JoinTimer(tuning)
@@ -128,14 +130,14 @@ class HostTier:
                 pinned=buffer.pinned,
                 num_blocks=num_mapped,
             )
-        checksums = _checksums(buffer.slots, device, shared) if verify else None
+        slots = _slots(buffer.slots, device, verify, shared)
         peers = None
         if shared is not None:
-            peers = Peers(shared.memory, shared.index, checksums, tuning)
+            peers = Peers(shared.memory, shared.index, slots, tuning)
         order: CopyOrder = InOrder(peers)
         if on_gpu:
             order = CudaStreams(device, layer_waits, tuning, peers)
-        tier = cls(regions, engines, order, layer_waits, checksums, tuning, peers)
+        tier = cls(regions, engines, order, slots, layer_waits, tuning, peers)
         tier.buffer = buffer
         tier._memory_file = memory_file
         return tier
@@ -143,8 +145,9 @@ class HostTier:
     def open_secondary(self, stores: Sequence[BlockStore]) -> None:
         """From now on carry out what plans ask of the tiers below."""
         file = self._memory_file
-        slots = self.buffer.slots
-        self.secondary = SecondaryIO(stores, slots, self.report, self._tuning, file)
+        self.secondary = SecondaryIO(
+            stores, self.buffer.slots, self.slots, self.report, self._tuning, file
+        )
         if file is not None:
             file.close()
 
@@ -183,9 +186,7 @@ class HostTier:
             self._switch_off(plan)
             return
         if self.secondary is not None:
-            self.secondary.begin_step(
-                plan, self._order.have_ended, self._copier.is_filled
-            )
+            self.secondary.begin_step(plan, self._order.have_ended)
             self.secondary.launches(scheduler_output.total_num_scheduled_tokens > 0)
         if plan.tell_end or self._to_tell:
             self._tell_ends(plan)
@@ -248,9 +249,7 @@ class HostTier:
         """Write to the tiers below before the engine ends, see `SecondaryIO.flush`."""
         if self.secondary is None or self._is_off:
             return 0
-        return self.secondary.flush(
-            jobs, self._order.have_ended, self._copier.is_filled
-        )
+        return self.secondary.flush(jobs, self._order.have_ended)
 
     def _switch_off(self, plan: StepPlan) -> None:
         """A copy hangs: do without copies from now on."""
@@ -288,26 +287,40 @@ def _own_memory(
     """Memory of this rank alone, and the file that it is, if it is one."""
     if as_file and num_bytes:
         try:
-            memory = SharedMemory.create(num_slots, num_bytes, num_ranks=1)
-            return shared_buffer(memory, num_slots, device, nodes=set()), memory
+            return _file_memory(num_slots, num_bytes, device)
         except NotShared as e:
-            logger.info(
-                "KV tier: no other processes read and write objects for this rank, "
-                "which is slower: %s.",
-                e,
-            )
+            reason = str(e)
+        # Not before that memory is gone, which the traceback holds.
+        logger.info(
+            "KV tier: no other processes read and write objects for this rank, "
+            "which is slower: %s.",
+            reason,
+        )
     on_gpu = device.type == "cuda"
     return HostBuffer(
         num_slots, num_bytes, pin=on_gpu, device=device if on_gpu else None
     ), None
 
 
-def _checksums(
-    slots: torch.Tensor, device: torch.device, shared: SharedSlots | None
-) -> SlotChecksums:
-    """Of this rank's slots: its own, or those of the rank that stores for it."""
-    if shared is None:
-        return SlotChecksums(slots, device)
-    if shared.index:
-        return PeerChecksums(slots, device, shared.memory.sums)
-    return SlotChecksums(slots, device, shared.memory.sums)
+def _file_memory(
+    num_slots: int, num_bytes: int, device: torch.device
+) -> tuple[HostBuffer, SharedMemory]:
+    memory = SharedMemory.create(num_slots, num_bytes, num_ranks=1)
+    return shared_buffer(memory, num_slots, device, nodes=set()), memory
+
+
+def _slots(
+    memory: torch.Tensor,
+    device: torch.device,
+    verify: bool,
+    shared: SharedSlots | None,
+) -> RankSlots:
+    """The slots of this rank, or those that it has together with others."""
+    if not memory.shape[1]:
+        # Without KV memory it fetches nothing, and lacks nothing.
+        return RankSlots(len(memory), states=np.full(len(memory), FILLED, np.uint8))
+    sums, states = None, None
+    if shared is not None:
+        sums, states = shared.memory.sums, shared.memory.states
+    checksums = SlotChecksums(memory, device, sums) if verify else None
+    return RankSlots(len(memory), checksums, states)

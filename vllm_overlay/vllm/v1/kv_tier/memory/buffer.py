@@ -212,6 +212,10 @@ class HostBuffer:
             OSError: There is not as much memory.
 
         """
+        if not size[1]:
+            # A rank without KV memory.
+            self._is_placed = True
+            return torch.empty(0, dtype=torch.uint8)
         if self._shared is not None:
             memory = self._shared.bytes
         else:

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a host slot still holds what was stored in it.
+"""Checksums of host slots: whether a slot still holds what filled it.
 
-A checksum is taken when the store of a slot has ended, and compared before the slot is
-loaded. In between, bad memory or a stray write may have changed it; loaded as it is, a
-slot full of NaNs would harm whoever has the device block next, too.
-
-No checksum needs a version. The fences of the plans put the loads of a slot between its
-store and the next one, and what waits for a copy waits for its launch: so a load finds
-the checksum of the store before it, and has compared it when the slot is overwritten.
+Bad memory or a stray write may change a slot. Loaded as it is, a slot full of NaNs
+would harm whoever has the device block next, too.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,18 +26,15 @@ _MEASURED_SLOTS = 64
 _T = TypeVar("_T")
 
 
-class SlotChanged(RuntimeError):
-    """Host slots do not hold what was stored. The message names them."""
-
-
 class SlotChecksums:
-    """Checksums of the slots of one rank.
+    """Checksums of the slots of one rank. `RankSlots` says when they are taken.
 
     Args:
         slots: `[num_slots, slot_bytes]`, uint8, host memory.
         device: Whose copies fill it. On a GPU a store ends some time after its launch,
             and threads take the checksum then.
-        shared: `[num_slots, 8]`, uint8: where other ranks find them, if any do.
+        shared: `[num_slots, 8]`, uint8: where ranks that share the slots find the
+            checksums that the rank took which stores.
 
     """
 
@@ -54,6 +47,7 @@ class SlotChecksums:
         self._memory = slots.numpy()
         self._shared = shared
         self._device = device
+        self._lock = threading.Lock()
         self._sums: dict[int, Future[bytes]] = {}
         self._takers: ThreadPoolExecutor | None = None
         self._checkers: ThreadPoolExecutor | None = None
@@ -65,39 +59,47 @@ class SlotChecksums:
             self._takers = ThreadPoolExecutor(threads, "kv-tier-sum")
             self._checkers = ThreadPoolExecutor(threads, "kv-tier-check")
 
-    def stored(self, slots: Sequence[int]) -> None:
-        """The stores of `slots` are on the current stream, or done where there is
-        none."""
+    def take_after_copies(self, slots: Sequence[int]) -> None:
+        """Take those of `slots` when the copies on the current stream have ended; now,
+        where there is no stream."""
         if self._takers is None:
-            for slot in slots:
-                self._sums[slot] = Future()
-                self._sums[slot].set_result(self._take(slot))
+            self.take(slots)
             return
         wait = self._end_of_copies()
-        for slot in slots:
-            self._sums[slot] = self._takers.submit(self._sum_after, wait, slot)
+        try:
+            for slot in slots:
+                taken = self._begin(slot)
+                self._takers.submit(self._take_after, wait, slot, taken)
+        except BaseException:
+            # Nobody may wait for them.
+            self.forget(slots)
+            raise
+
+    def take(self, slots: Sequence[int]) -> None:
+        """Take those of `slots` now."""
+        begun = [self._begin(slot) for slot in slots]
+        try:
+            for slot, taken, value in zip(slots, begun, self._map(self._sum, slots)):
+                self._set(slot, taken, value)
+        except BaseException:
+            self.forget(slots)
+            raise
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """What `slots` held is void, with checksums that are still to be taken."""
+        with self._lock:
+            for slot in slots:
+                self._sums.pop(slot, None)
 
     def are_taken(self, slots: Sequence[int]) -> bool:
-        """Whether nothing is left to do of what `stored` was told of `slots`."""
+        """Whether no checksum of `slots` is still to be taken."""
         taken = (self._sums.get(slot) for slot in slots)
         return all(each is None or each.done() for each in taken)
 
-    def check(self, slots: Sequence[int]) -> None:
-        """Before `slots` are loaded. Waits for the end of their stores.
-
-        Raises:
-            SlotChanged: Some do not hold what was stored, or nothing ever was.
-
-        """
-        are_good = self._map(self._is_good, slots)
-        changed = [slot for slot, is_good in zip(slots, are_good) if not is_good]
-        if changed:
-            raise SlotChanged(
-                f"Host slots {changed} do not hold what was stored in them. Bad "
-                "memory, or a write of another program part, has changed them. Check "
-                "the machine's memory (EDAC or MCE messages of the kernel) when this "
-                "comes again."
-            )
+    def are_right(self, slots: Sequence[int]) -> list[bool]:
+        """Which of `slots` hold what their checksums were taken of. Waits for those
+        that are still to be taken."""
+        return list(self._map(self._is_right, slots))
 
     def seconds_per_slot(self) -> float:
         """How long a check takes for each of many slots, measured now."""
@@ -111,19 +113,38 @@ class SlotChecksums:
             return map(function, slots)
         return self._checkers.map(function, slots)
 
-    def _is_good(self, slot: int) -> bool:
+    def _is_right(self, slot: int) -> bool:
         taken = self._sums.get(slot)
-        return taken is not None and taken.result() == self._sum(slot)
+        if taken is not None:
+            return taken.result() == self._sum(slot)
+        if self._shared is None:
+            return False
+        return self._shared[slot].tobytes() == self._sum(slot)
 
-    def _sum_after(self, wait: Callable[[], object], slot: int) -> bytes:
-        wait()
-        return self._take(slot)
-
-    def _take(self, slot: int) -> bytes:
-        taken = self._sum(slot)
-        if self._shared is not None:
-            self._shared[slot] = np.frombuffer(taken, np.uint8)
+    def _begin(self, slot: int) -> "Future[bytes]":
+        """A checksum is to be taken, which nobody has before `_set`."""
+        taken: Future[bytes] = Future()
+        with self._lock:
+            self._sums[slot] = taken
         return taken
+
+    def _take_after(
+        self, wait: Callable[[], object], slot: int, taken: "Future[bytes]"
+    ) -> None:
+        try:
+            wait()
+            self._set(slot, taken, self._sum(slot))
+        except BaseException as e:
+            taken.set_exception(e)
+            raise
+
+    def _set(self, slot: int, taken: "Future[bytes]", value: bytes) -> None:
+        with self._lock:
+            # Else the slot has been filled again, and other ranks would take this for
+            # the checksum of that.
+            if self._shared is not None and self._sums.get(slot) is taken:
+                self._shared[slot] = np.frombuffer(value, np.uint8)
+        taken.set_result(value)
 
     def _sum(self, slot: int) -> bytes:
         return blake3(self._memory[slot]).digest(DIGEST_BYTES)
@@ -133,26 +154,3 @@ class SlotChecksums:
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event.synchronize
-
-
-class PeerChecksums(SlotChecksums):
-    """Of slots that another rank stores in, and takes the checksums of.
-
-    Args:
-        slots: As of `SlotChecksums`.
-        device: As of `SlotChecksums`.
-        shared: Where that rank leaves them.
-
-    """
-
-    def __init__(
-        self, slots: torch.Tensor, device: torch.device, shared: NDArray[np.uint8]
-    ) -> None:
-        super().__init__(slots, device)
-        self._taken = shared
-
-    def stored(self, slots: Sequence[int]) -> None:
-        raise AssertionError("This rank stores nothing.")
-
-    def _is_good(self, slot: int) -> bool:
-        return self._taken[slot].tobytes() == self._sum(slot)

@@ -42,10 +42,11 @@ class Address(NamedTuple):
 
 
 class SharedMemory:
-    """Memory for slots, a board of numbers, and a checksum for each slot.
+    """Memory for slots, a board of numbers, and a checksum and a state for each slot.
 
     The file has the slots first, so that they start at a huge page; behind them a line
-    that tells which memory it is, a line of numbers for each rank, and the checksums.
+    that tells which memory it is, a line of numbers for each rank, the checksums, and
+    the states.
 
     Args:
         fd: The open file, which it closes.
@@ -80,7 +81,9 @@ class SharedMemory:
         What a rank wrote before a number is seen by whoever has seen the number."""
         sums = np.frombuffer(told, np.uint8, offset=lines.nbytes)
         self.sums = sums[: num_slots * DIGEST_BYTES].reshape(num_slots, DIGEST_BYTES)
-        """`[num_slots, 8]`, uint8: checksums; 0 where nothing was stored."""
+        """`[num_slots, 8]`, uint8: checksums of what the slots hold."""
+        self.states = sums[num_slots * DIGEST_BYTES :][:num_slots]
+        """`[num_slots]`, uint8: what they hold, see `RankSlots`."""
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int, num_ranks: int) -> "SharedMemory":
@@ -173,5 +176,5 @@ class SharedMemory:
 def _sizes(num_slots: int, slot_bytes: int, num_ranks: int) -> tuple[int, int]:
     """Bytes of the slots, in whole huge pages, and of the whole file."""
     start = -(-num_slots * slot_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    told = (1 + num_ranks) * _LINE + num_slots * DIGEST_BYTES
+    told = (1 + num_ranks) * _LINE + num_slots * (DIGEST_BYTES + 1)
     return start, start + -(-told // PAGE_BYTES) * PAGE_BYTES

@@ -9,12 +9,12 @@ from typing import TypeVar
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.copying.calibrate import CopyEngines
 from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
-from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.rank.copy_order import Copies
 from vllm.v1.kv_tier.rank.peers import Peers
 from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 
 logger = init_logger(__name__)
@@ -32,7 +32,7 @@ class Copier:
         regions: KV memory of the rank, in the order of the layers.
         engines: What copies.
         report: Where failures go.
-        checksums: What each load is checked by, if it is.
+        slots: What they hold.
         tuning: Sizes of parts and chunks.
         peers: The ranks that share the slots, if any do.
 
@@ -43,7 +43,7 @@ class Copier:
         regions: Sequence[Region],
         engines: CopyEngines,
         report: ReportDraft,
-        checksums: SlotChecksums | None,
+        slots: RankSlots,
         tuning: RankTuning,
         peers: Peers | None = None,
     ) -> None:
@@ -51,10 +51,8 @@ class Copier:
         self._peers = peers
         self._regions = regions
         self._report = report
-        self._checksums = checksums
+        self._slots = slots
         self._tuning = tuning
-        # Slots whose last store failed: a load from them must fail too.
-        self._bad_slots: set[int] = set()
 
     def copies(self, plan: StepPlan) -> Copies:
         """What a `CopyOrder` runs for `plan`."""
@@ -90,7 +88,7 @@ class Copier:
             return
         with self._loading("load", plan.seq, slots):
             self._await_owner(plan)
-            self._check(slots)
+            self._slots.check(slots)
             transfer = self.engines.step_loads.loads(slots, blocks)
             for part in _each(parts, between_parts):
                 transfer.copy(part)
@@ -104,12 +102,8 @@ class Copier:
             self._await_owner(plan)
             engine, size = self.engines.loads, self._tuning.load_chunk_bytes
             for chunk in _each(self._chunks(engine, len(slots), size), between_parts):
-                self._check(slots[chunk])
+                self._slots.check(slots[chunk])
                 self._copy(engine.loads(slots[chunk], blocks[chunk]))
-
-    def is_filled(self, slot: int) -> bool:
-        """Whether the last store into `slot` did not fail."""
-        return slot not in self._bad_slots
 
     # ------------------------------------------------------------------ failures
 
@@ -127,15 +121,14 @@ class Copier:
         try:
             if slots and self._peers is not None:
                 self._peers.wait_for_loads(after_loads)
+            self._slots.begin_store(slots)
             engine, size = self.engines.stores, self._tuning.store_chunk_bytes
             for chunk in _each(self._chunks(engine, len(slots), size), between_parts):
                 self._copy(engine.stores(blocks[chunk], slots[chunk]))
-                if self._checksums is not None:
-                    self._checksums.stored(slots[chunk])
-            self._bad_slots.difference_update(slots)
+                self._slots.stored(slots[chunk])
         except Exception:
             logger.exception("KV tier: storing %d blocks failed.", len(slots))
-            self._bad_slots.update(slots)
+            self._slots.store_failed(slots)
             self._report.store_failed(kind, seq, slots)
 
     @contextmanager
@@ -154,13 +147,6 @@ class Copier:
         """Before slots are loaded that another rank fills."""
         if self._peers is not None:
             self._peers.wait_for_stores(plan)
-
-    def _check(self, slots: list[int]) -> None:
-        """Before these slots are loaded, while the load can still be refused."""
-        if not self._bad_slots.isdisjoint(slots):
-            raise RuntimeError("The slot was never filled.")
-        if self._checksums is not None:
-            self._checksums.check(slots)
 
     # ------------------------------------------------------------------ sizes
 
@@ -192,7 +178,7 @@ class Copier:
         return (slice(i, i + size) for i in range(0, num_blocks, size))
 
     def _launches_long(self, num_blocks: int) -> bool:
-        if self._checksums is not None:
+        if self._slots.checksums is not None:
             # They are compared first.
             return True
         pieces = num_blocks * len(self._regions)

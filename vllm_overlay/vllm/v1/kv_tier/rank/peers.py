@@ -25,9 +25,9 @@ from typing import Protocol
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.memory.shared import SharedMemory
 from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING, RankTuning
 
 logger = init_logger(__name__)
@@ -59,7 +59,7 @@ class Peers:
     Args:
         memory: What they share. Row i of its board is that of the i-th.
         index: This rank's place among them. The first one is the owner.
-        checksums: Of this rank; a store is over when its checksums are there too.
+        slots: Of this rank; a store is over when its checksums are there too.
         tuning: How long to wait, and how often to look.
 
     """
@@ -68,7 +68,7 @@ class Peers:
         self,
         memory: SharedMemory,
         index: int,
-        checksums: SlotChecksums | None = None,
+        slots: RankSlots | None = None,
         tuning: RankTuning = DEFAULT_TUNING,
     ) -> None:
         self.is_owner = index == _OWNER
@@ -78,7 +78,7 @@ class Peers:
         self._memory = memory
         self._board = memory.board
         self._index = index
-        self._checksums = checksums
+        self._slots = slots
         self._tuning = tuning
         self._watch: _Watch | None = None
 
@@ -164,7 +164,7 @@ class Peers:
             job = jobs.get(kind)
             has_come = None
             if job is not None:
-                has_come = _whole(job, self._checksums, slots.get(kind, ()))
+                has_come = _whole(job, self._slots, slots.get(kind, ()))
             self._watch.begun(column, plan.seq, has_come)
 
     def leave(self) -> None:
@@ -176,12 +176,12 @@ class Peers:
 
 
 def _whole(
-    job: Ends, checksums: SlotChecksums | None, slots: Sequence[int]
+    job: Ends, of_rank: RankSlots | None, slots: Sequence[int]
 ) -> Callable[[], bool]:
     """Whether a copy has ended, and the checksums of the slots that it filled."""
-    if checksums is None or not slots:
+    if of_rank is None or of_rank.checksums is None or not slots:
         return job.has_come
-    return lambda: job.has_come() and checksums.are_taken(slots)
+    return lambda: job.has_come() and of_rank.are_checked(slots)
 
 
 class _Watch:

@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_tier.memory.shared import SharedMemory
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.rank.report import ReportDraft
+from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
 from vllm.v1.kv_tier.stores.turns import short_turns
@@ -32,13 +33,97 @@ logger = init_logger(__name__)
 Queue = SimpleQueue[Callable[[], None] | None]
 
 
+class SlotMover:
+    """Moves the bytes of jobs between slots and stores, and says what became of both.
+
+    Args:
+        stores: A store for each tier.
+        row: The memory of a slot.
+        slots: What they hold.
+
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[BlockStore],
+        row: Callable[[int], memoryview],
+        slots: RankSlots,
+    ) -> None:
+        self._stores = stores
+        self._row = row
+        self._slots = slots
+
+    def begin(self, job: SecondaryJob) -> list[int]:
+        """Nobody else fills the slots of a job until `move` has ended, which takes what
+        this returns: the places of those that can be moved."""
+        slots = self._slots
+        return (slots.begin_put if job.is_put else slots.begin_fetch)(job.slots)
+
+    def move(
+        self, job: SecondaryJob, places: list[int]
+    ) -> tuple[list[bool], tuple[int, ...]]:
+        """Returns for each slot whether it was moved, and slots that have changed."""
+        moved, changed = set[int](), set[int]()
+        try:
+            if job.is_put:
+                moved, changed = self._put(job, places)
+            else:
+                moved = self._call(job, places)
+        except BaseException:
+            logger.exception("KV tier: a tier below failed.")
+        try:
+            if job.is_put:
+                self._slots.end_put(job.slots)
+            else:
+                came = [job.slots[i] for i in moved]
+                filled = self._slots.end_fetch(job.slots, came)
+                moved = {i for i in moved if job.slots[i] in filled}
+        except Exception:
+            logger.exception("KV tier: what came from a tier below is of no use.")
+            moved = set()
+        return [i in moved for i in range(len(job.slots))], tuple(sorted(changed))
+
+    def _put(self, job: SecondaryJob, places: list[int]) -> tuple[set[int], set[int]]:
+        """Returns places of what is there, and slots that have changed."""
+        changed = self._slots.changed([job.slots[i] for i in places])
+        places = [i for i in places if job.slots[i] not in changed]
+        moved = self._call(job, places)
+        # What changed before the store has read it has a right checksum there.
+        late = self._slots.changed([job.slots[i] for i in places])
+        if late:
+            spoiled = {i for i in places if job.slots[i] in late}
+            moved -= spoiled
+            self._stores[job.tier].delete([job.keys[i] for i in spoiled])
+        return moved, changed | late
+
+    def _call(self, job: SecondaryJob, places: list[int]) -> set[int]:
+        """Have the store move these. Returns those of which it says that it has."""
+        if not places:
+            return set()
+        store = self._stores[job.tier]
+        keys = [job.keys[i] for i in places]
+        rows = [self._row(job.slots[i]) for i in places]
+        move = store.put if job.is_put else store.get
+        try:
+            with nullcontext() if store.is_apart else short_turns():
+                moved = move(keys, rows)
+            pairs = zip(places, list(moved), strict=True)
+            return {i for i, is_done in pairs if bool(is_done)}
+        except BaseException:
+            # A store says what it could not do. This is a fault of its own, which may
+            # be any exception, and must not end this thread.
+            logger.exception("KV tier: a tier below failed.")
+            return set()
+
+
 class SecondaryIO:
     """Carries out the `SecondaryJob`s of one rank.
 
     Args:
         stores: Where the objects of this rank are, a store for each tier. They spread
             a job over threads.
-        slots: `[num_slots, slot_bytes]`, uint8: the host memory of the rank.
+        memory: `[num_slots, slot_bytes]`, uint8: the host memory of the rank.
+        slots: What its slots hold.
         report: Where the ends of jobs go.
         tuning: How long a step that runs nothing waits.
         shared: That memory, if other processes can map it and no other rank does.
@@ -48,13 +133,15 @@ class SecondaryIO:
     def __init__(
         self,
         stores: Sequence[BlockStore],
-        slots: torch.Tensor,
+        memory: torch.Tensor,
+        slots: RankSlots,
         report: ReportDraft,
         tuning: RankTuning,
         shared: SharedMemory | None = None,
     ) -> None:
         self._stores = stores
-        self._slots = slots.numpy()
+        self._memory = rows = memory.numpy()
+        self._mover = SlotMover(stores, lambda slot: memoryview(rows[slot]), slots)
         # Until when processes of stores are quiet: for launches, and for reads.
         self._quiet = np.zeros(8, np.int64) if shared is None else shared.board[0]
         self._is_launched = threading.Event()
@@ -64,7 +151,7 @@ class SecondaryIO:
             for tier in range(len(stores))
         ]
         for store, reads in zip(stores, self._reads):
-            store.register(memoryview(self._slots).cast("B"))
+            store.register(memoryview(self._memory).cast("B"))
             if shared is not None:
                 places = tuple(shared.board_at + 8 * i for i in (0, reads.place))
                 store.register_file(MemoryFile(shared.fd, places))
@@ -92,17 +179,13 @@ class SecondaryIO:
         weakref.finalize(self, _end, list(self._queues.values()), stores)
 
     def begin_step(
-        self,
-        plan: StepPlan,
-        have_ended: Callable[[int, int], bool],
-        is_filled: Callable[[int], bool],
+        self, plan: StepPlan, have_ended: Callable[[int, int], bool]
     ) -> None:
         """Begin the jobs of `plan`, and of earlier plans, that may begin by now.
 
         Args:
             plan: Its copies are queued.
             have_ended: As `CopyOrder.have_ended`.
-            is_filled: Whether the last store into a slot did not fail.
 
         """
         if plan.asks_secondary:
@@ -111,7 +194,7 @@ class SecondaryIO:
         waiting, self._waiting = self._waiting + plan.secondary, []
         for job in waiting:
             if have_ended(job.after_stores, job.after_loads):
-                work = partial(self._run, job, self._places(job, is_filled))
+                work = partial(self._run, job, self._mover.begin(job))
                 if not job.is_put:
                     self._reads[job.tier].begin()
                 self._queues[job.tier, job.is_put].put(work)
@@ -140,7 +223,6 @@ class SecondaryIO:
         self,
         jobs: Sequence[tuple[float, Sequence[SecondaryJob]]],
         have_ended: Callable[[int, int], bool],
-        is_filled: Callable[[int], bool],
     ) -> int:
         """Write before the engine ends, behind what is being written already.
 
@@ -148,7 +230,6 @@ class SecondaryIO:
             jobs: As of `Backing.last_jobs`. Those that time is too short for, or whose
                 copies have not ended, are left out.
             have_ended: As `CopyOrder.have_ended`.
-            is_filled: Whether the last store into a slot did not fail.
 
         Returns:
             How many blocks the tiers have of what was to be written.
@@ -161,7 +242,7 @@ class SecondaryIO:
             if time.monotonic() >= until:
                 told.put(0)
                 return
-            told.put(sum(self._move(job, self._places(job, is_filled))))
+            told.put(sum(self._mover.move(job, self._mover.begin(job))[0]))
 
         num_jobs = 0
         for seconds, of_tier in jobs:
@@ -177,23 +258,18 @@ class SecondaryIO:
                 num_blocks += told.get(timeout=max(0.0, end - time.monotonic()))
         return num_blocks
 
-    def _places(self, job: SecondaryJob, is_filled: Callable[[int], bool]) -> list[int]:
-        """Which slots of a job to move: what was never filled must not be kept for
-        others."""
-        return [
-            i for i, slot in enumerate(job.slots) if not job.is_put or is_filled(slot)
-        ]
-
     def _run(self, job: SecondaryJob, places: list[int]) -> None:
         if job.is_put:
             # Both at once take each as long as one after the other.
             self._reads[job.tier].leave_way()
         begun = time.monotonic()
-        done = self._move(job, places)
+        done, changed = self._mover.move(job, places)
+        if not job.is_put:
+            self._reads[job.tier].end()
         seconds = time.monotonic() - begun
         evicted = self._evicted_bytes(job.tier)
         self._report.secondary_ended(
-            SecondaryResult(job.number, done, seconds, evicted)
+            SecondaryResult(job.number, done, seconds, evicted, changed)
         )
         with self._ends:
             self._num_ended += 1
@@ -205,27 +281,6 @@ class SecondaryIO:
         except BaseException:
             logger.exception("KV tier: a tier below failed.")
             return 0
-
-    def _move(self, job: SecondaryJob, places: list[int]) -> list[bool]:
-        done = [False] * len(job.slots)
-        try:
-            keys = [job.keys[i] for i in places]
-            rows = [memoryview(self._slots[job.slots[i]]) for i in places]
-            store = self._stores[job.tier]
-            move = store.put if job.is_put else store.get
-            with nullcontext() if store.is_apart else short_turns():
-                moved = move(keys, rows)
-            for i, is_done in zip(places, list(moved), strict=True):
-                done[i] = bool(is_done)
-        except BaseException:
-            # A store says what it could not do. This is a fault of its own, which may
-            # be any exception, and must not end this thread.
-            logger.exception("KV tier: a tier below failed.")
-            done = [False] * len(job.slots)
-        finally:
-            if not job.is_put:
-                self._reads[job.tier].end()
-        return done
 
 
 class _Reads:

@@ -110,6 +110,10 @@ class Jobs:
             job = self._jobs.get(result.number)
             if job is None:
                 continue
+            # Held until the job has ended: what is there is what it was to write.
+            for index in result.changed:
+                if (slot := self._table.at(index)) is not None:
+                    self._table.remove(slot)
             if job.num_told:
                 told = zip(job.done, result.done, strict=True)
                 job.done = [a and b for a, b in told]

@@ -10,7 +10,8 @@ class WrittenElsewhere(BlockStore):
     """The store of a rank that holds the same KV as the one that writes.
 
     `put` does nothing and says yes: a block is there when all ranks have said so, and
-    the one that writes is among them.
+    the one that writes is among them. `delete` does nothing, since the objects are not
+    this rank's.
 
     Args:
         store: With the namespace and the number of the rank that writes.
@@ -40,7 +41,7 @@ class WrittenElsewhere(BlockStore):
         return self._store.exists(keys)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        self._store.delete(keys)
+        pass
 
     def take_evicted_bytes(self) -> int:
         return self._store.take_evicted_bytes()
