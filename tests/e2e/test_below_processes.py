@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve` with files below the host, whose processes fail in the middle of it."""
 
+import mmap
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from .below import HIT, NEEDS_KEYS, ask, counted, directory, prompts, serving, writes
-from .jobs import BLOCK_TOKENS
+from .jobs import BLOCK_BYTES, BLOCK_TOKENS
 from .model import make_llama, make_tokenizer
 from .server import Server
 from .test_http import NUM_SLOTS
@@ -21,6 +23,7 @@ pytestmark = NEEDS_KEYS
 PROMPTS = prompts(700, 4)
 NUM_OTHERS = NUM_SLOTS // 5 + 8
 """Prompts after which the host has forgotten those before."""
+CHANGED = "do not hold what was stored in them"
 
 
 def processes(server: Server) -> list[psutil.Process]:
@@ -32,18 +35,33 @@ def processes(server: Server) -> list[psutil.Process]:
     ]
 
 
+def change_slots(process: psutil.Process) -> None:
+    """Change some bytes of each slot, in the memory that the process fills."""
+    (path,) = [
+        path
+        for path in Path(f"/proc/{process.pid}/fd").iterdir()
+        if "memfd:kv-tier" in str(path.readlink())
+    ]
+    num_bytes = NUM_SLOTS * BLOCK_BYTES
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), num_bytes) as memory:
+        slots = np.frombuffer(memory, np.uint8)
+        slots[3::64] ^= 0x40
+        del slots
+
+
 def forget(server: Server, first: int) -> None:
     for i in range(NUM_OTHERS):
         server.complete(text(first + i, 5 * BLOCK_TOKENS), max_tokens=2)
 
 
+@pytest.mark.compat("faults", "a slot that changed since its store (`verify`)")
 def test_what_is_killed_or_stopped_costs_time_only(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     model = make_llama(tmp_path_factory.mktemp("processes"))
     make_tokenizer(model)
     entry = directory(tmp_path / "kv") | {"deadline_ms": 2000, "max_gib": 1}
-    with serving(model, [entry], tmp_path / "log") as server:
+    with serving(model, [entry], tmp_path / "log", verify=True) as server:
         right = [ask(server, prompt)[0] for prompt in PROMPTS]
         writes(server, 5 * len(PROMPTS), before=0)
         forget(server, 800)
@@ -66,6 +84,11 @@ def test_what_is_killed_or_stopped_costs_time_only(
         second = processes(server)
         assert len(second) == 2 and not {*first} & {*second}
         assert server.log().count("counts as not done") == 2
+        assert CHANGED not in server.log()
+        # What they fill is checked as what is stored: the device gets nothing of it.
+        change_slots(second[0])
+        assert [ask(server, prompt)[0] for prompt in PROMPTS] == right
+        assert CHANGED in server.log()
         pids = [each.pid for each in second]
     until(lambda: not any(map(psutil.pid_exists, pids)))
 
