@@ -235,7 +235,9 @@ def _tier_layout(setup: Setup) -> KVTierLayout | None:
         # It is asked in each step, however long one takes on a busy machine.
         deadline_s=600.0,
     )
-    below = SecondaryLayout((tier,), 1, (BLOCK_SIZE,), 64, 64, 4 * NUM_SLOTS, BLOCK_SIZE)
+    below = SecondaryLayout(
+        (tier,), 1, (BLOCK_SIZE,), 64, 64, 4 * NUM_SLOTS, BLOCK_SIZE
+    )
     return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES, secondary=below)
 
 

@@ -191,9 +191,7 @@ def test_hits_are_told_apart_by_source(published: Published) -> None:
 
 def test_hits_of_what_came_from_below_have_its_source(published: Published) -> None:
     files, server = SecondaryStats(hit_tokens=64), SecondaryStats(hit_tokens=48)
-    stats = KVTierStats(
-        host_hit_tokens=128, secondary={"fs-2": files, "redis": server}
-    )
+    stats = KVTierStats(host_hit_tokens=128, secondary={"fs-2": files, "redis": server})
     published.observe(stats, hits=160)
 
     def hits(source: str) -> float | None:

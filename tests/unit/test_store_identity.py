@@ -11,13 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Bag
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.engine import core
+from vllm.v1.kv_tier.copying import engine
 from vllm.v1.kv_tier.rank.opening import describe
-from vllm.v1.kv_tier.stores.identity import namespace, rank_namespace
+from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.stores.identity import (
+    namespace,
+    rank_namespace,
+    states_before_loading,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +43,21 @@ class Spec:
     block_size: int = 16
     num_kv_heads: int = 8
     quant: Quant = Quant.NONE
-    other: object = dataclasses.field(default_factory=object)
 
 
 class HfConfig(Bag):
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(vars(self))
+
+
+def a_config(name: str) -> type[Bag]:
+    """A stand-in for upstream's class of that name."""
+    return type(name, (Bag,), {})
+
+
+ModelConfig, CacheConfig = a_config("ModelConfig"), a_config("CacheConfig")
+LoadConfig, ParallelConfig = a_config("LoadConfig"), a_config("ParallelConfig")
+SpeculativeConfig = a_config("SpeculativeConfig")
 
 
 def model_in(folder: Path) -> Bag:
@@ -53,7 +70,7 @@ def model_in(folder: Path) -> Bag:
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         id2label={0: "A", 1: "B"},
     )
-    return Bag(
+    return ModelConfig(
         model=str(folder),
         revision=None,
         hf_config=config,
@@ -64,7 +81,7 @@ def model_in(folder: Path) -> Bag:
 
 
 def settings(folder: Path) -> tuple[Bag, Bag]:
-    cache = Bag(
+    cache = CacheConfig(
         cache_dtype="auto",
         block_size=16,
         prefix_caching_hash_algo="sha256",
@@ -74,9 +91,9 @@ def settings(folder: Path) -> tuple[Bag, Bag]:
     config = Bag(
         model_config=model_in(folder),
         cache_config=cache,
-        load_config=Bag(load_format="auto"),
+        load_config=LoadConfig(load_format="auto"),
         speculative_config=None,
-        parallel_config=Bag(
+        parallel_config=ParallelConfig(
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
@@ -109,7 +126,9 @@ def flip(config: Bag, file: str, place: int) -> None:
 
 def speculate(config: Bag, folder: str, method: str = "eagle") -> Bag:
     draft = model_in(Path(config.model_config.model).parent / folder)
-    config.speculative_config = Bag(method=method, draft_model_config=draft)
+    config.speculative_config = SpeculativeConfig(
+        method=method, draft_model_config=draft
+    )
     return draft
 
 
@@ -182,7 +201,7 @@ def test_what_does_not_shape_the_bytes_does_not(tmp_path: Path) -> None:
     assert name_of(tmp_path / "other") == name
 
     def more(c: Any, kv: Any) -> None:
-        kv.num_blocks, c.cache_config.n = 7, 1
+        kv.num_blocks, c.cache_config.num_gpu_blocks = 7, 1
 
     assert name_after(tmp_path / "model", more) == name
     assert name_after(tmp_path / "model", lambda c, kv: set_spec(kv)) == name
@@ -245,6 +264,28 @@ def test_what_only_a_rank_knows_changes_its_name(shape: str) -> None:
 
     assert name(worker()) == name(worker())
     assert name(WORKERS[shape]()) != name(worker())
+
+
+def test_the_order_of_layers_in_a_slot_is_part_of_a_ranks_name() -> None:
+    def name(num_blocks: int, *order: int) -> str:
+        # Both layers of a block lie in one run of bytes.
+        layers = torch.empty(num_blocks, 2, 15, 8, 4).unbind(1)
+        one = worker()
+        one.model_runner.kv_caches = [layers[index] for index in order]
+        return rank_namespace("ab", 0, describe(one, num_blocks))
+
+    assert name(NUM_BLOCKS, 0, 1) != name(NUM_BLOCKS, 1, 0)
+    assert name(NUM_BLOCKS, 0, 1) == name(7 * NUM_BLOCKS, 0, 1)
+
+
+def test_the_places_of_regions_are_part_of_a_ranks_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    narrow = worker(kv=a_kv(NUM_BLOCKS, 3))
+    narrow.model_runner.kv_caches.append(a_kv(NUM_BLOCKS, 3))
+    before = describe(narrow, NUM_BLOCKS)
+    monkeypatch.setattr(engine, "_ALIGN", 256)
+    assert describe(narrow, NUM_BLOCKS) != before
 
 
 def test_the_number_of_blocks_is_no_part_of_a_ranks_name() -> None:
@@ -327,3 +368,72 @@ def test_random_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert name_of(tmp_path)
     monkeypatch.setenv("PYTHONHASHSEED", "random")
     assert "PYTHONHASHSEED=0" in refused(tmp_path, lambda c, kv: None)
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor", "builtin"])
+def test_hashes_for_which_prompts_can_be_made(algorithm: str, tmp_path: Path) -> None:
+    said = refused(
+        tmp_path,
+        lambda c, kv: setattr(c.cache_config, "prefix_caching_hash_algo", algorithm),
+    )
+    assert algorithm in said and "Use --prefix-caching-hash-algo sha256" in said
+
+
+def test_weights_of_another_repository(tmp_path: Path) -> None:
+    config, kv = settings(tmp_path)
+    with pytest.raises(ValueError, match="another repository .a/whisper.*Remove"):
+        namespace(config, kv, "v0.32.0", sources=[("a/whisper", "")])
+    own = namespace(config, kv, "v0.32.0", sources=[(config.model_config.model, "")])
+    assert own == name_of(tmp_path)
+
+
+def test_files_that_change_while_the_ranks_load_them(tmp_path: Path) -> None:
+    """Also those of a draft model, of a processor, and those that a setting names."""
+    config, kv = settings(tmp_path / "model")
+    speculate(config, "draft")
+    processor = model_in(tmp_path / "processor").model
+    config.model_config.multimodal_config = Bag()
+    config.model_config.tokenizer = processor
+    scales = tmp_path / "scales.json"
+    scales.write_text("1")
+    config.additional_config = {"scales": str(scales)}
+    states = states_before_loading(config)
+    assert namespace(config, kv, "v0.32.0", states)
+    for path in (
+        tmp_path / "model" / "b.safetensors",
+        tmp_path / "draft" / "b.safetensors",
+        tmp_path / "processor" / "config.json",
+        scales,
+    ):
+        states, before = states_before_loading(config), path.read_bytes()
+        path.write_bytes(before + b"1")
+        with pytest.raises(ValueError, match=f"{path} was written or replaced while"):
+            namespace(config, kv, "v0.32.0", states)
+
+
+def test_a_model_that_is_not_here_yet_can_be_downloaded_by_the_ranks(
+    tmp_path: Path,
+) -> None:
+    config, _ = settings(tmp_path)
+    config.model_config.model = "nobody/has-this"
+    assert states_before_loading(config)
+
+
+def test_an_engine_looks_at_files_before_it_makes_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not keys_are_bytes():
+        pytest.skip("this release cannot have a tier below")
+    order = []
+
+    class Ranks(Exception):
+        pass
+
+    def make_ranks(config: object) -> None:
+        order.append("ranks")
+        raise Ranks
+
+    monkeypatch.setattr(core, "states_of_files", lambda config: order.append("files"))
+    with pytest.raises(Ranks):
+        core.EngineCore(MagicMock(), make_ranks, log_stats=False)  # type: ignore[arg-type]
+    assert order == ["files", "ranks"]

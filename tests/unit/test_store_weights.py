@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.kv_tier.stores import weights as module
-from vllm.v1.kv_tier.stores.weights import weights
+from vllm.v1.kv_tier.stores.weights import FileStates, model_files
 
 SIZE = 1 << 20
 
@@ -31,7 +32,12 @@ def model(tmp_path: Path) -> Path:
 
 
 def names(folder: Path) -> list[Any]:
-    return weights(SimpleNamespace(model=str(folder), revision=None), "auto")
+    model = SimpleNamespace(model=str(folder), revision=None)
+    _, paths = model_files(model, SimpleNamespace(load_format="auto"))
+    digests = FileStates([folder]).digests(paths)
+    return [
+        [path.name, path.stat().st_size, digest] for path, digest in zip(paths, digests)
+    ]
 
 
 def settles(patch: pytest.MonkeyPatch) -> None:
@@ -153,3 +159,130 @@ def test_what_a_hub_named_by_its_bytes_is_not_read(
     link.unlink()
     link.symlink_to(blobs / ("b" * 64))
     assert names(snapshot) != before
+
+
+# --------------------------------------------- what changes while the ranks load it
+
+
+def model_at(place: str, **load: Any) -> tuple[Any, Any]:
+    model = SimpleNamespace(model=place, revision=None)
+    return model, SimpleNamespace(load_format="auto", **load)
+
+
+def digests(states: FileStates, folder: Path) -> list[str]:
+    _, paths = model_files(*model_at(str(folder)))
+    return states.digests(paths)
+
+
+def replace(model: Path) -> None:
+    other = model / "a.tmp"
+    other.write_bytes(bytes(SIZE))
+    other.replace(model / "a.safetensors")
+
+
+def swap(model: Path) -> None:
+    """A deploy by renaming directories, whose files are old."""
+    (model.parent / "next").rename(model.parent / "now")
+    model.rename(model.parent / "last")
+    (model.parent / "now").rename(model)
+
+
+CHANGES = {
+    "written in place": lambda model: flip(model / "a.safetensors", 7),
+    "replaced by the same bytes": replace,
+    "one more": lambda model: (model / "c.safetensors").write_bytes(b"more"),
+    "a configuration": lambda model: (model / "quantize_config.json").write_text("{}"),
+    "another directory": swap,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_while_it_is_loaded_is_refused(
+    change: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settles(monkeypatch)
+    shutil.copytree(model, tmp_path / "next")
+    # All are remembered, and the right bytes are known.
+    names(model)
+    names(tmp_path / "next")
+    states = FileStates([model])
+    assert len(digests(states, model)) == 2
+    CHANGES[change](model)
+    with pytest.raises(
+        ValueError, match="while the engine loaded it.*Start the engine"
+    ):
+        digests(states, model)
+
+
+def a_snapshot(hub: Path, digit: str) -> Path:
+    (hub / "blobs").mkdir(parents=True, exist_ok=True)
+    blob = hub / "blobs" / (digit * 64)
+    blob.write_bytes(digit.encode() * 100)
+    folder = hub / "snapshots" / digit
+    folder.mkdir(parents=True)
+    (folder / "a.safetensors").symlink_to(blob)
+    return folder
+
+
+def test_what_the_ranks_download_is_known_if_nothing_else_came(tmp_path: Path) -> None:
+    hub = tmp_path / "models--a--b"
+    # There was nothing.
+    states = FileStates([])
+    first = a_snapshot(hub, "a")
+    assert digests(states, first)
+    # Which of the two did they load?
+    second = a_snapshot(hub, "b")
+    for folder in (first, second):
+        with pytest.raises(ValueError, match="while the engine loaded it"):
+            digests(states, folder)
+    assert digests(FileStates([first]), first)
+
+
+def test_a_file_that_is_gone_is_refused(model: Path) -> None:
+    states = FileStates([model])
+    _, paths = model_files(*model_at(str(model)))
+    paths[0].unlink()
+    with pytest.raises(ValueError, match="while the engine loaded it"):
+        states.digests(paths)
+
+
+def test_a_directory_of_downloads_is_the_one_that_the_engine_has(
+    tmp_path: Path,
+) -> None:
+    folder = a_snapshot(tmp_path / "models--a--b", "a")
+    refs = tmp_path / "models--a--b" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a")
+    found, paths = model_files(*model_at("a/b", download_dir=str(tmp_path)))
+    assert found == folder and [path.name for path in paths] == ["a.safetensors"]
+    with pytest.raises(ValueError, match="are not on this machine"):
+        model_files(*model_at("a/b", download_dir=str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize("load_format", ["modelexpress", "ipc_cache", "my_own"])
+def test_weights_from_elsewhere_are_refused(model: Path, load_format: str) -> None:
+    load = SimpleNamespace(load_format=load_format)
+    with pytest.raises(ValueError, match=f"--load-format {load_format} loads weights"):
+        model_files(model_at(str(model))[0], load)
+
+
+def test_a_tensorizer_file_must_be_here(model: Path) -> None:
+    def files(uri: str) -> list[Path]:
+        options = {"tensorizer_uri": uri}
+        load = SimpleNamespace(
+            load_format="tensorizer", model_loader_extra_config=options
+        )
+        return model_files(model_at(str(model))[0], load)[1]
+
+    assert files("/mnt/a.tensors")
+    for uri in ("s3://bucket/a.tensors", "/mnt/a-%03d.tensors"):
+        with pytest.raises(ValueError, match="--load-format tensorizer loads weights"):
+            files(uri)
+
+
+def test_folders_count_where_weights_came_from_them(model: Path) -> None:
+    (model / "audio").mkdir()
+    (model / "audio" / "c.safetensors").write_bytes(b"more")
+    both = [model_files(*model_at(str(model)), inner)[1] for inner in ([], ["audio"])]
+    assert len(both[0]) == 2 and len(both[1]) == 3
+    assert len(FileStates([model]).digests(both[1])) == 3

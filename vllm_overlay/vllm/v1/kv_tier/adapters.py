@@ -169,7 +169,9 @@ def loads_of(request: "Request") -> AdapterLoads | None:
     hasher = getattr(request, "_block_hasher", None)
     if hasher is None:
         # Older releases bind it.
-        hasher = getattr(getattr(request, "get_hash_new_full_blocks", None), "func", None)
+        hasher = getattr(
+            getattr(request, "get_hash_new_full_blocks", None), "func", None
+        )
     return None if hasher is None else _of_hashers.get(hasher)
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.about import about
@@ -36,18 +38,24 @@ from vllm.v1.kv_tier.scheduling.below import (
     labels,
     layout,
 )
+from vllm.v1.kv_tier.scheduling.gpu_pages import pages_of_gpu
 from vllm.v1.kv_tier.scheduling.group_blocks import (
     GroupBlocks,
     group_blocks,
     tokens_per_block,
 )
-from vllm.v1.kv_tier.scheduling.gpu_pages import pages_of_gpu
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, pages_of_ranks
 from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
 from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.format import advice
-from vllm.v1.kv_tier.stores.identity import namespace
+from vllm.v1.kv_tier.stores.identity import (
+    files_of_models,
+    namespace,
+    states_before_loading,
+    youngest_s,
+)
 from vllm.v1.kv_tier.stores.settings import ALWAYS, StoreConfig
+from vllm.v1.kv_tier.stores.weights import FileStates
 from vllm.v1.kv_tier.worker import HostTier
 
 if TYPE_CHECKING:
@@ -59,8 +67,25 @@ logger = init_logger(__name__)
 _RPC_S = 1.0
 
 
+def states_of_files(vllm_config: "VllmConfig") -> FileStates | None:
+    """What the files that shape KV are like before the ranks load them; None without
+    a tier below, which names KV by their bytes.
+
+    Raises:
+        ValueError: KV of this engine cannot be named.
+
+    """
+    config = KVTierConfig.from_vllm_config(vllm_config)
+    if config is None or not config.secondary_tiers:
+        return None
+    return states_before_loading(vllm_config)
+
+
 def start_kv_tier(
-    vllm_config: "VllmConfig", executor: Any, kv_cache_config: Any
+    vllm_config: "VllmConfig",
+    executor: Any,
+    kv_cache_config: Any,
+    states: FileStates | None = None,
 ) -> None:
     """Allocate the host tier and tell the scheduler's `KVCacheConfig` of it.
 
@@ -70,6 +95,7 @@ def start_kv_tier(
         vllm_config: Settings of the engine.
         executor: Reaches all ranks of the engine.
         kv_cache_config: The scheduler's; its `kv_tier` is set.
+        states: From `states_of_files`, before the ranks were made.
 
     Raises:
         ValueError: The size does not fit the machine, or not one block fits it.
@@ -108,7 +134,7 @@ def start_kv_tier(
         tokens_per_block=tokens_per_block(groups),
         layerwise=all(layerwise for _, layerwise in ranks),
         secondary=_open_secondary(
-            config, vllm_config, executor, kv_cache_config, groups, num_slots
+            config, vllm_config, executor, kv_cache_config, groups, num_slots, states
         ),
         elastic=_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
         rank_calls=_rank_calls(config, executor),
@@ -267,6 +293,7 @@ def _open_secondary(
     kv_cache_config: Any,
     groups: Sequence[GroupBlocks],
     num_slots: int,
+    states: FileStates | None,
 ) -> SecondaryLayout | None:
     """Open the tiers below on all ranks, if there are to be any.
 
@@ -279,7 +306,7 @@ def _open_secondary(
     kinds = [tier["type"] for tier in config.secondary_tiers or []]
     for entry in entries:
         entry.check()
-    space = namespace(vllm_config, kv_cache_config, about()["tag"])
+    space = _namespace(vllm_config, executor, kv_cache_config, states)
     num_blocks, replicas = kv_cache_config.num_blocks, 1
     if config.share_replicas:
         told = kv_replicas(vllm_config, kv_cache_config)
@@ -320,7 +347,56 @@ def _open_secondary(
     return opened_layout
 
 
+def _namespace(
+    vllm_config: "VllmConfig",
+    executor: Any,
+    kv_cache_config: Any,
+    states: FileStates | None,
+) -> str:
+    """The name for KV of this engine, whose ranks have loaded the files by now."""
+    found = executor.collective_rpc(_weight_sources)
+    sources = sorted({source for sources in found for source in sources})
+    if not is_one_machine(vllm_config):
+        here = files_of_models(vllm_config, states, sources)
+        for elsewhere in executor.collective_rpc(_files_of_rank, args=(sources,)):
+            if elsewhere not in (None, here):
+                raise ValueError(
+                    "--kv-offloading-config: secondary_tiers: files of the model on "
+                    "another machine of this engine have other bytes than those here, "
+                    "or were written after its rank had started. Give all machines "
+                    "the same files before the engine starts."
+                )
+    return namespace(vllm_config, kv_cache_config, about()["tag"], states, sources)
+
+
 # These run on the ranks. `wrapper` is a WorkerWrapperBase.
+
+
+def _weight_sources(wrapper: Any) -> list[tuple[str, str]]:
+    """Repositories, and folders in them, that models on this rank named as sources of
+    more weights."""
+    runner = wrapper.worker.model_runner
+    runners = [runner, *(getattr(runner, n, None) for n in ("drafter", "speculator"))]
+    models = [getattr(each, "model", None) for each in runners]
+    return [
+        (source.model_or_path, getattr(source, "subfolder", None) or "")
+        for model in models
+        for source in getattr(model, "secondary_weights", None) or ()
+    ]
+
+
+def _files_of_rank(
+    wrapper: Any, sources: Sequence[tuple[str, str]]
+) -> list[Any] | None:
+    """Which files models have on the machine of this rank, if it is the first one
+    there; [] if they are younger than the rank."""
+    if wrapper.worker.local_rank != 0:
+        return None
+    config = wrapper.worker.vllm_config
+    begun_s = psutil.Process().create_time()
+    if youngest_s(config, sources) >= begun_s:
+        return []
+    return files_of_models(config, None, sources)
 
 
 def _flush_rank(wrapper: Any, jobs: Any) -> int | None:

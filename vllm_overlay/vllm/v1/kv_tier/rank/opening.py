@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier.memory.regions import flatten
+from vllm.v1.kv_tier.copying.engine import slot_offsets
+from vllm.v1.kv_tier.memory.regions import Region, build_regions, flatten
 from vllm.v1.kv_tier.memory.replicas import owners
 from vllm.v1.kv_tier.rank.sharing import find_replicas
 from vllm.v1.kv_tier.stores.elsewhere import WrittenElsewhere
@@ -85,8 +86,13 @@ def _name(wrapper: Any, space: str, rank: int, num_blocks: int) -> str:
 
 def describe(worker: Any, num_blocks: int) -> list[object]:
     """What shapes the bytes of a slot beside the model and its settings: what writes
-    them, and the order in which they lie."""
+    them, and the order and the places in which they lie."""
     runner = worker.model_runner
+    regions = build_regions(runner.kv_caches, num_blocks)
+    places = [
+        [offset, region.block_bytes]
+        for offset, region in zip(slot_offsets(regions), regions)
+    ]
     caches = [
         (
             str(tensor.dtype),
@@ -94,6 +100,7 @@ def describe(worker: Any, num_blocks: int) -> list[object]:
             list(tensor.shape[2:]),
             # Which dimension varies fastest.
             sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)),
+            _place(tensor.data_ptr(), regions),
         )
         for tensor in flatten(runner.kv_caches)
     ]
@@ -102,4 +109,13 @@ def describe(worker: Any, num_blocks: int) -> list[object]:
         f"{name}: {type(getattr(layer, 'impl', layer)).__qualname__}"
         for name, layer in layers.items()
     ]
-    return [type(runner).__module__, caches, writers]
+    return [type(runner).__module__, caches, places, writers]
+
+
+def _place(address: int, regions: Sequence[Region]) -> list[int]:
+    """Which region of a slot has this of the first block, and where in it."""
+    for index, region in enumerate(regions):
+        offset = address - region.blocks.data_ptr()
+        if 0 <= offset < region.blocks.stride(0):
+            return [index, offset]
+    raise RuntimeError("A KV cache lies in no region.")

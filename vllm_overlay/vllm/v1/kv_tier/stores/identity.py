@@ -3,32 +3,80 @@
 
 Objects outlive engines, so whatever makes KV of the same tokens come out otherwise must
 be in their name: left out, an engine would read what another one meant. Put in without
-need, it costs a prefix that is computed once more. When in doubt it is in.
+need, it costs a prefix that is computed once more. So all settings of the engine are in
+it, and all files that it loaded, but for those that `harmless` lists.
 """
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_tier.stores.format import FORMAT_VERSION
-from vllm.v1.kv_tier.stores.weights import weights
+from vllm.v1.kv_tier.stores.harmless import HARMLESS
+from vllm.v1.kv_tier.stores.weights import (
+    FileStates,
+    model_files,
+    model_folder,
+    processor_files,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+logger = init_logger(__name__)
+
 _SETTING = "--kv-offloading-config: secondary_tiers"
 _DIGEST_BYTES = 16
 
+_KEY_HASHES = ("sha256", "sha256_cbor")
+"""Algorithms for which nobody can make two prompts of one key."""
+
+
+def states_before_loading(vllm_config: "VllmConfig") -> FileStates:
+    """What all files that shape KV are like, before the ranks load them.
+
+    Raises:
+        ValueError: As of `namespace`, of what is known by now.
+
+    """
+    paths: list[Path] = []
+    for model, load in _models(vllm_config):
+        names = [getattr(model, "model_weights", None) or model.model]
+        names += [
+            getattr(model, "tokenizer", None),
+            getattr(model, "hf_config_path", None),
+        ]
+        for name in filter(None, names):
+            # The ranks may still have to download it.
+            with suppress(ValueError):
+                paths.append(model_folder(name, model.revision, load))
+
+    def note(path: Path) -> str:
+        paths.append(path)
+        return ""
+
+    _plain_settings(vllm_config, note)
+    return FileStates(paths)
+
 
 def namespace(
-    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", release: str
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    release: str,
+    before: FileStates | None = None,
+    sources: Sequence[tuple[str, str]] = (),
 ) -> str:
     """A name for all that shapes the bytes and is known to the scheduler's process.
 
@@ -36,70 +84,124 @@ def namespace(
         vllm_config: Settings of the engine.
         kv_cache_config: The scheduler's.
         release: Of vLLM, which may compute KV otherwise than another one.
+        before: What files were like before the ranks loaded them. None: as now.
+        sources: Repositories, and folders in them, from which models took weights
+            beyond their own files.
 
     Returns:
-        32 hex digits, the same in each process with these settings and weights.
+        32 hex digits, the same in each process with these settings and files.
 
     Raises:
         ValueError: Something that shapes the bytes, or their keys, cannot be known or
-            differs from process to process. The message has the mend.
+            differs from process to process. The message says what to change.
 
     """
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    cache = vllm_config.cache_config
     if getattr(cache, "calculate_kv_scales", False):
         raise ValueError(
             f"{_SETTING} cannot keep KV whose scales are calculated from the first "
             "request (calculate_kv_scales): each engine has others. Set it to false, "
             "or remove secondary_tiers."
         )
-    speculative = vllm_config.speculative_config
-    draft = getattr(speculative, "draft_model_config", None)
-    load_format = vllm_config.load_config.load_format
-    return _digest(
-        {
-            "format": FORMAT_VERSION,
-            "vllm": release,
-            "model": _model(vllm_config.model_config, load_format),
-            "speculative": speculative and getattr(speculative, "method", None),
-            "draft": draft and _model(draft, load_format),
-            # The adapters themselves are in the keys.
-            "lora": getattr(vllm_config, "lora_config", None),
-            "cache_dtype": cache.cache_dtype,
-            "block_size": cache.block_size,
-            "mamba": {k: v for k, v in vars(cache).items() if k.startswith("mamba_")},
-            "groups": kv_cache_config.kv_cache_groups,
-            "sizes": {
-                name: getattr(parallel, f"{name}_parallel_size", 1)
-                for name in (
-                    "tensor",
-                    "pipeline",
-                    "decode_context",
-                    "prefill_context",
-                )
-            },
-            "hashes": _hash_seed(cache.prefix_caching_hash_algo),
-        }
-    )
+    seed = _hash_seed(cache.prefix_caching_hash_algo)
+    before = before or states_before_loading(vllm_config)
+    digest = functools.partial(_digest_of, before)
+    shape = {
+        "format": FORMAT_VERSION,
+        "vllm": release,
+        "settings": _plain_settings(vllm_config, digest),
+        "groups": _Plain(digest).of("groups", kv_cache_config.kv_cache_groups),
+        "hashes": seed,
+        "files": files_of_models(vllm_config, before, sources),
+    }
+    name = _digest(shape)
+    logger.debug("KV tier: %s is the name for %s", name, shape)
+    return name
 
 
 def rank_namespace(namespace: str, rank: int, description: object) -> str:
     """A namespace with what only a rank knows: its layout, its attention backends."""
-    return _digest([namespace, rank, description])
+    return _digest([namespace, rank, _Plain().of("a rank", description)])
 
 
-def _model(model: Any, load_format: Any) -> dict[str, Any]:
-    config = model.hf_config.to_dict()
-    # Where it was found, not what it is.
-    config.pop("_name_or_path", None)
-    return {
-        "config": config,
-        "dtype": model.dtype,
-        "quantization": model.quantization,
-        "code_revision": getattr(model, "code_revision", None),
-        # Some kinds of RoPE depend on it.
-        "max_model_len": model.max_model_len,
-        "weights": weights(model, load_format),
-    }
+def _models(vllm_config: "VllmConfig") -> list[tuple[Any, Any]]:
+    """The model, and a draft model if there is one, with how they are loaded."""
+    load = vllm_config.load_config
+    found = [(vllm_config.model_config, load)]
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None:
+        found.append((draft, getattr(speculative, "draft_load_config", None) or load))
+    return found
+
+
+def files_of_models(
+    vllm_config: "VllmConfig",
+    before: FileStates | None,
+    sources: Sequence[tuple[str, str]] = (),
+) -> list[list[list[object]]]:
+    """Name, size and digest of each file that models were loaded from.
+
+    Args:
+        vllm_config: Settings of the engine.
+        before: What files were like before they were loaded. None: as now.
+        sources: As of `namespace`.
+
+    Raises:
+        ValueError: They cannot be known. The message says what to change.
+
+    """
+    before = before or states_before_loading(vllm_config)
+    found = []
+    for folder, paths in _paths_of_models(vllm_config, sources):
+        digests = before.digests(paths)
+        found.append(
+            [
+                [os.path.relpath(path, folder.parent if folder in paths else folder)]
+                + [path.stat().st_size, digest]
+                for path, digest in zip(paths, digests)
+            ]
+        )
+    return found
+
+
+def youngest_s(
+    vllm_config: "VllmConfig", sources: Sequence[tuple[str, str]] = ()
+) -> float:
+    """When the files of models, or what leads to them, were last changed."""
+    return max(
+        max(status.st_ctime, status.st_mtime)
+        for _, paths in _paths_of_models(vllm_config, sources)
+        for path in paths
+        for place in (path, *path.absolute().parents[:2])
+        for status in (place.stat(), place.lstat())
+    )
+
+
+def _paths_of_models(
+    vllm_config: "VllmConfig", sources: Sequence[tuple[str, str]]
+) -> list[tuple[Path, list[Path]]]:
+    """The folder and the files of each model."""
+    models = _models(vllm_config)
+    own = {model.model for model, _ in models}
+    for name, _ in sources:
+        if name not in own:
+            raise ValueError(
+                f"{_SETTING} cannot keep KV of a model that takes weights from another "
+                f"repository ({name}), whose files may change without its own. Remove "
+                "secondary_tiers."
+            )
+    found = []
+    for model, load in models:
+        inner = sorted({place for name, place in sources if name == model.model} - {""})
+        folder, paths = model_files(model, load, inner)
+        found.append((folder, paths))
+        found += processor_files(model, load)
+    return found
+
+
+def _digest_of(states: FileStates, path: Path) -> str:
+    return states.digests([path])[0]
 
 
 def _hash_seed(algorithm: str) -> list[str]:
@@ -107,6 +209,12 @@ def _hash_seed(algorithm: str) -> list[str]:
 
     Upstream sets NONE_HASH itself only after the tier has started.
     """
+    if algorithm not in _KEY_HASHES:
+        raise ValueError(
+            f"{_SETTING}: with --prefix-caching-hash-algo {algorithm} a client can make "
+            "prompts whose blocks have the keys of others, and a store keeps and shares "
+            f"the KV of one for all. Use --prefix-caching-hash-algo {_KEY_HASHES[0]}."
+        )
     seed = os.getenv("PYTHONHASHSEED")
     resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
     if resolve is not None:
@@ -128,29 +236,116 @@ def _hash_seed(algorithm: str) -> list[str]:
 
 
 def _digest(value: Any) -> str:
-    text = json.dumps(_plain(value), sort_keys=True)
+    text = json.dumps(value, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON has it: no addresses, no order that is by chance."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, enum.Enum):
-        return str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [type(value).__qualname__, dict(_fields(value))]
+def _plain_settings(vllm_config: "VllmConfig", digest: Callable[[Path], str]) -> Any:
+    fields = _Plain(digest).fields_of("", "VllmConfig", vllm_config)
+    return dict(fields)
+
+
+class _Plain:
+    """Values as JSON has them: no addresses, no order that is by chance.
+
+    Args:
+        digest: Digest of the bytes of a file that a setting names. None: a text that
+            looks like a path is a text.
+
+    """
+
+    def __init__(self, digest: Callable[[Path], str] | None = None) -> None:
+        self._digest = digest
+
+    def of(self, name: str, value: Any) -> Any:
+        """The value of the setting `name`.
+
+        Raises:
+            ValueError: It has no text that is the same in every process.
+
+        """
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, str | PurePath):
+            return self._text(str(value))
+        if isinstance(value, bytes):
+            return value.hex()
+        if isinstance(value, enum.Enum):
+            return str(value)
+        if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+            return self._code(name, value)
+        if isinstance(value, functools.partial):
+            return self.of(name, [value.func, list(value.args), value.keywords])
+        if isinstance(value, Mapping):
+            return {str(k): self.of(f"{name}.{k}", v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.of(name, each) for each in value]
+        if isinstance(value, set | frozenset):
+            return sorted(
+                json.dumps(self.of(name, each), sort_keys=True) for each in value
+            )
+        return self._object(name, value)
+
+    def fields_of(self, name: str, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Those of a configuration that are not known to be harmless."""
+        harmless = HARMLESS.get(kind, {})
+        for field in _names(value):
+            if field not in harmless:
+                inner = f"{name}.{field}" if name else field
+                yield field, self.of(inner, getattr(value, field, None))
+
+    def _object(self, name: str, value: Any) -> Any:
+        kind = type(value)
+        if hasattr(value, "to_dict"):
+            # A model's configuration. Where it was found is not what it is.
+            return self.of(name, _without(value.to_dict(), "_name_or_path"))
+        if _names(value):
+            fields = self.fields_of(name, kind.__name__, value)
+            return [kind.__qualname__, dict(fields)]
+        if hasattr(value, "compute_hash"):
+            return [kind.__qualname__, str(value.compute_hash())]
+        text = repr(value)
+        if re.search(r" at 0x[0-9a-f]+", text):
+            raise ValueError(
+                f"{_SETTING}: the setting {name} is a {kind.__module__}."
+                f"{kind.__qualname__}, which other engines cannot be told to have as "
+                "well. Remove that setting, or secondary_tiers."
+            )
+        return text
+
+    def _text(self, text: str) -> Any:
+        # A name in the working directory is no path.
+        if self._digest is not None and os.sep in text and os.path.isfile(text):
+            return {"file": self._digest(Path(text))}
+        return text
+
+    def _code(self, name: str, value: Any) -> str:
+        path = f"{value.__module__}.{value.__qualname__}"
+        if "<" in path:
+            raise ValueError(
+                f"{_SETTING}: the setting {name} is {path}, a function without a name "
+                "by which other engines could have it as well. Remove that setting, or "
+                "secondary_tiers."
+            )
+        return path
+
+
+def _names(value: Any) -> Sequence[str]:
+    """Of the fields of a configuration; none if it has no fields."""
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    if isinstance(value, types.SimpleNamespace):
+        return list(vars(value))
+    for names in ("__struct_fields__", "model_fields"):
+        if hasattr(type(value), names):
+            return list(getattr(type(value), names))
+    return []
+
+
+def _without(value: Any, key: str) -> Any:
+    """A dictionary without this key, in those that it contains neither."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {k: _without(v, key) for k, v in value.items() if k != key}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_plain(v), sort_keys=True) for v in value)
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(value):
-        yield field.name, _plain(getattr(value, field.name))
+        return [_without(each, key) for each in value]
+    return value

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a model has, by all bytes of their files.
+"""Which files a model was loaded from, by all of their bytes.
 
 A merge can change a few tensors, or a few rows of one, in the middle of a file whose
 name, size and header stay: samples of its bytes would take it for the old one, and KV
 of other weights would be served. Files of a hub's cache have the digest of all their
 bytes as their name. Others are read as a whole, once: what came of it is remembered
 with what changes when a file is written to, its inode and its times.
+
+The ranks load the files; this process reads them afterwards. So it looks at their
+states before the ranks begin (`FileStates`), and refuses what has another one later: it
+would give KV of the old bytes the name of the new ones.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import secrets
 import stat
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,11 +30,21 @@ from blake3 import blake3
 
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.v1.kv_tier.stores.harmless import is_harmless_file
 
 logger = init_logger(__name__)
 
 _SETTING = "--kv-offloading-config: secondary_tiers"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+# Loaders that take all weights from the model's folder.
+_FROM_FOLDER = frozenset(
+    {
+        *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf"),
+        *("bitsandbytes", "sharded_state", "fastsafetensors", "instanttensor"),
+        *("runai_streamer", "runai_streamer_sharded"),
+    }
+)
+_MAX_STATES = 100_000
 _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 64 << 10, 16, 4 << 10
 _CHUNK_BYTES, _NUM_THREADS = 16 << 20, 4
 # So that a file which is written to once more has another time, whatever the clock of
@@ -37,47 +53,119 @@ SETTLED_NS = 10 * 10**9
 _MAX_REMEMBERED = 4096
 
 
-def weights(model: Any, load_format: Any) -> list[Any]:
-    """Name, size and digest of each file of a model's weights.
+class FileStates:
+    """The states of files before ranks loaded them.
+
+    Args:
+        paths: Files, and folders with all that is in them.
+
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._before: dict[Path, str] = {}
+        for path in paths:
+            for file in [path] if path.is_file() else _tree(path):
+                # What cannot be seen now was not seen, and is refused later.
+                with suppress(OSError):
+                    self._before[file] = _state(file)
+
+    def digests(self, paths: Sequence[Path]) -> list[str]:
+        """Hex digits for the bytes of each file, which are those that were loaded.
+
+        Raises:
+            ValueError: A file is another one than before.
+
+        """
+        with suppress(FileNotFoundError):
+            found = _digests(paths)
+        for path in paths:
+            # After it was read, so that there was no moment for another file.
+            if not self._is_as_before(path):
+                raise ValueError(
+                    f"{_SETTING}: {path} was written or replaced while the engine "
+                    "loaded it, so KV of its bytes cannot be told from that of others. "
+                    "Start the engine again, and leave its files alone until it runs."
+                )
+        return found
+
+    def _is_as_before(self, path: Path) -> bool:
+        if not path.exists():
+            return False
+        before = self._before.get(path)
+        return _is_only_download(path) if before is None else before == _state(path)
+
+
+def model_files(
+    model: Any, load: Any, subfolders: Iterable[str] = ()
+) -> tuple[Path, list[Path]]:
+    """The folder of a model, and its files that shape KV.
 
     Args:
         model: Upstream's `ModelConfig`.
-        load_format: How its weights are loaded.
+        load: How its weights are loaded: upstream's `LoadConfig`.
+        subfolders: That weights were loaded from, too.
 
     Raises:
         ValueError: They cannot be known. The message has the mend.
 
     """
-    if getattr(load_format, "value", load_format) == "dummy":
+    load_format = getattr(load.load_format, "value", load.load_format)
+    if load_format == "dummy":
         raise ValueError(
             f"{_SETTING} cannot keep KV of random weights (--load-format dummy): the "
             "next engine has others. Load weights, or remove secondary_tiers."
         )
+    if load_format not in _FROM_FOLDER:
+        _check_elsewhere(load_format, load)
     # What streams from elsewhere has only its configuration here.
     name = getattr(model, "model_weights", None) or model.model
-    folder = _folder(name, model.revision)
-    files = [folder] if folder.is_file() else sorted(folder.iterdir())
-    paths = [path for path in files if path.suffix in _SUFFIXES]
-    if not paths:
+    folder = model_folder(name, model.revision, load)
+    multimodal = getattr(model, "multimodal_config", None) is not None
+    files = [folder] if folder.is_file() else _files_in(folder, multimodal)
+    for subfolder in subfolders:
+        files += _files_in(folder / subfolder, multimodal)
+    if not any(path.suffix in _SUFFIXES for path in files):
         raise ValueError(
             f"{_SETTING}: {folder} has no weights ({', '.join(_SUFFIXES)}) by which to "
             f"tell KV of model {name!r} from that of others. Give a directory "
             "that has them with --model, or remove secondary_tiers."
         )
-    return [
-        [path.name, path.stat().st_size, digest]
-        for path, digest in zip(paths, _digests(paths))
-    ]
+    return folder, files
 
 
-def _folder(name: str, revision: str | None) -> Path:
-    """Where a model's files are on this machine."""
+def processor_files(model: Any, load: Any) -> list[tuple[Path, list[Path]]]:
+    """Folders and files by which images and sounds become inputs, beyond those of
+    `model_files`."""
+    if getattr(model, "multimodal_config", None) is None:
+        return []
+    names = {getattr(model, name, None) for name in ("tokenizer", "hf_config_path")}
+    found = []
+    for name in sorted(name for name in names - {model.model} if name):
+        revision = getattr(model, "tokenizer_revision", None)
+        folder = model_folder(name, revision, load)
+        files = [folder] if folder.is_file() else _files_in(folder, multimodal=True)
+        found.append((folder, files))
+    return found
+
+
+def model_folder(name: str, revision: str | None, load: Any) -> Path:
+    """Where a model's files are on this machine.
+
+    Raises:
+        ValueError: They are not.
+
+    """
     if os.path.exists(name):
         return Path(name)
     from huggingface_hub import snapshot_download
 
+    directory = getattr(load, "download_dir", None)
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return Path(
+            snapshot_download(
+                name, revision=revision, cache_dir=directory, local_files_only=True
+            )
+        )
     except Exception as e:
         raise ValueError(
             f"{_SETTING}: the weights of model {name!r} are not on this machine, so KV "
@@ -86,7 +174,55 @@ def _folder(name: str, revision: str | None) -> Path:
         ) from e
 
 
-def _digests(paths: list[Path]) -> list[str]:
+def _check_elsewhere(load_format: str, load: Any) -> None:
+    """Refuse weights whose bytes are not to be seen here.
+
+    A loader that gets files from its settings alone is known by these files
+    (`identity` takes the bytes of each file that a setting names).
+    """
+    options = str(getattr(load, "model_loader_extra_config", None))
+    if load_format == "tensorizer" and "://" not in options and "%" not in options:
+        return
+    raise ValueError(
+        f"{_SETTING}: --load-format {load_format} loads weights from elsewhere than "
+        "the model's directory, so KV cannot be told from that of other weights. Use "
+        "--load-format auto with a directory, or remove secondary_tiers."
+    )
+
+
+def _files_in(folder: Path, multimodal: bool) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and not is_harmless_file(path.name, multimodal)
+    )
+
+
+def _tree(folder: Path) -> Iterator[Path]:
+    """Files of a folder and of those in it, in no order; not for ever."""
+    walk = (
+        Path(parent, name) for parent, _, names in os.walk(folder) for name in names
+    )
+    return itertools.islice(walk, _MAX_STATES)
+
+
+def _is_only_download(path: Path) -> bool:
+    """Whether a file that was not there before is the one that ranks loaded: downloaded
+    meanwhile, under the digest of its bytes, and no other snapshot has weights."""
+    if not _is_named_by_its_bytes(path):
+        return False
+    snapshot = next((p for p in path.parents if p.parent.name == "snapshots"), None)
+    if snapshot is None:
+        return False
+    with_weights = {
+        other
+        for other in snapshot.parent.iterdir()
+        if any(file.suffix in _SUFFIXES for file in other.iterdir())
+    }
+    return with_weights <= {snapshot}
+
+
+def _digests(paths: Sequence[Path]) -> list[str]:
     """Hex digits for the bytes of each file."""
     known, digests = _remembered(), {}
     for path in paths:
@@ -100,8 +236,8 @@ def _digests(paths: list[Path]) -> list[str]:
             read = dict(zip(unknown, threads.map(_read, unknown)))
         # What takes a while should say so.
         logger.info(
-            "KV tier: %.1f GB of weights were read in %.1f s, to name KV by all of "
-            "their bytes.",
+            "KV tier: %.1f GB of a model's files were read in %.1f s, to name KV by "
+            "all of their bytes.",
             sum(path.stat().st_size for path in unknown) / 1e9,
             time.monotonic() - begun,
         )
@@ -149,7 +285,7 @@ def _read(path: Path) -> tuple[str, str, int]:
             digest.update(memoryview(chunk)[:num_bytes])
     if _state(path) != before:
         raise ValueError(
-            f"{_SETTING}: {path} is being written to, so KV of its weights cannot be "
+            f"{_SETTING}: {path} is being written to, so KV of its bytes cannot be "
             "told from that of others. Start the engine when it is complete."
         )
     return before, digest.hexdigest(16), max(status.st_mtime_ns, status.st_ctime_ns)

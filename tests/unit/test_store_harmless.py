@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting of this release changes the name of KV, but those that are listed."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vllm.config
+from vllm.v1.kv_tier.stores.harmless import HARMLESS, is_harmless_file
+from vllm.v1.kv_tier.stores.identity import namespace
+
+from .test_store_identity import name_of, one_seed, settings
+
+__all__ = ["one_seed"]
+
+# The first and the last release that has a field.
+RELEASES: dict[str, dict[str, list[str]]] = json.loads(
+    (Path(__file__).parent / "harmless_fields.json").read_text()
+)
+
+
+def fields_of(name: str) -> set[str]:
+    """Of upstream's class in this release; none if there is no such class."""
+    found = getattr(vllm.config, name, None)
+    return {f.name for f in dataclasses.fields(found)} if found else set()
+
+
+def all_configs() -> list[str]:
+    """Names of upstream's configuration classes, with those that are fields of them."""
+    names = {
+        name
+        for name, value in vars(vllm.config).items()
+        if isinstance(value, type) and dataclasses.is_dataclass(value)
+    }
+    return sorted(names - {"VllmConfig"})
+
+
+def version(tag: str) -> list[int]:
+    return [int(part) for part in tag[1:].split(".")]
+
+
+def test_the_list_names_fields_that_a_release_has() -> None:
+    assert {c: set(f) for c, f in RELEASES.items()} == {
+        c: set(f) for c, f in HARMLESS.items()
+    }
+    tag = os.environ.get("KV_TIER_TAG", "v0.32.0")
+    for name, harmless in HARMLESS.items():
+        said = {
+            field
+            for field, (first, last) in RELEASES[name].items()
+            if version(first) <= version(tag) <= version(last)
+        }
+        assert said == fields_of(name) & set(harmless), name
+    assert all(reason for fields in HARMLESS.values() for reason in fields.values())
+
+
+def name_with(folder: Path, **values: Any) -> str:
+    config, kv = settings(folder)
+    vars(config).update(values)
+    return namespace(config, kv, "v0.32.0")
+
+
+@pytest.mark.parametrize("name", all_configs())
+def test_each_field_changes_the_name_until_somebody_lists_it(
+    name: str, tmp_path: Path
+) -> None:
+    kind = getattr(vllm.config, name)
+    config = object.__new__(kind)
+    fields = sorted(fields_of(name))
+    for field in fields:
+        object.__setattr__(config, field, None)
+    before = name_with(tmp_path, additional_config=config)
+    counts = set()
+    for field in fields:
+        object.__setattr__(config, field, "another value")
+        if name_with(tmp_path, additional_config=config) != before:
+            counts.add(field)
+        object.__setattr__(config, field, None)
+    assert counts == set(fields) - set(HARMLESS.get(name, {}))
+
+
+def test_each_configuration_counts_until_somebody_lists_it(tmp_path: Path) -> None:
+    # These cannot be another value: their fields can.
+    parts = {"model_config", "cache_config", "load_config", "speculative_config"}
+    before = name_with(tmp_path)
+    for field in fields_of("VllmConfig") - parts:
+        changed = name_with(tmp_path, **{field: "another value"}) != before
+        assert changed == (field not in HARMLESS["VllmConfig"]), field
+
+
+FILES = {
+    "quantize_config.json": (True, True),
+    "model.safetensors.index.json": (True, True),
+    "modeling.py": (True, True),
+    "preprocessor_config.json": (True, True),
+    "a file of a later release": (True, True),
+    # A text model's keys are tokens; a processor makes inputs with these.
+    "tokenizer.json": (False, True),
+    "chat_template.jinja": (False, True),
+    "config.json": (False, True),
+    "README.md": (False, False),
+    "generation_config.json": (False, False),
+    ".gitattributes": (False, False),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_count_but_for_those_that_are_listed(file: str, tmp_path: Path) -> None:
+    text, multimodal = FILES[file]
+    assert is_harmless_file(file, multimodal=False) is not text
+    assert is_harmless_file(file, multimodal=True) is not multimodal
+    before = name_of(tmp_path / "model")
+    (tmp_path / "model" / file).write_text("[]")
+    assert (name_of(tmp_path / "model") != before) == text
+
+
+class Custom:
+    """Without a text of its own."""
+
+
+@pytest.mark.parametrize("value", [Custom(), lambda: None])
+def test_a_setting_without_a_text_of_its_own_is_refused(
+    value: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="the setting additional_config.*Remove that"):
+        name_with(tmp_path, additional_config={"a": value})
+
+
+def test_a_file_that_a_setting_names_counts_by_its_bytes(tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+    names = []
+    for text in ("1", "2", "1"):
+        scales.write_text(text)
+        names.append(name_with(tmp_path / "m", additional_config={"a": str(scales)}))
+    assert names[0] == names[2] != names[1]

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings and files of a model that do not shape KV, each with its reason.
+
+Everything else is in the name of KV (`identity`), also what a later release adds. So
+this list may only have what is known to change no KV beyond the rounding by which
+batches of other sizes differ as well. What is missing here costs a prefix that is
+computed once more; what is here by mistake costs wrong answers.
+"""
+
+from fnmatch import fnmatch
+
+_FIELDS: dict[str, dict[str, str]] = {
+    "VllmConfig": {
+        "metrics, logs and profiles": """observability_config logging_config
+            profiler_config watchdog_config""",
+        "tells others of KV": "kv_events_config",
+        "chooses among computed tokens, which are in the keys": """
+            structured_outputs_config decoding_config reasoning_config
+            watermark_config""",
+        "made of the model's settings and files, which count": "quant_config",
+        "fuses, compiles and captures the same operations: rounding": """
+            compilation_config optimization_level""",
+        "where weights lie until they are used": "offload_config",
+        "weights that arrive later end the use of the tier": "weight_transfer_config",
+        "names or ends an engine": "instance_id shutdown_timeout",
+    },
+    "ModelConfig": {
+        "where files are; their bytes count": """model model_weights revision
+            tokenizer tokenizer_revision hf_config_path hf_token""",
+        "its effect is in hf_config, which counts": "hf_overrides",
+        "what clients call the model": "served_model_name",
+        "what clients may send; what they send is in the keys": """
+            allowed_local_media_path allowed_media_domains enable_prompt_embeds
+            skip_tokenizer_init""",
+        "chooses among computed tokens, which are in the keys": """seed max_logprobs
+            logprobs_mode return_sampling_mask use_fp64_gumbel generation_config
+            override_generation_config logits_processors logits_processor_pattern""",
+        "captures the same operations: rounding": """enforce_eager
+            max_seq_len_to_capture use_async_output_proc""",
+        "sleep ends the use of what may have changed": """enable_sleep_mode
+            sleep_preserve_parameter_names sleep_mode_backend
+            sleep_mode_offload_cudagraph enable_nccl_comm_suspend
+            enable_cumem_allocator""",
+        "a number of threads": "renderer_num_workers",
+    },
+    "MultiModalConfig": {
+        "where processed inputs are kept and how they travel": """
+            mm_processor_cache_gb mm_processor_cache_type
+            mm_shm_cache_max_object_size_mb mm_tensor_ipc mm_ipc_gpu_memory_gb
+            disable_mm_preprocessor_cache""",
+        "what a prompt may have, and what memory is measured with": """
+            limit_per_prompt skip_mm_profiling""",
+        "order of text, whose tokens are in the keys": "interleave_mm_strings",
+    },
+    "CacheConfig": {
+        "how much memory there is": """gpu_memory_utilization num_gpu_blocks_override
+            num_gpu_blocks num_cpu_blocks kv_cache_size_tokens
+            kv_cache_max_concurrency kv_cache_memory_bytes swap_space
+            cpu_kvcache_space_bytes simple_cpu_offload_num_blocks""",
+        "where weights lie until they are used": "cpu_offload_gb",
+        "settings of the tiers": """kv_offloading_size kv_offloading_backend
+            kv_offloading_config""",
+        "which blocks are kept": "enable_prefix_caching prefix_cache_retention_interval",
+        "who chose a value that counts": """user_specified_block_size
+            user_specified_mamba_block_size _block_size_resolved""",
+    },
+    "ParallelConfig": {
+        "engines with the same weights, each with KV of its own": """
+            data_parallel_size data_parallel_size_local data_parallel_rank
+            data_parallel_rank_local data_parallel_index data_parallel_master_ip
+            data_parallel_rpc_port data_parallel_master_port data_parallel_backend
+            data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval
+            _data_parallel_master_port_list disable_nccl_for_dp_synchronization""",
+        "a product of sizes that count": "world_size",
+        "each rank has a name of its own": "rank",
+        "on which machines and devices ranks are, and how they are reached": """
+            distributed_executor_backend master_addr master_port node_rank nnodes
+            placement_group ray_runtime_env ray_workers_use_nsight
+            assigned_physical_gpu_ids numa_bind numa_bind_nodes numa_bind_cpus
+            _coord_store_port distributed_timeout_seconds
+            cpu_distributed_timeout_seconds""",
+        "processes that take requests": """_api_process_count _api_process_rank
+            tokenizer_pool_config""",
+        "how weights are loaded": "max_parallel_loading_workers",
+        "what follows a failure": "enable_fault_tolerance fault_tolerance_config",
+        "where the same experts are": """eplb_config eplb_window_size
+            eplb_step_interval eplb_log_balancedness enable_elastic_ep
+            elastic_ep_max_dp_size""",
+    },
+    "SchedulerConfig": {
+        "when a request runs, not what it computes": """max_num_batched_tokens
+            max_num_scheduled_tokens max_num_seqs max_num_active_seqs
+            long_prefill_token_threshold long_prefill_token_threshold_adaptive
+            max_num_queued_reqs max_num_queued_tokens enable_chunked_prefill
+            chunked_prefill_enabled max_num_encoder_input_tokens encoder_cache_size
+            policy disable_chunked_mm_input scheduler_reserve_full_isl watermark
+            prefill_schedule_interval async_scheduling max_num_partial_prefills
+            max_long_partial_prefills num_lookahead_slots delay_factor
+            preemption_mode num_scheduler_steps""",
+        "how answers and settings travel": """stream_interval
+            multi_step_stream_outputs send_delta_data""",
+        "captures the same operations: rounding": "cuda_graph_sizes",
+    },
+    "DeviceConfig": {"its type counts, its number does not": "device"},
+    "LoadConfig": {
+        "where files are, and how they are read; their bytes count": """download_dir
+            safetensors_load_strategy safetensors_prefetch_num_threads
+            safetensors_prefetch_block_size use_tqdm_on_load""",
+    },
+    "LoRAConfig": {"how many adapters there is room for": "max_loras max_cpu_loras"},
+    "SpeculativeConfig": {
+        "the model itself, which counts": "target_model_config target_parallel_config",
+        "where files are; their bytes count": "model revision",
+        "captures the same operations: rounding": "enforce_eager",
+    },
+    "KVTransferConfig": {
+        "names an engine and how others reach it": """engine_id kv_ip kv_port kv_rank
+            kv_parallel_size kv_buffer_size kv_buffer_device""",
+        "who computes and who takes; the KV is the same": "kv_role",
+    },
+    "ECTransferConfig": {
+        "names an engine and how others reach it": """engine_id ec_ip ec_port ec_rank
+            ec_parallel_size ec_buffer_size ec_buffer_device""",
+    },
+    "KernelConfig": {
+        "chooses among equal kernels, or warms them up: rounding": """
+            enable_flashinfer_autotune enable_rocm_segmented_attn_autotune
+            enable_cutedsl_warmup enable_jit_warmup""",
+    },
+}
+
+HARMLESS: dict[str, dict[str, str]] = {
+    config: {
+        field: reason for reason, names in reasons.items() for field in names.split()
+    }
+    for config, reasons in _FIELDS.items()
+}
+"""By class and field, of all releases: why it does not count."""
+
+_FILES = {
+    ".*": "no loader reads hidden files",
+    "*.md": "text for people",
+    "*.txt": "text for people, or a vocabulary",
+    "*.pdf": "text for people",
+    "*.png": "text for people",
+    "*.jpg": "text for people",
+    "*.jpeg": "text for people",
+    "*.svg": "text for people",
+    "LICENSE*": "text for people",
+    "NOTICE*": "text for people",
+    "config.json": "it is in hf_config, as the engine has read it",
+    "generation_config.json": "chooses among computed tokens",
+    "chat_template*": "makes text of messages; its tokens are in the keys",
+    "tokenizer*": "makes tokens of text, and these are in the keys",
+    "vocab*": "as the tokenizer",
+    "merges.txt": "as the tokenizer",
+    "special_tokens_map.json": "as the tokenizer",
+    "added_tokens.json": "as the tokenizer",
+    "tekken.json": "as the tokenizer",
+}
+"""Files beside a model's weights, by patterns."""
+
+# A processor of images or sounds reads these too.
+_NOT_IF_MULTIMODAL = frozenset(
+    {
+        *("*.txt", "config.json", "chat_template*", "tokenizer*", "vocab*"),
+        *("merges.txt", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
+    }
+)
+
+
+def is_harmless_file(name: str, multimodal: bool) -> bool:
+    """Whether a file of a model's directory has no part in its KV."""
+    return any(
+        fnmatch(name, pattern)
+        for pattern in _FILES
+        if not (multimodal and pattern in _NOT_IF_MULTIMODAL)
+    )
