@@ -61,7 +61,7 @@ _HARMLESS_CONFIGS = frozenset(
 
 
 def side_objects(vllm_config: "VllmConfig") -> str | None:
-    """The setting that makes upstream keep objects by block, or may do so; None: none."""
+    """The setting that makes upstream keep objects by block, or may do so, if any."""
     return next(_settings(vllm_config), None)
 
 

@@ -60,7 +60,8 @@ _FIELDS: dict[str, dict[str, str]] = {
         "where weights lie until they are used": "cpu_offload_gb",
         "settings of the tiers": """kv_offloading_size kv_offloading_backend
             kv_offloading_config""",
-        "which blocks are kept": "enable_prefix_caching prefix_cache_retention_interval",
+        "which blocks are kept": """enable_prefix_caching
+            prefix_cache_retention_interval""",
         "who chose a value that counts": """user_specified_block_size
             user_specified_mamba_block_size _block_size_resolved""",
     },

@@ -211,9 +211,10 @@ def _hash_seed(algorithm: str) -> list[str]:
     """
     if algorithm not in _KEY_HASHES:
         raise ValueError(
-            f"{_SETTING}: with --prefix-caching-hash-algo {algorithm} a client can make "
-            "prompts whose blocks have the keys of others, and a store keeps and shares "
-            f"the KV of one for all. Use --prefix-caching-hash-algo {_KEY_HASHES[0]}."
+            f"{_SETTING}: with --prefix-caching-hash-algo {algorithm} a client can "
+            "make prompts whose blocks have the keys of others, and a store keeps and "
+            "shares the KV of one for all. Use --prefix-caching-hash-algo "
+            f"{_KEY_HASHES[0]}."
         )
     seed = os.getenv("PYTHONHASHSEED")
     resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
