@@ -180,7 +180,7 @@ def make_request(**values: Any) -> Request:
         values["eos_token_id"] = None
     for name in known:
         if name.startswith("multi_modal_"):
-            values[name] = None
+            values.setdefault(name, None)
     return Request(**values)
 
 

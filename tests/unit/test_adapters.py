@@ -191,8 +191,7 @@ def test_a_running_request_keeps_its_load(path: Path) -> None:
 
 
 def test_engines_of_a_process_count_their_own_loads(path: Path) -> None:
-    """An engine that starts later, with or without a tier, changes no keys of
-    another."""
+    """One that starts later, with a tier or without, changes no keys of another."""
     first = get_request_block_hasher(BLOCK, sha256)
     before = keys(lora(path), first)
     set_adapter_loads(AdapterLoads())

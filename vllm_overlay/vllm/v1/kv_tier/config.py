@@ -18,7 +18,7 @@ from vllm.v1.kv_tier.scheduling.gpu_pages import check_device
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, check_shrink_after
 from vllm.v1.kv_tier.scheduling.quotas import check_quotas
 from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
-from vllm.v1.kv_tier.scheduling.side_objects import side_objects
+from vllm.v1.kv_tier.scheduling.side_objects import check_side_objects
 from vllm.v1.kv_tier.scheduling.takers import takes_plans
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.stores.by_name import check_entry
@@ -244,12 +244,7 @@ class KVTierConfig:
                 "that is given up takes the ranks' reports of failed copies with it. "
                 "Remove one of them."
             )
-        if (setting := side_objects(vllm_config)) is not None:
-            raise ValueError(
-                f"{backend} is not supported with {setting}: upstream keeps what it "
-                "returns for as many blocks as the device has, and a block that comes "
-                "back from the host comes without. Remove one of them."
-            )
+        check_side_objects(vllm_config)
         self._check_scheduler(vllm_config.scheduler_config.scheduler_cls)
         self._check_platform()
         if self.shrink_after_s is not None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which inputs of a block are embeddings, for its key: a door.
+"""Which inputs of a block are embeddings, and where, for its key: a door.
 
 A prompt may mix token ids with embeddings. Upstream's keys have the ids of all
 positions (0 where there is none) and the bytes of all embeddings, but neither which of
-the two a position takes nor the type of the bytes.
+the two a position takes nor the type of the bytes. Keys of older releases omit where in
+a block an image begins.
 """
 
 from typing import TYPE_CHECKING
@@ -33,3 +34,18 @@ def embeds_keys(request: "Request", start: int, end: int) -> list[tuple[str, str
         # With ids and no mask, model runners differ in what they take.
         where = "embeddings" if request.prompt_token_ids is None else "both"
     return [("prompt embeds", f"{request.prompt_embeds.dtype} {where}")]
+
+
+def mm_key(
+    request: "Request", identifier: str, offset: int
+) -> str | tuple[str, str, int]:
+    """What a block's key has of an image or the like, where upstream's has the bare
+    identifier.
+
+    Args:
+        request: It has the image.
+        identifier: Of the image.
+        offset: Of its begin in the block; negative if it began before.
+
+    """
+    return identifier if loads_of(request) is None else ("mm", identifier, offset)

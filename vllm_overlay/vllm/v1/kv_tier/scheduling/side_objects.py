@@ -60,6 +60,21 @@ _HARMLESS_CONFIGS = frozenset(
 )
 
 
+def check_side_objects(vllm_config: "VllmConfig") -> None:
+    """Refuse settings with which blocks have more than KV.
+
+    Raises:
+        ValueError: The message names the setting.
+
+    """
+    if (setting := side_objects(vllm_config)) is not None:
+        raise ValueError(
+            f"--kv-offloading-backend core is not supported with {setting}: upstream "
+            "keeps what it returns for as many blocks as the device has, and a block "
+            "that comes back from the host comes without. Remove one of them."
+        )
+
+
 def side_objects(vllm_config: "VllmConfig") -> str | None:
     """The setting that makes upstream keep objects by block, or may do so, if any."""
     return next(_settings(vllm_config), None)
