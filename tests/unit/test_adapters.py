@@ -2,7 +2,9 @@
 """Which load of an adapter the keys of a request's blocks name."""
 
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +17,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_tier import adapters
 from vllm.v1.kv_tier.adapters import (
     AdapterLoads,
     note_adapter_load,
     note_adapter_unload,
     set_adapter_loads,
 )
+from vllm.v1.kv_tier.bounded import size_of
 from vllm.v1.request import Request
 
 from ..names import init_none_hash, sha256
@@ -116,8 +120,8 @@ def test_other_adapters_keep_theirs(path: Path, tmp_path: Path) -> None:
 
 def test_a_request_that_reloads_begins_anew_when_files_changed(path: Path) -> None:
     old = keys(lora(path))
+    assert keys(lora(path, load_inplace=True)) == old
     write(path, "other")
-    assert keys(lora(path)) == old
     new = keys(lora(path, load_inplace=True))
     assert not set(new) & set(old)
     # Those that follow run with the same weights, whatever they say.
@@ -181,13 +185,79 @@ def test_the_engine_notes_what_it_loads_and_drops(path: Path) -> None:
 
 def test_a_running_request_keeps_its_load(path: Path) -> None:
     running = request(lora(path))
-    note_adapter_load(lora(path, load_inplace=True))
     running.append_output_token_ids([1] * BLOCK)
     set_adapter_loads(None)
     same = request(lora(path))
     same.append_output_token_ids([1] * BLOCK)
     assert len(running.block_hashes) == 3
     assert running.block_hashes == same.block_hashes
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "a reload in place": lambda path: note_adapter_load(lora(path, load_inplace=True)),
+    "a reload by a request": lambda path: [
+        write(path, "other"),
+        keys(lora(path, load_inplace=True)),
+    ],
+    "dropped": lambda path: note_adapter_unload(1),
+    # Its id must be its own, but nothing checks that.
+    "another one in its place": lambda path: note_adapter_load(
+        lora(path, 1, "b", load_inplace=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("by_content", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_lives_through_a_change_has_keys_of_its_own(
+    change: str, by_content: bool, path: Path
+) -> None:
+    """Those that were hashed before, too: a preemption computes their blocks again."""
+    set_adapter_loads(AdapterLoads(by_content))
+    under_way = [request(lora(path)), request(lora(path)), request(lora(path, 2, "c"))]
+    old = [list(each.block_hashes) for each in under_way]
+    CHANGES[change](path)
+    for each in under_way:
+        each.append_output_token_ids([1] * BLOCK)
+    first, second, other = (each.block_hashes for each in under_way)
+    now = lora(path, 1, "b" if change.startswith("another") else "a")
+    new = keys(now)
+    assert len(set(first)) == len(set(second)) == 3
+    assert set(first).isdisjoint([*second, *old[0], *new])
+    assert list(other[:2]) == old[2], "another adapter keeps its load"
+    assert keys(now) == new
+
+
+@pytest.mark.parametrize("by_content", [False, True])
+def test_files_that_change_without_a_reload_are_of_no_known_load(
+    by_content: bool, path: Path
+) -> None:
+    """Workers have the old weights until they drop them, and read the new ones then."""
+    set_adapter_loads(AdapterLoads(by_content))
+    old = keys(lora(path))
+    write(path, "other")
+    unknown = [keys(lora(path)), keys(lora(path)), old]
+    assert len({key for each in unknown for key in each}) == 6
+    note_adapter_unload(1)
+    new = keys(lora(path))
+    assert new == keys(lora(path)) and not set(new) & set(old)
+
+
+def test_an_id_with_another_adapter_is_of_no_known_load(path: Path) -> None:
+    keys(lora(path, 1))
+    note_adapter_load(lora(path, 1, "b"))
+    assert not set(keys(lora(path, 1, "b"))) & set(keys(lora(path, 1, "b")))
+
+
+def test_adapters_take_a_bounded_memory(path: Path) -> None:
+    loads = AdapterLoads()
+    old = loads.of(request(lora(path, 1, "a")))
+    for number in range(2, 20_000):
+        loads.load(lora(path, number, f"{number}" * 1000))
+    sizes = [size_of(list(each.items())) for each in (loads._loaded, loads._names)]
+    assert sum(sizes) < 20 << 20
+    # It was forgotten, so what comes now may be another one.
+    assert loads.of(request(lora(path, 1, "a"))) != old
 
 
 def test_engines_of_a_process_count_their_own_loads(path: Path) -> None:
@@ -245,3 +315,51 @@ def test_what_cannot_be_read_is_nobody_elses() -> None:
     first = keys(lora("hub/adapter"))
     assert keys(lora("hub/adapter")) == first
     assert not set(elsewhere(lora("hub/adapter"))) & set(first)
+
+
+@pytest.mark.usefixtures("by_content")
+def test_a_request_under_way_is_never_taken_for_one_of_the_new_weights(
+    path: Path,
+) -> None:
+    waiting = request(lora(path))
+    write(path, "2")
+    note_adapter_load(lora(path, load_inplace=True))
+    waiting.append_output_token_ids([1] * BLOCK)
+    for weights in ("1", "2"):
+        write(path, weights)
+        assert not set(elsewhere(lora(path))) & set(waiting.block_hashes)
+
+
+def test_a_file_that_becomes_shorter_ends_no_process(tmp_path: Path) -> None:
+    """Which a mapped file does, by SIGBUS."""
+    script = (
+        "import builtins, os, sys; from vllm.v1.kv_tier import adapters as a\n"
+        "real = builtins.open\n"
+        "def shorter(path, *args, **more):\n"
+        "    file = real(path, *args, **more); os.truncate(path, 10); return file\n"
+        "a.open = shorter\n"
+        "print(a._content(sys.argv[1]))"
+    )
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(8 << 20))
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size == 10
+
+
+@pytest.mark.usefixtures("by_content")
+def test_files_that_change_while_they_are_read_are_nobody_elses(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = adapters._content
+
+    def written_to(place: str) -> str | None:
+        found = read(place)
+        write(path, "other")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "_content", written_to)
+        first = keys(lora(path))
+    for weights in ("1", "other"):
+        write(path, weights)
+        assert not set(elsewhere(lora(path))) & set(first)

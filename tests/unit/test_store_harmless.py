@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 import vllm.config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.kv_tier.stores.harmless import HARMLESS, is_harmless_file
 from vllm.v1.kv_tier.stores.identity import namespace
 
+from ..e2e.model import make_llama
 from .test_store_identity import name_of, one_seed, settings
 
 __all__ = ["one_seed"]
@@ -137,3 +140,40 @@ def test_a_file_that_a_setting_names_counts_by_its_bytes(tmp_path: Path) -> None
         scales.write_text(text)
         names.append(name_with(tmp_path / "m", additional_config={"a": str(scales)}))
     assert names[0] == names[2] != names[1]
+
+
+# What differs between engines of a deployment that share a store.
+OPERATION: list[dict[str, Any]] = [
+    {"gpu_memory_utilization": 0.5, "max_num_seqs": 3, "max_num_batched_tokens": 512},
+    {"seed": 7, "enforce_eager": False, "served_model_name": ["a", "b"]},
+    {"num_gpu_blocks_override": 99, "kv_offloading_size": 0.25},
+    {"async_scheduling": False, "distributed_executor_backend": "mp"},
+    {"max_logprobs": 3, "disable_log_stats": True, "generation_config": "vllm"},
+]
+SHAPE: list[dict[str, Any]] = [
+    {"max_model_len": 512},
+    {"dtype": "bfloat16"},
+    {"block_size": 32},
+    {"enable_lora": True},
+    {"hf_overrides": {"rms_norm_eps": 1e-3}},
+]
+
+
+def test_engines_of_a_deployment_share_and_others_do_not(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model")
+    _, kv = settings(tmp_path / "other")
+
+    def name(**changes: Any) -> str:
+        args = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True}
+        args |= {"model": str(model), "block_size": 16, "kv_offloading_size": 0.05}
+        args |= {"kv_offloading_backend": "core", "skip_tokenizer_init": True}
+        known = {field.name for field in dataclasses.fields(EngineArgs)}
+        made = {k: v for k, v in (args | changes).items() if k in known}
+        config = EngineArgs(**made).create_engine_config(UsageContext.LLM_CLASS)
+        return namespace(config, kv, "v0.32.0")
+
+    before = name()
+    assert name() == before
+    assert [name(**changes) for changes in OPERATION] == [before] * len(OPERATION)
+    shaped = [name(**changes) for changes in SHAPE]
+    assert len({before, *shaped}) == 1 + len(shaped)

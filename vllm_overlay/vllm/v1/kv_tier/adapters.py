@@ -11,12 +11,23 @@ and its numbers, they name the content.
 import itertools
 import os
 from collections.abc import Callable, Hashable
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
+
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.bounded import BoundedMap, digest
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+_MAX_BYTES = 8 << 20
+"""Of what is known of adapters, whose names and number clients may choose."""
+
+_CHUNK_BYTES = 1 << 20
 
 _Hasher = TypeVar("_Hasher", bound=Callable[..., Any])
 
@@ -27,13 +38,28 @@ class Load(NamedTuple):
     number: int
     """In this process. 0: the first under its name, or `content` says it all."""
     content: str = ""
-    """Digest of the adapter's files, where other processes must know it again."""
+    """Digest of the adapter's files, where other processes must know it again; a random
+    text where its weights are not known for sure."""
+
+
+class _Loaded(NamedTuple):
+    """What workers have under an id."""
+
+    name: str
+    path: str
+    load: Load
+    files: Hashable
+    """What the files were like; None: they are not to be seen here."""
 
 
 class AdapterLoads:
     """Numbers the loads of all adapters of an engine.
 
-    Requests keep the load with which they came, for all their blocks.
+    Requests keep the load with which they came, for all their blocks, unless their
+    adapter is loaded anew meanwhile. From then on weights of both are in their KV,
+    which gets keys that no other request has. So do requests for an adapter whose files
+    have changed without a reload: workers have the old weights until they drop them,
+    and read the new ones then.
 
     Args:
         by_content: Other processes must know a load again, and by its bytes.
@@ -43,56 +69,101 @@ class AdapterLoads:
     def __init__(self, by_content: bool = False) -> None:
         self._by_content = by_content
         self._numbers = itertools.count(1)
-        # By name and id: under a new id workers load an adapter anew.
-        self._current: dict[tuple[str, int], Load] = {}
-        self._names: set[str] = set()
-        self._files: dict[tuple[str, int], Hashable] = {}
+        # By id: under a new one workers load an adapter anew.
+        self._loaded: BoundedMap[int, _Loaded] = BoundedMap(_MAX_BYTES)
+        # Digests of names that were loaded.
+        self._names: BoundedMap[bytes, None] = BoundedMap(
+            _MAX_BYTES, dropped=self._forget
+        )
+        self._has_forgotten = False
         self._of_request: WeakKeyDictionary[Request, Load] = WeakKeyDictionary()
+        # Requests are made, and hashed, on a thread of their own.
+        self._lock = Lock()
 
     def load(self, lora: "LoRARequest") -> None:
         """Workers are about to load `lora`, if it is new or replaces itself."""
-        key = (lora.lora_name, lora.lora_int_id)
-        is_first = lora.lora_name not in self._names
-        if is_first and not _replaces(lora):
-            # As without a tier.
-            self._current[key] = self._load(lora, 0)
-        elif _replaces(lora) or key not in self._current:
-            self._current[key] = self._load(lora, next(self._numbers))
-        self._names.add(lora.lora_name)
-        self._files[key] = _files(lora.lora_path)
-
-    def _load(self, lora: "LoRARequest", number: int) -> "Load":
-        if not self._by_content:
-            return Load(number)
-        content = _content(lora.lora_path)
-        if content is not None:
-            return Load(0, content)
-        # Nobody else must take it for theirs.
-        return Load(number, os.urandom(16).hex())
+        with self._lock:
+            if _replaces(lora) or lora.lora_int_id not in self._loaded:
+                self._load(lora)
 
     def unload(self, number: int) -> None:
         """Workers drop the adapter with this id, and read its files when it is back."""
-        for key in [key for key in self._current if key[1] == number]:
-            del self._current[key]
+        with self._lock:
+            self._loaded.pop(number, None)
+            self._disown(number)
 
-    def of(self, request: "Request") -> "Load":
+    def of(self, request: "Request") -> Load:
         """The load whose weights `request` runs with."""
         load = self._of_request.get(request)
         if load is None:
             lora = request.lora_request
             assert lora is not None
-            key = (lora.lora_name, lora.lora_int_id)
-            # Workers reload an adapter for each step of such a request. Servers go
-            # on sending it after a reload.
-            replaced = _replaces(lora) and (
-                key not in self._files
-                or self._files[key] is None
-                or self._files[key] != _files(lora.lora_path)
-            )
-            if replaced or key not in self._current:
-                self.load(lora)
-            load = self._of_request[request] = self._current[key]
+            with self._lock:
+                load = self._of_request[request] = self._now(lora)
         return load
+
+    def _now(self, lora: "LoRARequest") -> Load:
+        """For a new request with this adapter."""
+        loaded = self._loaded.use(lora.lora_int_id)
+        if loaded is None:
+            return self._load(lora)
+        files = _files(lora.lora_path)
+        unchanged = files == loaded.files
+        if _replaces(lora):
+            # Workers reload it for each step of such a request. Servers go on sending
+            # it after a reload.
+            return loaded.load if unchanged and files else self._load(lora)
+        if unchanged and (loaded.name, loaded.path) == (lora.lora_name, lora.lora_path):
+            return loaded.load
+        logger.warning_once(
+            "KV tier: the files of LoRA adapter %s have changed, or its id has another "
+            "adapter, and it was not loaded again: no KV of it is kept until it is.",
+            lora.lora_name,
+        )
+        return _unknown()
+
+    def _load(self, lora: "LoRARequest") -> Load:
+        number, name = lora.lora_int_id, digest(lora.lora_name)
+        self._disown(number)
+        is_first = not (_replaces(lora) or name in self._names or self._has_forgotten)
+        self._names[name] = None
+        # As without a tier.
+        load = Load(0 if is_first else next(self._numbers))
+        files = _files(lora.lora_path)
+        if self._by_content:
+            content = _content(lora.lora_path)
+            if content is None or files != _files(lora.lora_path):
+                # Nobody else must take it for theirs.
+                load = Load(load.number, os.urandom(16).hex())
+            else:
+                load = Load(0, content)
+        self._loaded[number] = _Loaded(lora.lora_name, lora.lora_path, load, files)
+        return load
+
+    def _disown(self, number: int) -> None:
+        """The weights under this id change: requests under way have those of both, in
+        blocks that are computed from now on, and maybe computed again."""
+        for request in list(self._of_request):
+            lora = request.lora_request
+            if lora is not None and lora.lora_int_id == number:
+                self._of_request[request] = _unknown()
+                _rename(request)
+
+    def _forget(self, name: bytes, value: None) -> None:
+        self._has_forgotten = True
+
+
+def _unknown() -> Load:
+    return Load(0, os.urandom(16).hex())
+
+
+def _rename(request: "Request") -> None:
+    """Give the blocks of a request keys that no other request has. Those that it has
+    computed keep theirs on the device: they were computed before."""
+    # The first releases have the hashes elsewhere.
+    hashes: list[Any] = getattr(request, "block_hashes", [])
+    start = os.urandom(24)
+    hashes[:] = [start + index.to_bytes(8, "big") for index in range(len(hashes))]
 
 
 def _replaces(lora: "LoRARequest") -> bool:
@@ -103,10 +174,13 @@ def _replaces(lora: "LoRARequest") -> bool:
 def _files(path: str) -> Hashable:
     """What tells whether the files of an adapter have changed; None if nothing does."""
     try:
-        entries = [(entry.name, entry.stat()) for entry in os.scandir(path)]
+        with os.scandir(os.path.expanduser(path)) as entries:
+            found = [(entry.name, entry.stat()) for entry in entries]
     except OSError:
         return None
-    return path, *sorted((n, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in entries)
+    return path, *sorted(
+        (n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in found
+    )
 
 
 def _content(path: str) -> str | None:
@@ -114,15 +188,21 @@ def _content(path: str) -> str | None:
     to be seen here."""
     from blake3 import blake3
 
-    digest = blake3()
+    made, chunk = blake3(), bytearray(_CHUNK_BYTES)
     try:
-        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-            if entry.is_file():
-                digest.update(f"{entry.name}/{entry.stat().st_size}/".encode())
-                digest.update_mmap(entry.path)
+        with os.scandir(os.path.expanduser(path)) as entries:
+            found = sorted((entry.name, entry.path) for entry in entries)
+        for name, place in found:
+            if not os.path.isfile(place):
+                continue
+            made.update(f"{name}/{os.path.getsize(place)}/".encode())
+            # Not as mapped memory: this process would die if the file became shorter.
+            with open(place, "rb", buffering=0) as file:
+                while num_bytes := file.readinto(chunk):
+                    made.update(memoryview(chunk)[:num_bytes])
     except OSError:
         return None
-    return digest.hexdigest(16)
+    return made.hexdigest(16)
 
 
 _starting: AdapterLoads | None = None
