@@ -261,7 +261,7 @@ def test_adapters_take_a_bounded_memory(path: Path) -> None:
 
 
 def test_engines_of_a_process_count_their_own_loads(path: Path) -> None:
-    """One that starts later, with a tier or without, changes no keys of another."""
+    """An engine that starts later, with or without a tier, changes no other keys."""
     first = get_request_block_hasher(BLOCK, sha256)
     before = keys(lora(path), first)
     set_adapter_loads(AdapterLoads())
