@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pairs
+
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
@@ -32,7 +34,11 @@ DOCUMENT = ROOT / "docs" / "compatibility.md"
 MATRIX = ROOT / "tests" / "matrix.toml"
 FOLDERS = ["tests/unit", "tests/sim", "tests/e2e"]
 SECTIONS = ["model kinds", "engine modes", "faults", "refused at start"]
-ALL_TESTS = {"KV_TIER_KINDS": "all", "KV_TIER_PARALLEL": "all,ray,nixl"}
+ALL_TESTS = {
+    "KV_TIER_KINDS": "all",
+    "KV_TIER_PARALLEL": "all,ray,nixl",
+    "KV_TIER_PAIRS": "all",
+}
 """Settings with which no test is left out."""
 
 Key = tuple[str, str]
@@ -67,23 +73,25 @@ class Need:
     """Without rows: why there are none."""
 
 
-def collect(python: Path) -> list[dict[str, str]]:
-    """The marks of all tests: section, row, note and node id.
+def collect(python: Path) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
+    """The marks of all tests: section, row, note and node id of rows, and pair and node
+    id of features that meet.
 
     Raises:
         SystemExit: The tests cannot be collected.
 
     """
     with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows.jsonl"
+        rows, met = Path(folder) / "rows.jsonl", Path(folder) / "pairs.jsonl"
         env = {**os.environ, **ALL_TESTS, "KV_TIER_COMPAT_ROWS": str(rows)}
+        env["KV_TIER_COMPAT_PAIRS"] = str(met)
         env.pop("KV_TIER_COMPAT", None)
         flags = ["-q", "--collect-only", "-p", "no:cacheprovider"]
         command = [str(python), "-m", "pytest", *flags, *FOLDERS]
         run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         if run.returncode:
             raise SystemExit(f"tests cannot be collected:\n{run.stdout[-3000:]}")
-        return read([rows])
+        return read([rows]), read([met])
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, str]]:
@@ -138,7 +146,9 @@ def cell(row: Row, section: str, outcomes: dict[str, dict[str, str]]) -> str:
     return f"{done}, {tests}" + (f" ({missing} not run)" if missing else "")
 
 
-def render(rows: dict[Key, Row], records: list[dict[str, str]]) -> str:
+def render(
+    rows: dict[Key, Row], records: list[dict[str, str]], met: pairs.Table | None = None
+) -> str:
     """The document."""
     tags = sorted({record["tag"] for record in records}, key=_version)
     outcomes: dict[str, dict[str, dict[str, str]]] = {tag: {} for tag in tags}
@@ -166,6 +176,8 @@ def render(rows: dict[Key, Row], records: list[dict[str, str]]) -> str:
                 lines.append(
                     "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
                 )
+    if met is not None:
+        lines += ["", *met.render()]
     return "\n".join(lines) + "\n"
 
 
@@ -183,7 +195,7 @@ def _version(tag: str) -> list[int]:
 def rows_in(document: str) -> set[Key]:
     """Section and row of each line of the tables."""
     found, section = set(), ""
-    for line in document.splitlines():
+    for line in document.partition(f"## {pairs.TITLE}")[0].splitlines():
         if line.startswith("## "):
             section = line[3:].lower()
         elif line.startswith("| ") and not line.startswith("| | "):
@@ -216,11 +228,13 @@ def main(argv: list[str] | None = None) -> int:
     records: list[dict[str, Any]] = read(args.records)
     if not records:
         raise SystemExit("The records are empty: run tests with KV_TIER_COMPAT=FILE.")
-    marks, wanted = collect(args.python.absolute()), needs()
-    text = render(make_rows(marks, wanted), records)
+    python = args.python.absolute()
+    (marks, met), wanted = collect(python), needs()
+    table = pairs.make(*pairs.asked(python), met)
+    text = render(make_rows(marks, wanted), records, table)
     args.out.write_text(text)
     print(f"{args.out}: {len(rows_in(text))} rows, {len(records)} results")
-    complaints = problems(text, marks, wanted)
+    complaints = problems(text, marks, wanted) + table.problems()
     print(*complaints, sep="\n")
     return 1 if complaints or "**fails**" in text else 0
 

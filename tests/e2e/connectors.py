@@ -31,20 +31,17 @@ CHANGED: list[str] = []
 @dataclass
 class Transfer:
     req_id: str
-    tokens: list[int]
+    hashes: list[bytes]
     """Of all blocks of the prompt up to the last that is transferred."""
     blocks: list[int]
     """The last of them, which are transferred."""
     steps_left: int = NUM_STEPS
     before: list[list[torch.Tensor]] = field(default_factory=list)
 
-    def parts(self) -> list[tuple[int, list[int]]]:
-        """Each block, and the prefix that ends with it."""
-        first = len(self.tokens) // BLOCK - len(self.blocks)
-        return [
-            (block, self.tokens[: (first + i + 1) * BLOCK])
-            for i, block in enumerate(self.blocks)
-        ]
+    def parts(self) -> list[tuple[int, bytes]]:
+        """Each block, and the hash of the prefix that ends with it."""
+        last = self.hashes[len(self.hashes) - len(self.blocks) :]
+        return list(zip(self.blocks, last, strict=True))
 
 
 @dataclass
@@ -74,9 +71,10 @@ class SlowConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        tokens = list(request.all_token_ids)
         end = 0
-        while end + BLOCK < len(tokens) and self._file(tokens[: end + BLOCK]).exists():
+        for block_hash in request.block_hashes:
+            if end + BLOCK >= request.num_tokens or not self._file(block_hash).exists():
+                break
             end += BLOCK
         self._matched[request.request_id] = end
         found = max(end - num_computed_tokens, 0)
@@ -92,7 +90,7 @@ class SlowConnector(KVConnectorBase_V1):
             self._metadata.loads.append(
                 Transfer(
                     request.request_id,
-                    list(request.all_token_ids[:end]),
+                    list(request.block_hashes[: end // BLOCK]),
                     ids[first : end // BLOCK],
                 )
             )
@@ -107,8 +105,8 @@ class SlowConnector(KVConnectorBase_V1):
         num_blocks = min(request.num_computed_tokens, request.num_tokens - 1) // BLOCK
         if not num_blocks:
             return False, None
-        tokens = list(request.all_token_ids[: num_blocks * BLOCK])
-        transfer = Transfer(request.request_id, tokens, list(block_ids[:num_blocks]))
+        hashes = list(request.block_hashes[:num_blocks])
+        transfer = Transfer(request.request_id, hashes, list(block_ids[:num_blocks]))
         self._metadata.sends.append(transfer)
         return True, None
 
@@ -164,19 +162,19 @@ class SlowConnector(KVConnectorBase_V1):
             SlowConnector.fail_loads -= 1
             self._invalid.update(load.blocks[1:])
             parts = parts[:1]
-        for block, prefix in parts:
-            for region, data in zip(self._regions, torch.load(self._file(prefix))):
+        for block, block_hash in parts:
+            for region, data in zip(self._regions, torch.load(self._file(block_hash))):
                 region.blocks[block].copy_(data)
 
     def _end_send(self, send: Transfer) -> None:
-        for (block, prefix), before in zip(send.parts(), send.before):
+        for (block, block_hash), before in zip(send.parts(), send.before):
             now = self._read(block)
             if not all(torch.equal(a, b) for a, b in zip(now, before)):
                 CHANGED.append(f"block {block} of request {send.req_id}")
-            torch.save(now, self._file(prefix))
+            torch.save(now, self._file(block_hash))
 
-    def _file(self, prefix: list[int]) -> Path:
-        name = hashlib.sha256(repr(prefix).encode()).hexdigest()
+    def _file(self, block_hash: bytes) -> Path:
+        name = hashlib.sha256(repr(block_hash).encode()).hexdigest()
         return self._folder / f"{name}.pt"
 
     def _read(self, block: int) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 from . import connector_workloads as connector_workloads
 from . import features as features
 from . import harmful_workloads as harmful_workloads
+from . import meeting as meeting
 from . import sharp_weights as sharp_weights  # A load format.
 from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine

@@ -171,6 +171,7 @@ class Engine:
         lora: Path | LoRARequest | None = None,
         priority: int = 0,
         images: Sequence[Any] = (),
+        embeddings: Any = None,
         **params: Any,
     ) -> None:
         """Begin to answer prompts.
@@ -181,6 +182,8 @@ class Engine:
             lora: Folder of an adapter, or how to ask for it.
             priority: The smaller, the more important.
             images: Those that each prompt has tokens for.
+            embeddings: A table of them, of which prompts are given those of their
+                tokens instead of these.
             **params: Of `SamplingParams`.
 
         """
@@ -196,6 +199,8 @@ class Engine:
             lora = LoRARequest(lora.name, number, str(lora))
         for tokens in prompts:
             prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+            if embeddings is not None:
+                prompt = {"prompt_embeds": embeddings[tokens]}
             if salt is not None:
                 prompt["cache_salt"] = salt
             if images:

@@ -35,8 +35,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(["--tensor-parallel-size", "2"], id="tensor"),
-        pytest.param(STAGES, id="pipeline", marks=WITH_RANKS),
+        pytest.param(
+            ["--tensor-parallel-size", "2"],
+            id="tensor",
+            marks=pytest.mark.pairs("FS", "TP"),
+        ),
+        pytest.param(
+            STAGES, id="pipeline", marks=[WITH_RANKS, pytest.mark.pairs("FS", "PP")]
+        ),
     ],
 )
 def test_a_block_counts_if_all_ranks_have_their_part(
@@ -67,6 +73,7 @@ def test_a_block_counts_if_all_ranks_have_their_part(
         assert sum(hits for _, hits in found) == 0
 
 
+@pytest.mark.pairs("FS", "TP", "SH")
 @WITH_RANKS
 def test_ranks_that_hold_the_same_have_one_object(tmp_path: Path) -> None:
     """One head of keys and values, which both ranks have, as they all have MLA's."""
@@ -101,6 +108,7 @@ def test_ranks_that_hold_the_same_have_one_object(tmp_path: Path) -> None:
         assert sum(hits for _, hits in found) == 0
 
 
+@pytest.mark.pairs("FS", "DP")
 @pytest.mark.skipif(not CHOOSES_REPLICAS, reason="a request cannot name its engine")
 def test_what_one_data_parallel_engine_computed_another_one_finds(
     model: Path, tmp_path: Path

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import compat
+import pairs
 from patchtool.config import Layout
 
 pytest_plugins = ["pytester"]
@@ -46,10 +47,56 @@ def is_of_the_newest() -> bool:
 def test_the_committed_document() -> None:
     """Run `make compat` when this fails; with a reason in tests/matrix.toml where no
     test can be."""
-    marks = compat.collect(Path(sys.executable))
+    python = Path(sys.executable)
+    marks, met = compat.collect(python)
     text = compat.DOCUMENT.read_text()
     assert compat.problems(text, marks, compat.needs()) == []
     assert "**fails**" not in text
+    table = pairs.make(*pairs.asked(python), met)
+    assert table.problems() == []
+    assert table.render() == pairs.section(text)
+
+
+NAMES = {"A": "first", "B": "second", "C": "third"}
+
+
+def met(*codes: str) -> dict[str, Any]:
+    return {"pair": list(codes), "test": "tests/sim/test_some.py::test"}
+
+
+@pytest.mark.parametrize(
+    "refusals, marks, complaints",
+    [
+        ({("A", "B"): "no"}, [met("C", "A"), met("B", "C")], []),
+        (
+            {("A", "B"): "no"},
+            [met("A", "C")],
+            ["B and C: no test runs both, and nothing refuses them"],
+        ),
+        (
+            {("A", "B"): "no"},
+            [met("A", "B"), met("A", "C"), met("B", "C")],
+            ["A and B: refused, but ['sim/test_some'] run both"],
+        ),
+        (
+            {("A", "B"): "no", ("A", "C"): "no", ("B", "C"): "no"},
+            [met("A", "D")],
+            ["['D']: features that nobody knows"],
+        ),
+    ],
+)
+def test_each_two_features_are_run_or_refused(
+    refusals: dict[pairs.Pair, str], marks: list[dict[str, Any]], complaints: list[str]
+) -> None:
+    assert pairs.make(NAMES, refusals, marks).problems() == complaints
+
+
+def test_the_table_of_features() -> None:
+    table = pairs.make(NAMES, {("A", "B"): "no"}, [met("A", "C"), met("B", "C")])
+    lines = table.render()
+    assert "| B | 1 |" in lines and "| C | a | a |" in lines
+    assert "- a: `sim/test_some`" in lines and "1. `no`" in lines
+    assert pairs.section("\n".join(["# Before", "", *lines])) == lines
 
 
 def test_results_of_several_runs_and_releases() -> None:

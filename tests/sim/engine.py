@@ -5,9 +5,12 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.kv_tier.adapters import note_adapter_unload
 from vllm.v1.kv_tier.pool import ElasticBlockPool
 from vllm.v1.request import Request, RequestStatus
 
@@ -18,7 +21,8 @@ from .content import STOP_TOKEN, Sequence, Violation
 from .invariants import Invariants
 from .layouts import MAX_MODEL_LEN
 from .pages import Pages
-from .scheduler import Setup, make_scheduler
+from .real_ranks import RealRanks
+from .scheduler import NUM_DRAFTS, Setup, make_scheduler
 from .step import Step
 from .worker import Worker
 
@@ -62,8 +66,12 @@ class Engine:
         self.finished: list[Conversation] = []
         self.events: Counter[str] = Counter()
         """What happened: see `EVENTS`."""
+        self.num_cached: dict[str, int] = {}
+        """Tokens that each request found when it first ran."""
         self._live: dict[str, Conversation] = {}
         self._num_requests = 0
+        self.adapter_load = 0
+        """How often the adapter was loaded again."""
         self._epoch = 0
         self._in_flight: deque[Step] = deque()
         self.below = None if setup.below is None else Below(*setup.below)
@@ -71,6 +79,17 @@ class Engine:
         self._worker = Worker(
             setup.layout, setup.num_blocks, setup.num_slots, self._roots, self.below
         )
+        if setup.real_ranks:
+            self._worker.real_ranks = RealRanks(
+                setup.num_blocks,
+                setup.layout.block_size,
+                setup.num_slots,
+                setup.real_ranks,
+                setup.verify,
+                setup.share,
+            )
+        self._worker.pools = setup.pools
+        self._worker.num_drafts = NUM_DRAFTS if setup.speculates else 0
         self._scheduler = make_scheduler(setup, self.below, lambda: self._worker.device)
         self._num_steps = 0
         tier = self._scheduler.kv_cache_manager.kv_tier
@@ -91,26 +110,77 @@ class Engine:
         use_lora: bool = False,
         priority: int = 0,
         hints: dict[str, Any] | None = None,
-    ) -> None:
+        **inputs: Any,
+    ) -> Request:
+        """A request arrives. `inputs` are those of its prompt that `_inputs` takes."""
         req_id = str(self._num_requests)
         self._num_requests += 1
+        more, name = self._inputs(req_id, prompt, **inputs)
+        pools = self.setup.pools
         request = upstream.make_request(
-            request_id=req_id,
-            prompt_token_ids=prompt,
-            sampling_params=_sampling_params(max_tokens, hints),
-            pooling_params=None,
-            arrival_time=float(self._num_requests),
-            lora_request=LoRARequest("lora", 1, "lora") if use_lora else None,
-            cache_salt=salt,
-            priority=priority,
-            block_hasher=self._hasher,
+            **{
+                "request_id": req_id,
+                "prompt_token_ids": prompt,
+                "sampling_params": None
+                if pools
+                else _sampling_params(max_tokens, hints, **self._asked(inputs)),
+                "pooling_params": upstream.pooling_params() if pools else None,
+                "arrival_time": float(self._num_requests),
+                "lora_request": LoRARequest("lora", 1, "lora") if use_lora else None,
+                "cache_salt": salt,
+                "priority": priority,
+                "block_hasher": self._hasher,
+            }
+            | more
         )
-        root = hash((0 if salt is None else 1 + ord(salt), use_lora))
+        lora = self.adapter_load if use_lora else 0
+        root = hash((0 if salt is None else 1 + ord(salt), use_lora, lora, name))
         self._roots[req_id] = root
         truth = Sequence(root, len(self.setup.layout.groups), self._epoch, prompt)
         conversation = self._live[req_id] = Conversation(request, truth)
         self._learn_hashes(conversation)
         self._scheduler.add_request(request)
+        return request
+
+    @staticmethod
+    def _asked(inputs: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt_logprobs": 1} if inputs.get("prompt_logprobs") else {}
+
+    def _inputs(
+        self,
+        req_id: str,
+        prompt: list[int],
+        image: int = 0,
+        is_embedded: bool = False,
+        prompt_logprobs: bool = False,
+    ) -> tuple[dict[str, Any], tuple[int, bool]]:
+        """What a request has beside tokens, and what its KV depends on for that.
+
+        Args:
+            req_id: Of the request.
+            prompt: Its tokens.
+            image: Which one its first tokens stand for; 0: none.
+            is_embedded: The prompt is given as embeddings that stand for the tokens.
+            prompt_logprobs: Of the answer, so that nothing cached is read.
+
+        """
+        more: dict[str, Any] = {}
+        if image:
+            num_tokens = min(upstream.IMAGE_TOKENS, len(prompt))
+            more["mm_features"] = [upstream.image(image, num_tokens)]
+        if is_embedded:
+            self._worker.embedded[req_id] = prompt
+            more["prompt_token_ids"] = None
+            more["prompt_embeds"] = torch.tensor(prompt, dtype=torch.float).view(-1, 1)
+        return more, (image, is_embedded)
+
+    def reload_adapter(self) -> bool:
+        """The adapter gets other weights, unless a request runs with it."""
+        if any(each.request.lora_request for each in self._live.values()):
+            return False
+        note_adapter_unload(1)
+        self.adapter_load += 1
+        return True
 
     def step(
         self, rush: bool = False, fail: str | None = None, abort: int | None = None
@@ -208,6 +278,8 @@ class Engine:
 
     def _count(self, step: Step) -> None:
         plan, events = step.plan, self.events
+        for new in step.output.scheduled_new_reqs:
+            self.num_cached.setdefault(new.req_id, new.num_computed_tokens)
         if isinstance(self._pool, ElasticBlockPool):
             mapper = self._pool.elastic.mapper
             if isinstance(mapper, Pages):
@@ -223,6 +295,8 @@ class Engine:
         events["released"] += bool(self._pool.storer.released)
         hinted = self._pool.retaining.hinted
         events["retained"] += hinted is not None and bool(hinted.kept)
+        shares = {} if hinted is None else hinted.shares
+        events["of tenants"] += any(share.resident for share in shares.values())
         events["forbidden"] += bool(self._pool.storer.forbidden)
         events["failed"] += bool(step.fail and copies[step.fail])
 
@@ -233,6 +307,10 @@ class Engine:
         if _failed_compute(step):
             self._give_up_spoiled(step)
         self._scheduler.update_from_output(step.output, step.result)
+        for tokens in step.result.sampled_token_ids or ():
+            self.events["accepted"] += max(0, len(tokens) - 1)
+        if step.drafts:
+            upstream.take_drafts(self._scheduler, step.drafts)
         for req_id, conversation in list(self._live.items()):
             self._take_tokens(conversation)
             if conversation.request.is_finished():
@@ -272,7 +350,8 @@ class Engine:
             truth.append(token)
         self._learn_hashes(conversation)
         if request.is_finished() and not (
-            truth.tokens[-1] == STOP_TOKEN
+            self.setup.pools
+            or truth.tokens[-1] == STOP_TOKEN
             or request.num_output_tokens == request.max_tokens
             or request.num_tokens == MAX_MODEL_LEN
         ):
@@ -296,7 +375,7 @@ class Engine:
         )
 
     def _check(self) -> None:
-        self._invariants.check_counts()
+        self._invariants.check_counts(upstream.deferred_blocks(self._scheduler))
         # What a failure left behind is known to be wrong until the output of its
         # step has been processed.
         reports = [step.result.kv_tier_report for step in self._in_flight]
@@ -311,8 +390,11 @@ def _failed_compute(step: Step) -> bool:
     return step.fail == "compute" and bool(step.output.num_scheduled_tokens)
 
 
-def _sampling_params(max_tokens: int, hints: dict[str, Any] | None) -> SamplingParams:
+def _sampling_params(
+    max_tokens: int, hints: dict[str, Any] | None, **more: Any
+) -> SamplingParams:
     return SamplingParams(
+        **more,
         max_tokens=max_tokens,
         stop_token_ids=[STOP_TOKEN],
         extra_args={"kv_transfer_params": {"kv_tier": hints}} if hints else None,

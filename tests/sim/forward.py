@@ -21,10 +21,15 @@ class _Request:
     """Device block ids of each group."""
     state_index: int | None = None
     """Index in the tables of the block with the running state (Mamba)."""
+    state_offset: int = 0
+    """So many blocks behind that one is the state that was right: one is left for each
+    guess that was."""
 
     def copy(self) -> "_Request":
         tables = [table.copy() for table in self.tables]
-        return _Request(self.sequence.copy(), tables, self.state_index)
+        return _Request(
+            self.sequence.copy(), tables, self.state_index, self.state_offset
+        )
 
 
 class ForwardPasses:
@@ -38,7 +43,15 @@ class ForwardPasses:
     """
 
     def __init__(self, layout: Layout, num_blocks: int, roots: dict[str, int]) -> None:
+        self.num_remote = 0
+        """Loads of a KV connector."""
+        self.num_drafts = 0
+        """Tokens that are guessed after each step of a request."""
+        self.pools = False
+        """Whether requests end with their prompts, as those of pooling models."""
         self._roots = roots
+        self.embedded: dict[str, list[int]] = {}
+        """By request id, what the embeddings of its prompt stand for."""
         self._layout = layout
         self._width = layout.block_size
         self.device = DeviceMemory([EMPTY] * self._width for _ in range(num_blocks))
@@ -48,6 +61,9 @@ class ForwardPasses:
         """Returns the tokens that each request of `step` samples."""
         output = step.output
         computed = self._update_requests(step)
+        for load in upstream.remote_loads(output):
+            self.num_remote += 1
+            self._load_remote(self._requests[load.req_id], load.start, load.end)
         scheduled = output.num_scheduled_tokens
         if step.fail == "compute":
             step.spoiled.update(list(scheduled)[:1])
@@ -55,22 +71,75 @@ class ForwardPasses:
             if not self._begin_states(req_id, computed[req_id], scheduled[req_id]):
                 self._spoil(step, req_id)
         sampled: list[list[int]] = []
+        step.pooled, step.drafts = [], {}
         for req_id, num_tokens in scheduled.items():
             request = self._requests[req_id]
             start, end = computed[req_id], computed[req_id] + num_tokens
             if not self._is_read_right(request, start):
                 self._spoil(step, req_id)
             is_spoiled = req_id in step.spoiled
-            self._write(request, start, end, is_spoiled)
             tokens = request.sequence.tokens
+            num_known = len(tokens)
+            drafts = upstream.drafts(output, req_id)
             sampled.append([])
-            if end >= len(tokens):
-                token = request.sequence.next_token()
-                if is_spoiled:
-                    token = (token + 1) % VOCAB
-                request.sequence.append(token)
-                sampled[-1].append(token)
+            if self.pools:
+                step.pooled.append(end >= num_known)
+            elif end >= num_known:
+                sampled[-1] += self._sample(request.sequence, drafts, is_spoiled)
+            # A draft that was right is a token now, and the others leave garbage.
+            right = min(end, num_known + len(sampled[-1][1:]))
+            self._write(request, start, right, is_spoiled)
+            self._write_rejected(request, right, end)
+            num_guesses = max(0, end - num_known)
+            self._write_states(request, right, end, num_guesses, is_spoiled)
+            if self.num_drafts and sampled[-1]:
+                step.drafts[req_id] = self._draft(request.sequence)
         return sampled
+
+    @staticmethod
+    def _sample(sequence: Sequence, drafts: list[int], is_spoiled: bool) -> list[int]:
+        """The tokens that follow a sequence: one more than there are right drafts."""
+        sampled: list[int] = []
+        for draft in [*drafts, None]:
+            token = (sequence.next_token() + is_spoiled) % VOCAB
+            sequence.append(token)
+            sampled.append(token)
+            if draft != token:
+                break
+        return sampled
+
+    def _draft(self, sequence: Sequence) -> list[int]:
+        """Guesses of the tokens that follow. How many are right depends on these."""
+        guess = sequence.copy()
+        num_right = hash(tuple(guess.tokens)) % (self.num_drafts + 1)
+        drafts: list[int] = []
+        for i in range(self.num_drafts):
+            drafts.append((guess.next_token() + (i >= num_right)) % VOCAB)
+            guess.append(drafts[-1])
+        return drafts
+
+    def _load_remote(self, request: _Request, start: int, end: int) -> None:
+        """What a KV connector brings, but for blocks that no layer reads any more."""
+        for group, table, values in zip(
+            self._layout.groups, request.tables, request.sequence.values, strict=True
+        ):
+            size = group.block_size
+            if group.first_read is None:
+                block = self._writable(table[(end - 1) // size])
+                self.device[block] = [values[end - 1]] * self._width
+                continue
+            for position in range(start, end):
+                if block := table[position // size]:
+                    self.device[block][position % size] = values[position]
+
+    def _write_rejected(self, request: _Request, start: int, end: int) -> None:
+        for group, table in zip(self._layout.groups, request.tables, strict=True):
+            if group.first_read is None:
+                continue
+            size = group.block_size
+            for position in range(start, end):
+                block = self._writable(table[position // size])
+                self.device[block][position % size] = GARBAGE
 
     def _update_requests(self, step: Step) -> dict[str, int]:
         """Take over what is new.
@@ -108,6 +177,8 @@ class ForwardPasses:
         block_ids: Seq[Seq[int]],
     ) -> None:
         root = self._roots[req_id]
+        embedded = self.embedded.get(req_id, [])
+        tokens = [*embedded, *tokens[len(embedded) :]]
         sequence = Sequence(root, len(self._layout.groups), step.epoch, tokens)
         self._requests[req_id] = _Request(sequence, [list(ids) for ids in block_ids])
 
@@ -137,11 +208,13 @@ class ForwardPasses:
             source = (start - 1) // size if before is None else before
             target = (start + num_tokens - 1) // size
             request.state_index = target
+            offset = request.state_offset
             if source not in (-1, target):
-                self.device[table[target]] = self.device[table[source]].copy()
+                self.device[table[target]] = self.device[table[source + offset]].copy()
+                offset = 0
             if start > 0:
                 want = request.sequence.values[g][start - 1]
-                is_right &= self.device[table[target]][0] == want
+                is_right &= self.device[table[target + offset]][0] == want
         return is_right
 
     def _is_read_right(self, request: _Request, start: int) -> bool:
@@ -175,15 +248,47 @@ class ForwardPasses:
                     self.device[block] = [state] * self._width
                 continue
             if group.first_read is None:
-                state = GARBAGE if is_spoiled else values[end - 1]
-                block = self._writable(table[(end - 1) // size])
-                self.device[block] = [state] * self._width
                 self._write_checkpoint(group, table, values, start, end, is_spoiled)
                 continue
             for position in range(start, end):
                 block = self._writable(table[position // size])
                 value = GARBAGE if is_spoiled else values[position]
                 self.device[block][position % size] = value
+
+    def _write_states(
+        self,
+        request: _Request,
+        right: int,
+        end: int,
+        num_guesses: int,
+        is_spoiled: bool,
+    ) -> None:
+        """Leave the state behind what was known, and one behind each guess.
+
+        As upstream does, which then has the state at the end of a block where the block
+        keeps it.
+        """
+        known = end - num_guesses
+        request.state_offset = right - known
+        for group, table, values in zip(
+            self._layout.groups, request.tables, request.sequence.values, strict=True
+        ):
+            if group.first_read is not None or group.keeps_all_states:
+                continue
+            base = request.state_index
+            assert base is not None
+            for i in range(num_guesses + 1):
+                is_right = known + i <= right and not is_spoiled
+                state = values[known + i - 1] if is_right else GARBAGE
+                self.device[self._writable(table[base + i])] = [state] * self._width
+            aligned = right // group.block_size * group.block_size
+            if aligned >= known:
+                source, target = base + aligned - known, aligned // group.block_size - 1
+                if source != target:
+                    block = self._writable(table[target])
+                    self.device[block] = self.device[table[source]].copy()
+                if base == target:
+                    request.state_offset = 0
 
     def _write_checkpoint(
         self,

@@ -63,12 +63,14 @@ class Invariants:
 
     # ------------------------------------------------------------------ counts
 
-    def check_counts(self) -> None:
-        self._check_references()
+    def check_counts(self, deferred: Iterable[int] = ()) -> None:
+        """`deferred`: blocks that are free after a step that may write to them still,
+        where there is a KV connector."""
+        self._check_references(deferred)
         self._check_index()
         self._check_slots()
 
-    def _check_references(self) -> None:
+    def _check_references(self, deferred: Iterable[int]) -> None:
         pool = self._pool
         references = Counter(
             block.block_id
@@ -76,6 +78,7 @@ class Invariants:
             for blocks in manager.req_to_blocks.values()
             for block in blocks
         )
+        references.update(deferred)
         free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
         if len(free) != pool.get_num_free_blocks():
             raise Violation(

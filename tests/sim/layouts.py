@@ -2,7 +2,7 @@
 """KV cache groups of the models that the simulator runs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -27,10 +27,13 @@ class Group:
     first_read: Callable[[int], int] | None
     """First position that the token at a given one reads. None: the group keeps
     one state for the whole prefix (Mamba)."""
+    num_shards: int = 1
+    """Ranks that have a part each of the tokens of a block (decode context
+    parallelism). The simulated one has all parts."""
 
     @property
     def block_size(self) -> int:
-        return self.spec.block_size
+        return self.spec.block_size * self.num_shards
 
     @property
     def keeps_all_states(self) -> bool:
@@ -53,6 +56,7 @@ class Group:
             # Steps of a pipeline that compute one prompt each leave a state behind,
             # which is more than upstream counts.
             num_states = 3 + max(0, max_in_flight_steps - 2)
+            num_states += getattr(spec, "num_speculative_blocks", 0)
             return num_states + upstream.num_checkpoint_blocks(spec)
         return cdiv(MAX_MODEL_LEN, self.block_size)
 
@@ -64,6 +68,8 @@ class Layout:
     hash_block_size: int
     has_checkpoints: bool = False
     """A forward pass leaves a state inside its chunk, for a block of its own."""
+    num_shards: int = 1
+    """Ranks of decode context parallelism."""
 
     def __repr__(self) -> str:
         return repr(self.name)
@@ -165,10 +171,34 @@ def chunked(size: int, block_size: int = 4) -> Group:
     return Group(spec, lambda position: position // size * size)
 
 
+def chunked_as_full(size: int, block_size: int = 4) -> Group:
+    """Where groups may not differ: blocks are kept that no layer reads any more."""
+    spec = FullAttentionSpec(
+        block_size=block_size, attention_chunk_size=size, **upstream.heads(1)
+    )
+    return Group(spec, lambda position: position // size * size)
+
+
 def mamba(
     block_size: int = 4, has_checkpoints: bool = False, mode: str = "align"
 ) -> Group:
     return Group(upstream.mamba_spec(block_size, has_checkpoints, mode), None)
+
+
+def shards(group: Group, num_shards: int) -> Group:
+    """As many ranks have a part each of the tokens of a block."""
+    return replace(group, num_shards=num_shards)
+
+
+def speculating(layout: Layout, num_drafts: int) -> Layout:
+    """With room for the states behind guesses."""
+    groups = tuple(
+        replace(g, spec=replace(g.spec, num_speculative_blocks=num_drafts))
+        if isinstance(g.spec, MambaSpec)
+        else g
+        for g in layout.groups
+    )
+    return replace(layout, groups=groups)
 
 
 def _mla_windows() -> tuple[Layout, ...]:

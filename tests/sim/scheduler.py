@@ -30,6 +30,7 @@ from .layouts import MAX_MODEL_LEN, Layout
 from .pages import DeviceMemory, Elastic, elastic_layout
 
 SLOT_BYTES = 1 << 20
+NUM_DRAFTS = 3
 
 # Prefixes have few blocks here: let none be too few to be prefetched. And the device
 # has few: let all be for prefetches.
@@ -76,6 +77,18 @@ class Setup:
     kv_events: KVEventsConfig | None = None
     elastic: Elastic | None = None
     """Device memory that comes and goes."""
+    speculates: Literal["ngram", "eagle"] | None = None
+    """Steps check guesses of what follows. Only where none runs ahead."""
+    remote: int | None = None
+    """Seed of a KV connector."""
+    real_ranks: int = 0
+    """So many real ranks do what the simulated one does."""
+    verify: bool = False
+    """They check slots before they load them."""
+    share: bool = False
+    """They hold the same, in slots that they share."""
+    pools: bool = False
+    """The model pools: requests end with their prompts."""
 
     @property
     def num_blocks(self) -> int:
@@ -181,6 +194,15 @@ def make_scheduler(
     config.parallel_config = copy(base.parallel_config)
     num_stages = setup.depth if not upstream.HAS_ASYNC else setup.num_stages
     config.parallel_config.pipeline_parallel_size = num_stages
+    if layout.num_shards > 1:
+        config.parallel_config.decode_context_parallel_size = layout.num_shards
+    if setup.speculates:
+        upstream.speculate(config, setup.speculates, NUM_DRAFTS)
+    if setup.remote is not None:
+        upstream.connect(config, setup.remote, layout.block_size)
+    if setup.pools:
+        config.model_config = copy(base.model_config)
+        config.model_config.runner_type = "pooling"
     config.kv_events_config = setup.kv_events
     config.cache_config = copy(base.cache_config)
     config.cache_config.num_gpu_blocks = setup.num_blocks
@@ -227,4 +249,5 @@ def make_scheduler(
         structured_output_manager=structured_output_manager,
     )
     scheduler.use_v2_model_runner = setup.is_v2
+    upstream.take_images(scheduler)
     return scheduler

@@ -31,5 +31,9 @@ class Step:
     """It works on what a failure left, which the scheduler cannot know yet."""
     spoiled: set[str] = field(default_factory=set)
     """Requests that read a wrong value."""
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    """What follows, as the model guesses; by request."""
+    pooled: list[bool] = field(default_factory=list)
+    """Whether each request has its pooled output, where the model pools."""
     is_done: bool = False
     result: ModelRunnerOutput = field(init=False)

@@ -59,8 +59,9 @@ class Sleeper(Engine):
         if self.drains:
             self._worker.settle()
         self._calls.sleeps({"level": level})
-        for block in range(len(self._worker.device)):
-            self._worker.device[block] = [GARBAGE] * len(self._worker.device[block])
+        device = self._worker.device
+        for block in {*range(len(device))} - device.unmapped:
+            device[block] = [GARBAGE] * len(device[block])
         self._loads(loads_at == 1)
         self._calls.wakes_up({"tags": None})
         self._loads(loads_at == 2)

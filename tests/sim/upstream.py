@@ -13,10 +13,13 @@ from typing import Any, get_args
 
 import torch
 
+from vllm.config import KVTransferConfig, ParallelConfig, SpeculativeConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.pooling_params import PoolingParams
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import single_type_kv_cache_manager
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -29,10 +32,24 @@ from vllm.v1.core.sched.output import (
     SchedulerOutput,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+try:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+except ImportError:
+    # The first releases have other requests.
+    MultiModalFeatureSpec = PlaceholderRange = None  # type: ignore[assignment, misc]
+try:
+    from vllm.v1.outputs import DraftTokenIds
+except ImportError:
+    DraftTokenIds = None  # type: ignore[assignment, misc]
 try:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 except ModuleNotFoundError:
@@ -91,6 +108,17 @@ ChunkedLocalAttentionSpec: Any = getattr(
 )
 HAS_CHUNKS = ChunkedLocalAttentionSpec is not None
 
+KNOWS_ALL_FEATURES = (
+    HAS_PARTIAL_HITS
+    and HAS_SEVERAL_BLOCK_SIZES
+    and HAS_MLA_WINDOWS
+    and HAS_CHUNKS
+    and _has(FullAttentionSpec, "dcp_sharded")
+    and None not in (MultiModalFeatureSpec, DraftTokenIds)
+)
+"""Whether the release has all that `tests/pairs/features.py` lists and the simulator
+draws."""
+
 EVENTS_TELL_GROUPS = "group_idx" in BlockRemoved.__struct_fields__
 """Older releases have one group only where KV cache events are on."""
 
@@ -110,6 +138,7 @@ PREEMPTS_IN_PIPELINES = RESETS_STEPS_IN_FLIGHT
 """A request can be preempted with more steps in flight than asynchronous scheduling
 has. The same releases lose or repeat tokens there, too."""
 
+IMAGE_TOKENS = 6
 _HASH_BYTES = 32
 _RETENTION = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
@@ -124,9 +153,7 @@ def heads(head_size: int, use_mla: bool = False) -> dict[str, Any]:
 
 def mla_spec(block_size: int) -> Any:
     # Not all releases have a class for it.
-    cls = getattr(
-        kv_cache_interface, "MLAAttentionSpec", kv_cache_interface.FullAttentionSpec
-    )
+    cls = getattr(kv_cache_interface, "MLAAttentionSpec", FullAttentionSpec)
     return cls(block_size=block_size, **heads(1, use_mla=True))
 
 
@@ -184,6 +211,11 @@ def make_request(**values: Any) -> Request:
     return Request(**values)
 
 
+def pooling_params() -> Any:
+    """Of a request that reads what is cached, as one for an embedding does."""
+    return PoolingParams(task="embed", skip_reading_prefix_cache=False)
+
+
 def kv_cache_config(retention: int | None, **values: Any) -> KVCacheConfig:
     """`retention`: tokens, as `make_scheduler` takes it too."""
     if _has(KVCacheConfig, "prefix_cache_retention_interval"):
@@ -216,6 +248,36 @@ def make_scheduler(
     cls = AsyncScheduler if is_async and HAS_ASYNC else Scheduler
     with _retention(retention):
         return cls(**values)
+
+
+def take_drafts(scheduler: Scheduler, drafts: dict[str, list[int]]) -> None:
+    """Hand the guesses of a step to the scheduler, but for requests that began anew
+    meanwhile."""
+    requests = scheduler.requests
+    drafts = {
+        req_id: tokens
+        for req_id, tokens in drafts.items()
+        if (request := requests.get(req_id)) and not request.num_in_flight_tokens
+    }
+    scheduler.update_draft_token_ids(DraftTokenIds([*drafts], [*drafts.values()]))
+
+
+def deferred_blocks(scheduler: Scheduler) -> list[int]:
+    """Blocks that are free once the steps in flight are over."""
+    deferred = getattr(scheduler, "deferred_frees", ())
+    return [block.block_id for _, blocks in deferred for block in blocks]
+
+
+def take_images(scheduler: Scheduler) -> None:
+    """Room for the outputs of encoders, which the model of the simulator has not."""
+    scheduler.max_num_encoder_input_tokens = IMAGE_TOKENS
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=8 * IMAGE_TOKENS)
+
+
+def image(number: int, num_tokens: int) -> Any:
+    """The first tokens of a prompt stand for it."""
+    place = PlaceholderRange(offset=0, length=num_tokens)
+    return MultiModalFeatureSpec(None, "image", f"image {number}", place)
 
 
 @contextmanager
@@ -254,8 +316,43 @@ def detach(new: NewRequestData) -> None:
 
 def prefill_tokens(new: NewRequestData) -> list[int]:
     tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
-    assert tokens is not None
+    if tokens is None:
+        assert new.prompt_embeds is not None
+        return [0] * len(new.prompt_embeds)
     return tokens
+
+
+def drafts(output: SchedulerOutput, req_id: str) -> list[int]:
+    """The guesses that a step is to check for a request."""
+    return list(output.scheduled_spec_decode_tokens.get(req_id, ()))
+
+
+def remote_loads(output: SchedulerOutput) -> list[Any]:
+    """What the KV connector of `remote` is to load in a step."""
+    return getattr(output.kv_connector_metadata, "loads", [])
+
+
+def connect(config: Any, seed: int, alignment: int) -> None:
+    """Have the scheduler of `config` ask the KV connector of `remote`."""
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="Remote",
+        kv_connector_module_path="tests.sim.remote",
+        kv_role="kv_both",
+        kv_connector_extra_config={"seed": seed, "alignment": alignment},
+    )
+
+
+def speculate(config: Any, method: str, num_tokens: int) -> None:
+    """Have the scheduler of `config` take guesses of a model."""
+    config.speculative_config = SpeculativeConfig(
+        method="ngram",
+        prompt_lookup_max=3,
+        num_speculative_tokens=num_tokens,
+        target_model_config=config.model_config,
+        target_parallel_config=ParallelConfig(),
+    )
+    # Another method wants the files of a model.
+    config.speculative_config.method = method
 
 
 def resumed_tokens(cached: CachedRequestData, req_id: str) -> list[int] | None:

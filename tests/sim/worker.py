@@ -32,6 +32,7 @@ from .below import Below, Memory
 from .content import EMPTY, GARBAGE, Violation
 from .forward import ForwardPasses
 from .layouts import Layout
+from .real_ranks import RealRanks
 from .step import Step
 
 
@@ -123,6 +124,8 @@ class Worker(ForwardPasses):
         below: Below | None = None,
     ) -> None:
         super().__init__(layout, num_blocks, roots)
+        self.real_ranks: RealRanks | None = None
+        """Do the same on real memory."""
         self.host = [[EMPTY] * self._width for _ in range(num_slots)]
         self._steps: deque[Step] = deque()
         # Steps whose stores, loads or loads ahead have not been executed yet.
@@ -201,6 +204,8 @@ class Worker(ForwardPasses):
     def run_next(self) -> Step:
         """Execute the oldest step that was not."""
         step = self._steps[0]
+        if self.real_ranks is not None:
+            self.real_ranks.begin(step)
         if step.rush:
             self._run_ready()
         if step in self._loads:
@@ -210,11 +215,21 @@ class Worker(ForwardPasses):
             # The output of a step that computes nothing waits for nothing.
             self._pay(step.plan.seq)
         self._steps.popleft()
+        before: list[list[int]] = []
+        if self.real_ranks is not None:
+            late = step.ahead if step not in self._ahead else []
+            self.real_ranks.check([*step.loads, *late], self.device)
+            before = [block.copy() for block in self.device]
         for block in upstream.blocks_to_zero(step.output):
             self.device[block] = [EMPTY] * self._width
         for source, target in upstream.block_copies(step.output):
             self.device[target] = self.device[source].copy()
         step.result.sampled_token_ids = self._forward(step)
+        if self.pools:
+            vector = torch.zeros(1)
+            step.result.pooler_output = [vector if p else None for p in step.pooled]
+        if self.real_ranks is not None:
+            self.real_ranks.wrote(before, self.device)
         step.is_done = True
         self._computed = step.plan.seq
         return step
@@ -248,6 +263,7 @@ class Worker(ForwardPasses):
 
     def _copy(self) -> "Worker":
         new = copy(self)
+        new.real_ranks = None
         new.device = self.device.copy()
         new.host = [block.copy() for block in self.host]
         new._stores = self._stores.copy()

@@ -209,6 +209,20 @@ def test_the_tier_knows_all_parts_of_this_release() -> None:
     assert parts - {"aux_output_config"} <= _HARMLESS_CONFIGS
 
 
+@pytest.mark.compat("refused at start", "prefill context parallelism")
+def test_prefill_context_parallelism(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(model)
+    if not hasattr(config.parallel_config, "prefill_context_parallel_size"):
+        pytest.skip("this release has no prefill context parallelism")
+    # Upstream itself refuses it on CPUs.
+    monkeypatch.setattr(config.parallel_config, "prefill_context_parallel_size", 2)
+    with pytest.raises(ValueError) as error:
+        KVTierConfig.from_vllm_config(config)
+    names_all(str(error.value), "--prefill-context-parallel-size 2", "Remove one")
+
+
 STAGES = {
     "parallel_config": SimpleNamespace(pipeline_parallel_size=2),
     "speculative_config": SimpleNamespace(),

@@ -245,6 +245,12 @@ class KVTierConfig:
                 "Remove one of them."
             )
         check_side_objects(vllm_config)
+        ranks = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
+        if ranks > 1:
+            raise ValueError(
+                f"{backend} is not supported with --prefill-context-parallel-size "
+                f"{ranks}: the two have not been run together. Remove one of them."
+            )
         self._check_scheduler(vllm_config.scheduler_config.scheduler_cls)
         self._check_platform()
         if self.shrink_after_s is not None:

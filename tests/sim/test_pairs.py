@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every two features that the simulator has meet in some script.
+
+Scripts are drawn until all pairs have met, each for one that is missing, with as much
+else as goes with it. What is checked after each step is what all scripts check.
+"""
+
+from random import Random
+
+import pytest
+
+from . import upstream
+
+if not upstream.KNOWS_ALL_FEATURES:
+    pytest.skip("this release lacks some of the features", allow_module_level=True)
+
+from .content import Violation
+from .pairs import draw, drawn, meet
+from .worker import Worker
+
+MAX_SCRIPTS = 150
+
+
+@pytest.mark.pairs(sorted(drawn()))
+def test_all_pairs_meet() -> None:
+    missing = drawn()
+    for seed in range(MAX_SCRIPTS):
+        if not missing:
+            return
+        rng = Random(seed)
+        codes = draw(rng, missing)
+        try:
+            missing -= meet(codes, rng)
+        except Violation as violation:
+            pytest.fail(f"seed {seed}, {sorted(codes)}: {violation}")
+    pytest.fail(f"{MAX_SCRIPTS} scripts did not have {sorted(missing)}")
+
+
+def test_wrong_bytes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: loads take the slot beside the right one."""
+    load = Worker._load
+
+    def load_other(self: Worker, pairs: list[tuple[int, int]]) -> None:
+        load(self, [((slot + 1) % len(self.host), block) for slot, block in pairs])
+
+    monkeypatch.setattr(Worker, "_load", load_other)
+    with pytest.raises(Violation):
+        for seed in range(5):
+            rng = Random(seed)
+            meet(draw(rng, drawn()), rng)
