@@ -177,7 +177,7 @@ def setup_of(codes: set[str], rng: Random) -> Setup:
         store_policy="write_through" if "WT" in codes else "write_back",
         store_from_use=1,
         num_slots=rng.randint(10, 40),
-        spare_blocks=rng.randint(0, 6) + (12 if {"PD", "MB"} <= codes else 0),
+        spare_blocks=rng.randint(0, 6) + (60 if {"PD", "MB"} <= codes else 0),
         # An image has to fit a step.
         token_budget=rng.randint(8, 24),
         is_async=setup.is_async and runs_ahead,
