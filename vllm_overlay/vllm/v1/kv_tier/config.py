@@ -234,23 +234,8 @@ class KVTierConfig:
                 f"{backend} and HiSparse both keep KV blocks in host memory. "
                 "Remove the HiSparse configuration, or remove the backend."
             )
-        if why := refused_executor(vllm_config):
-            raise ValueError(
-                f"{backend} is not supported with --distributed-executor-backend {why}"
-            )
-        if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):
-            raise ValueError(
-                f"{backend} is not supported with --enable-fault-tolerance: a step "
-                "that is given up takes the ranks' reports of failed copies with it. "
-                "Remove one of them."
-            )
+        self._check_parallel(vllm_config)
         check_side_objects(vllm_config)
-        ranks = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
-        if ranks > 1:
-            raise ValueError(
-                f"{backend} is not supported with --prefill-context-parallel-size "
-                f"{ranks}: the two have not been run together. Remove one of them."
-            )
         self._check_scheduler(vllm_config.scheduler_config.scheduler_cls)
         self._check_platform()
         if self.shrink_after_s is not None:
@@ -270,6 +255,26 @@ class KVTierConfig:
                 "Lower it, or set "
                 "--kv-offloading-config '{\"check_memory\": false}' where memory "
                 "grows on demand."
+            )
+
+    @staticmethod
+    def _check_parallel(vllm_config: "VllmConfig") -> None:
+        backend = f"--kv-offloading-backend {BACKEND}"
+        if why := refused_executor(vllm_config):
+            raise ValueError(
+                f"{backend} is not supported with --distributed-executor-backend {why}"
+            )
+        if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):
+            raise ValueError(
+                f"{backend} is not supported with --enable-fault-tolerance: a step "
+                "that is given up takes the ranks' reports of failed copies with it. "
+                "Remove one of them."
+            )
+        ranks = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
+        if ranks > 1:
+            raise ValueError(
+                f"{backend} is not supported with --prefill-context-parallel-size "
+                f"{ranks}: the two have not been run together. Remove one of them."
             )
 
     @staticmethod
