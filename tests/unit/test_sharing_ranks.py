@@ -81,7 +81,8 @@ def test_one_stores_and_all_load(ranks: Start) -> None:
 def test_a_load_waits_for_the_store_of_another_rank(
     ranks: Start, store: str, load: str, has_fences: bool
 ) -> None:
-    """Without the fence it reads what was in the slot before."""
+    """Without the fence it reads what was in the slot before, or is refused when the
+    owner has begun to fill it."""
     owner, other = ranks()
     on_all([owner, other], "run", 1, **stored("store", block=3, slot=0))
     if not has_fences:
@@ -95,9 +96,12 @@ def test_a_load_waits_for_the_store_of_another_rank(
         for seq, plan in plans:
             rank.begin("run", seq, **plan)
     found = [[rank.end() for _ in plans] for rank in (owner, other)]
-    assert all(report is None for of_rank in found for report, _ in of_rank)
+    failed = [report for of_rank in found for report, _ in of_rank if report]
     assert owner.ask("values", 5) == {2}
-    assert other.ask("values", 5) == ({2} if has_fences else {4})
+    if has_fences:
+        assert not failed and other.ask("values", 5) == {2}
+    else:
+        assert other.ask("values", 5) == ({6} if failed else {4})
 
 
 @STORES
