@@ -118,3 +118,26 @@ def test_a_session_between_two_inputs_keeps_its_blocks(scheduler: Any) -> None:
     request = add(scheduler, "a", status)
     start_over(scheduler)
     assert request.num_computed_tokens == 64 and not scheduler.freed
+
+
+class Prefill:
+    """As upstream's `PrefillStats`."""
+
+    num_prompt_tokens = 100
+
+    def set(self, num_prompt: int, num_local: int, num_external: int) -> None:
+        self.told = num_prompt, num_local, num_external
+
+
+def test_a_prompt_that_starts_over_does_not_count_as_cached(scheduler: Any) -> None:
+    """Releases count in one of two ways. What has answered has told its count."""
+    new, told, old, begun = (
+        add(scheduler, name, RequestStatus.RUNNING) for name in ("a", "b", "c", "d")
+    )
+    new.prefill_stats, told.prefill_stats = Prefill(), None
+    for request, num_outputs in ((told, 3), (old, 0), (begun, 3)):
+        request.num_cached_tokens, request.num_output_tokens = 96, num_outputs
+    start_over(scheduler)
+    assert new.prefill_stats.told == (100, 0, 0)
+    assert (told.num_cached_tokens, begun.num_cached_tokens) == (96, 96)
+    assert old.num_cached_tokens == -1

@@ -7,7 +7,7 @@ it likes are gone: what no longer fits the rest ends with an error.
 
 import time
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from vllm.logger import init_logger
@@ -35,7 +35,9 @@ def start_over(scheduler: "Scheduler") -> None:
     loaded, what follows in their prompt.
     """
     while scheduler.running:
-        scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+        request = scheduler.running.pop()
+        _count_as_computed(request)
+        scheduler._preempt_request(request, time.monotonic())
     get_block_ids = scheduler.kv_cache_manager.get_block_ids
     for request in scheduler.requests.values():
         # Where upstream does not count them, the scheduler drops all that is void.
@@ -53,6 +55,19 @@ def start_over(scheduler: "Scheduler") -> None:
         request.num_computed_tokens = 0
     # Not all releases ask who was in the step before.
     getattr(scheduler, "prev_step_scheduled_req_ids", set()).clear()
+
+
+def _count_as_computed(request: Any) -> None:
+    """A prompt that starts over before its first token was not served from a cache.
+
+    Upstream counts cached tokens when a request is scheduled first, and not again.
+    """
+    stats = getattr(request, "prefill_stats", None)
+    if stats is not None and stats.num_prompt_tokens:
+        stats.set(stats.num_prompt_tokens, 0, 0)
+    elif getattr(request, "num_cached_tokens", 0) > 0 and not request.num_output_tokens:
+        # Older releases count when it is below zero.
+        request.num_cached_tokens = -1
 
 
 def end_what_cannot_fit(
