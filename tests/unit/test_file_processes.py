@@ -298,7 +298,7 @@ def test_one_that_stands_still_takes_no_question_for_ever(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than fits between the two."""
-    monkeypatch.setattr(file_processes, "_END_S", 0.2)
+    monkeypatch.setattr(file_processes, "END_S", 0.2)
     rank = Rank(root, deadline_ms=500)
     rank.processes[1].send_signal(signal.SIGSTOP)
     keys, begun = [i.to_bytes(64, "big") for i in range(20_000)], time.monotonic()
@@ -311,7 +311,7 @@ def test_one_that_the_kernel_does_not_let_go_keeps_the_rows_that_it_reads_into(
     root: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     """As in a read from a disk that hangs. A stopped one that nobody kills is alike."""
-    monkeypatch.setattr(file_processes, "_END_S", 0.2)
+    monkeypatch.setattr(file_processes, "END_S", 0.2)
     rank = Rank(root, deadline_ms=300)
     processes = rank.store._processes
     assert processes is not None

@@ -137,7 +137,7 @@ def test_a_late_waiter_closes_no_younger_client(shared: SharedClient) -> None:
 def test_a_call_that_does_not_end_is_waited_for_by_nobody_new(
     shared: SharedClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake_client, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(mooncake_client, "CLOSE_S", 0.05)
     with shared.use() as hanging:
         shared.drop(hanging)
         with pytest.raises(OSError, match="does not end"), shared.use():

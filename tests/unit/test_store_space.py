@@ -326,7 +326,7 @@ def test_who_counts_makes_room_for_others(
             yield each
 
     monkeypatch.setattr(space, "_files", slowly)
-    monkeypatch.setattr(space, "_STEP", 1)
+    monkeypatch.setattr(space, "STEP", 1)
     counting = open_fs(root, objects=CAP)
     assert has_begun.wait(20)
     store = open_fs(root, objects=CAP)
@@ -346,7 +346,7 @@ def test_to_evict_a_part_of_the_objects_is_looked_at(
     """The next part the next time: each object once, before one of them twice."""
     many = 300
     fill(root, many)
-    monkeypatch.setattr(space, "_SAMPLE", 40)
+    monkeypatch.setattr(space, "SAMPLE", 40)
     store, seen = open_fs(root, objects=many), []
     store._files._space._look.join()
     store._files._space._next_count = float("inf")

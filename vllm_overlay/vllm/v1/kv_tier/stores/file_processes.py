@@ -33,7 +33,7 @@ ENDED = "ended"
 _START_S = 30.0
 _LAST_S = 0.5
 # How long a process may take to end once it was killed, and to take a question.
-_END_S = 5.0
+END_S = 5.0
 
 
 class NoProcesses(RuntimeError):
@@ -216,7 +216,7 @@ class _Process:
         theirs: dict[str, Connection] = {}
         for kind in KINDS:
             self._ends[kind], theirs[kind] = Pipe()
-            _give_time(self._ends[kind], _END_S)
+            _give_time(self._ends[kind], END_S)
         fds = [end.fileno() for end in theirs.values()]
         self._process = subprocess.Popen(
             # Not with its folder in the path: names of modules there are others' too.
@@ -296,7 +296,7 @@ class _Process:
                     self._process.wait(_LAST_S)
             self._process.kill()
             try:
-                status: int | None = self._process.wait(_END_S)
+                status: int | None = self._process.wait(END_S)
             except subprocess.TimeoutExpired:
                 status = None
         if status is None:

@@ -34,7 +34,7 @@ longer as there are more of them."""
 _LOCAL_BUFFER_BYTES = 16 << 20
 _HEADER_BYTES, _NUM_CALLS = 1024, 4
 # How long one that wants a client waits for another one to be closed.
-_CLOSE_S = 10.0
+CLOSE_S = 10.0
 
 
 def import_client() -> Any:
@@ -176,7 +176,7 @@ class SharedClient:
 
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._dropped is None, _CLOSE_S):
+            if not self._changed.wait_for(lambda: self._dropped is None, CLOSE_S):
                 raise OSError("a call does not end, and its client cannot be closed")
             if self._client is None:
                 client = Client(self._config)
@@ -208,7 +208,7 @@ class SharedClient:
     def close(self) -> None:
         with self._changed:
             # A call that hangs keeps it: the process ends anyway.
-            if self._changed.wait_for(lambda: not self._num_users, _CLOSE_S):
+            if self._changed.wait_for(lambda: not self._num_users, CLOSE_S):
                 client, self._client = self._client, None
                 if client is not None:
                     client.close()

@@ -48,9 +48,9 @@ _MAGIC = b"KVUSAGE1"
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 _LOW_WATERMARK = 0.9
 _WAIT_S = 2.0
-_SAMPLE = 4096
+SAMPLE = 4096
 """Objects of which the least recently used are evicted."""
-_STEP = 256
+STEP = 256
 # A process counts again after so many times what it took to count.
 _COUNT_PAUSE = 20
 
@@ -381,7 +381,7 @@ class Space:
                     if _remove_if_left(path):
                         continue
             seen += size
-            if n % _STEP == 0 and not count.is_lost:
+            if n % STEP == 0 and not count.is_lost:
                 self._make_room_for_others()
         return seen
 
@@ -453,7 +453,7 @@ class Space:
             sample: list[tuple[float, int, str]] = []
             for each in walk:
                 sample.append(each)
-                if len(sample) == _SAMPLE or time.monotonic() >= until:
+                if len(sample) == SAMPLE or time.monotonic() >= until:
                     is_whole = False
                     break
             else:
