@@ -86,9 +86,11 @@ class BlockStore(ABC):
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Which objects seem to be there. No promise: only `get` looks at the bytes."""
 
-    @abstractmethod
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Forget objects. Those that are not there are no trouble."""
+    def delete(self, keys: Sequence[bytes]) -> None:  # noqa: B027
+        """Forget objects. Those that are not there are no trouble.
+
+        For tests and benchmarks: an engine never calls this.
+        """
 
     def take_evicted_bytes(self) -> int:
         """Bytes that this store has removed to make room, since the last call."""
