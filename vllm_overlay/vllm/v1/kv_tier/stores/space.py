@@ -323,8 +323,9 @@ class Space:
 
     def _begin(self, work: Callable[[], None]) -> threading.Thread:
         def run() -> None:
-            # The counter stays as it is, and the next one counts.
-            with contextlib.suppress(OSError):
+            # The counter stays as it is, and the next one counts. Files may have been
+            # closed meanwhile, which is a ValueError.
+            with contextlib.suppress(OSError, ValueError):
                 work()
 
         thread = threading.Thread(target=run, name="kv-tier-space", daemon=True)
