@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from vllm.v1.kv_tier.api.http import (
     HintsOfRequests,
     hear_afterwards,
 )
+from vllm.v1.kv_tier.api.translation import breakpoints
 
 CHAT = "/v1/chat/completions"
 
@@ -37,7 +39,7 @@ async def answer(request: Request) -> StreamingResponse:
 
 
 async def count(request: Request) -> JSONResponse:
-    return JSONResponse({"input_tokens": len(await request.body())})
+    return JSONResponse({"input_tokens": len(json.dumps(await request.json()))})
 
 
 class Engines:
@@ -182,3 +184,133 @@ def test_every_engine_is_told_afterwards() -> None:
     assert (status, "release must be" in found["error"]["message"]) == (400, True)
     assert post(app, AFTERWARDS, b"{")[0] == 400
     assert len(engines.told) == 2
+
+
+def refused(path: str, body: bytes) -> str:
+    status, found = post(make_app(), path, body)
+    assert status == 400
+    message: str = found["error"]["message"]
+    assert len(message) < 500
+    return message
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("5", "[1]", '"a"', "[[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]", "[true]"),
+        *('{"release": "%s"}' % ("x" * 50_000), '{"%s": 1}' % ("y" * 50_000)),
+        *('{"conversation": ["a", {}]}', '{"retain": {"priority": 1e999}}'),
+        '{"retain": {"priority": 80, "ttl": 1%s}}' % ("0" * 400),
+        '{"retain": {"priority": 80, "ttl": 1%s}}' % ("0" * 5000),
+        '{"retain": {"priority": 80, "ttl": 9007199254740993}}',
+        '{"retain": {"priority": 80, "ttl": true}}',
+        '{"retain": {"priority": true}}',
+        '{"retain": {"priority": 80, "end": 9223372036854775808}}',
+        '{"max_load_tokens": 18446744073709551616}',
+        '{"tenant": "%s"}' % ("z" * 70_000),
+    ],
+)
+def test_whatever_a_hint_is_the_answer_is_a_short_refusal(value: str) -> None:
+    for path in PATHS:
+        body = '{"kv_transfer_params": {"kv_tier": %s}, "prompt": "é"}' % value
+        assert "kv_t" in refused(path, body.encode())
+
+
+def test_what_no_parser_of_ours_reads_is_left_to_the_endpoint() -> None:
+    """Its hints are checked again where the request's parameters are."""
+    hint = b'"kv_transfer_params": {"kv_tier": {"release": 1}}'
+    for odd in (b"NaN", b'"\\ud800"', b"[" * 100_000 + b"]" * 100_000, b"}"):
+        body = b'{"x": ' + odd + b", " + hint + b"}"
+        assert post(make_app(), CHAT, body) == (200, [body.decode(), {}])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b'"x"', b"[]", b"{", b'{"conversation": "\\ud800", "release": true}'),
+        b'{"conversation": "c", "release": true, "cache_salt": "\\ud83d"}',
+        b'{"conversation": ' + b"[" * 500_000 + b"]" * 500_000 + b"}",
+        b'{"conversation": "c", "release": NaN}',
+        b'{"conversation": 1' + b"0" * 5000 + b', "release": true}',
+        b'{"conversation": "c", "release": true, "cache_salt": ' + b"1" * 400 + b"}",
+        b'{"conversation": "c", "release": true, "%s": 1}' % (b"k" * 100_000),
+    ],
+)
+def test_what_is_said_afterwards_is_refused_before_an_engine_hears_it(
+    body: bytes,
+) -> None:
+    app = make_app()
+    app.state.engine_client = engines = Engines()
+    status, found = post(app, AFTERWARDS, body)
+    assert status == 400 and len(found["error"]["message"]) < 500
+    assert not engines.told
+
+
+_MARK = b'"cache_control":{"type":"ephemeral"}'
+LARGE_BODIES = {
+    "small lists": b'"x":[' + b"[]," * 333_000 + b"0]",
+    "small objects": b'"x":[' + b'{"a":0},' * 125_000 + b"0]",
+    "integers": b'"x":[' + b"1," * 500_000 + b"0]",
+    "many fields": b",".join(b'"k%d":0' % i for i in range(90_000)),
+    "many blocks": b'"messages":[{"role":"user","content":['
+    + b'{"type":"text","text":"a"},' * 37_000
+    + b"{%s},{}]}]" % _MARK,
+    "many turns": b'"messages":['
+    + b'{"role":"user","content":"a"},' * 33_000
+    + b'{"role":"user","content":[{%s},{}]}]' % _MARK,
+    "many breakpoints": b'"messages":[{"role":"user","content":['
+    + b"{%s}," % _MARK * 25_000
+    + b"{}]}]",
+    "large hint": b'"kv_transfer_params":{"kv_tier":{"conversation":['
+    + b"[]," * 333_000
+    + b"0]}}",
+    "other connectors": b'"kv_transfer_params":{"ids":[' + b"1," * 500_000 + b"0]}",
+}
+
+
+@pytest.mark.parametrize("name", LARGE_BODIES)
+def test_no_body_holds_up_the_event_loop(name: str) -> None:
+    """Another client of the loop waits for no more than a small part of a second."""
+    body = b'{"kv_transfer_params":{},' + LARGE_BODIES[name] + b"," + _MARK + b"}"
+
+    async def served(request: Request) -> JSONResponse:
+        return JSONResponse(heard.get().hints)
+
+    longest = 0.0
+
+    async def others() -> None:
+        nonlocal longest
+        while True:
+            begin = thread_time()
+            await asyncio.sleep(0)
+            longest = max(longest, thread_time() - begin)
+
+    app = Starlette(routes=[Route(MESSAGES, served, methods=["POST"])])
+    app.add_middleware(HintsOfRequests)
+    beside = []
+
+    async def startup(scope: Any, receive: Any, send: Any) -> None:
+        beside.append(asyncio.create_task(others()))
+        await app(scope, receive, send)
+
+    status, _ = post(startup, MESSAGES, body)  # type: ignore[arg-type]
+    assert status in (200, 400)
+    # Of the loop's own thread: others of this machine do not count.
+    assert longest < 0.02
+
+
+def test_a_breakpoint_far_back_costs_no_more_than_one_at_the_end() -> None:
+    """The prefix is made once for each time, not for each block."""
+
+    def blocks(num: int) -> float:
+        content = [{"type": "text", "text": "a"} for _ in range(num)]
+        content[-2]["cache_control"] = {"type": "ephemeral"}  # type: ignore[assignment]
+        body = {"messages": [{"role": "user", "content": content}]}
+        begin = thread_time()
+        (found,) = breakpoints(body)
+        assert found.prefix is not None
+        assert len(found.prefix["messages"][0]["content"]) == num - 1
+        return thread_time() - begin
+
+    blocks(100)
+    assert blocks(32_000) < 100 * blocks(2_000)

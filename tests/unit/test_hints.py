@@ -3,9 +3,18 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from vllm.v1.kv_tier.hints import MAX_NAME, MAX_RANGES, Hints, Retain
+from vllm.v1.kv_tier.hints import (
+    KEY,
+    MAX_NAME,
+    MAX_NUMBER,
+    MAX_RANGES,
+    Hints,
+    Retain,
+    are_in,
+)
 
 
 def parse(given: object) -> Hints | None:
@@ -66,7 +75,7 @@ def test_caps_have_two_places() -> None:
         ({"prewarm": 1}, ["kv_tier.prewarm", "true or false", "1"]),
         ({"version": 2}, ["kv_tier.version", "1", "2"]),
         ({"version": True}, ["kv_tier.version", "True"]),
-        ({"max_load_tokens": -1}, ["kv_tier.max_load_tokens", "0 on", "-1"]),
+        ({"max_load_tokens": -1}, ["kv_tier.max_load_tokens", "0 to", "-1"]),
         ({"max_offload_tokens": 1.0}, ["kv_tier.max_offload_tokens", "1.0"]),
         ({"max_load_tokens": True}, ["kv_tier.max_load_tokens", "True"]),
         ({"retain": 70}, ["kv_tier.retain", "object with priority, ttl", "8", "70"]),
@@ -96,3 +105,59 @@ def test_what_is_wrong_is_named(given: Any, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         parse(given)
     assert all(word in str(error.value) for word in words), error.value
+
+
+class Strange(dict[str, Any]):
+    """A mapping whose values cannot be printed."""
+
+    def __repr__(self) -> str:
+        raise RecursionError
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        *(5, 0, "", "kv_tier", ["kv_tier"], [{"a": 1}], [], (), b"kv_tier", True, 1.5),
+        {KEY: nested(100_000)},
+        {KEY: {"conversation": Strange()}},
+        {KEY: {5: 6, None: 7, (1, 2): 8}},
+        {KEY: {"retain": {"priority": 80, "ttl": 10**400}}},
+        {KEY: {"retain": {"priority": 80, "ttl": 10**6000}}},
+        {KEY: {"retain": {"priority": 80, "ttl": 2.0**54}}},
+        {KEY: {"retain": {"priority": 80, "end": 2**63}}},
+        {KEY: {"max_load_tokens": 2**64}},
+        {"max_offload_tokens": 2**64},
+        {"max_load_tokens": nested(100_000)},
+        {KEY: {"conversation": "\ud800"}},
+        {KEY: {"tenant": "a\udfffb"}},
+        {KEY: {"retain": "x" * 1_000_000}},
+        {KEY: {"x" * 1_000_000: 1}},
+    ],
+    ids=lambda _: "",
+)
+def test_whatever_is_sent_is_refused_with_a_short_message(params: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        Hints.from_params(params)
+    assert len(str(error.value)) < 600
+    str(error.value).encode()
+
+
+def test_what_is_accepted_can_be_sent_and_added_to_the_time() -> None:
+    largest = {"priority": 100, "ttl": MAX_NUMBER, "start": 0, "end": MAX_NUMBER}
+    params = {KEY: {"retain": largest, "max_load_tokens": MAX_NUMBER}}
+    hints = Hints.from_params(params)
+    assert hints is not None
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params)) == params
+    assert 1e6 + (hints.retain[0].ttl or 0) > MAX_NUMBER
+
+
+@pytest.mark.parametrize("params", [5, [{"a": 1}], ["kv_tier"], "kv_tier", None])
+def test_what_is_no_object_says_nothing(params: Any) -> None:
+    assert not are_in(params)

@@ -11,7 +11,7 @@ from vllm.v1.kv_tier.api.afterwards import check, tell_all, tell_one
 from vllm.v1.kv_tier.api.heard import heard
 from vllm.v1.kv_tier.api.translation import from_envelope
 from vllm.v1.kv_tier.config import BACKEND
-from vllm.v1.kv_tier.hints import KEY, Hints
+from vllm.v1.kv_tier.hints import KEY, Hints, for_tier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,9 +45,12 @@ def with_hints(
     if not isinstance(params, SamplingParams):
         return params
     extra = params.extra_args or {}
-    given = extra.get(PARAMS) or {}
-    Hints.from_params(given)
-    said = heard.get()
+    given, said = extra.get(PARAMS), heard.get()
+    if given is None:
+        given = {}
+    # Over HTTP that was checked before.
+    if not isinstance(given, dict) or said.checked != for_tier(given):
+        Hints.from_params(given)
     own = given.get(KEY) or {}
     hints = {**said.hints, **from_envelope(envelope), **own}
     prewarms = hints.get("prewarm", False)

@@ -10,10 +10,10 @@ Hints order eviction, and limit what is stored and loaded. None of them pins a b
 and none of them changes an answer.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from reprlib import Repr
 from typing import Any
 
 KEY = "kv_tier"
@@ -22,6 +22,9 @@ VERSION = 1
 something else has another number."""
 MAX_NAME = 256
 """Characters of the name of a conversation or tenant."""
+MAX_NUMBER = 2**53 - 1
+"""Of tokens and seconds: all JSON parsers agree on numbers up to this one, and messages
+between processes can carry them."""
 MAX_RANGES = 8
 """Ranges of one request that can be retained."""
 NO_HINT = 50
@@ -64,31 +67,32 @@ class Retain:
         if "priority" not in given:
             raise ValueError(
                 f"{where}.priority is missing: give a whole number from 0 to 100 "
-                f"({NO_HINT} is no hint), got {given!r}."
+                f"({NO_HINT} is no hint), got {shown(given)}."
             )
         retain = cls(**given)
         if not (_is_int(retain.priority) and retain.priority <= 100):
             raise ValueError(
                 f"{where}.priority must be a whole number from 0 to 100 ({NO_HINT} is "
-                f"no hint), got {retain.priority!r}."
+                f"no hint), got {shown(retain.priority)}."
             )
         ttl = retain.ttl
         is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
-        if ttl is not None and not (is_number and 0 < ttl < math.inf):
+        if ttl is not None and not (is_number and 0 < ttl <= MAX_NUMBER):
             raise ValueError(
-                f"{where}.ttl must be a number of seconds above 0, or null (until it "
-                f"is evicted), got {ttl!r}."
+                f"{where}.ttl must be a number of seconds above 0 and up to "
+                f"{MAX_NUMBER}, or null (until it is evicted), got {shown(ttl)}."
             )
         if not _is_int(retain.start):
             raise ValueError(
-                f"{where}.start must be the index of a token, from 0 on, got "
-                f"{retain.start!r}."
+                f"{where}.start must be the index of a token, from 0 to {MAX_NUMBER}, "
+                f"got {shown(retain.start)}."
             )
         end = retain.end
         if end is not None and not (_is_int(end) and end > retain.start):
             raise ValueError(
                 f"{where}.end must be the index of a token behind start "
-                f"({retain.start}), or null (the end of the prompt), got {end!r}."
+                f"({retain.start}), at most {MAX_NUMBER}, or null (the end of the "
+                f"prompt), got {shown(end)}."
             )
         _check_bool(retain.answer, f"{where}.answer")
         return retain
@@ -146,8 +150,8 @@ class Hints:
         ]
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any] | None) -> "Hints | None":
-        """The hints among the `kv_transfer_params` of a request.
+    def from_params(cls, params: object) -> "Hints | None":
+        """The hints among the `kv_transfer_params` of a request, whatever it sent.
 
         Returns:
             None if there are none.
@@ -156,8 +160,13 @@ class Hints:
             ValueError: They are not as above. The message names field, value and mend.
 
         """
-        if not params:
+        if params is None:
             return None
+        if not isinstance(params, Mapping):
+            raise ValueError(
+                f"{_PARAMS} must be an object, or null (nothing to say), got "
+                f"{shown(params)}."
+            )
         beside = {cap: params[cap] for cap in CAPS if params.get(cap) is not None}
         given = params.get(KEY)
         if given is None and not beside:
@@ -179,16 +188,16 @@ class Hints:
         if hints.version != VERSION or not _is_int(hints.version):
             raise ValueError(
                 f"{_WHERE}.version must be {VERSION}, the only one that this engine "
-                f"knows, got {hints.version!r}."
+                f"knows, got {shown(hints.version)}."
             )
         for name in ("conversation", "tenant"):
             value = getattr(hints, name)
             if value is not None and not (
-                isinstance(value, str) and 0 < len(value) <= MAX_NAME
+                isinstance(value, str) and 0 < len(value) <= MAX_NAME and is_text(value)
             ):
                 raise ValueError(
-                    f"{_WHERE}.{name} must be a string of 1 to {MAX_NAME} characters, "
-                    f"got {value!r}."
+                    f"{_WHERE}.{name} must be a string of 1 to {MAX_NAME} characters "
+                    f"that UTF-8 can encode, got {shown(value)}."
                 )
         for name in ("release", "prewarm", "store"):
             _check_bool(getattr(hints, name), f"{_WHERE}.{name}")
@@ -213,7 +222,7 @@ def _ranges(given: object) -> tuple[Retain, ...]:
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise ValueError(
             f"{where} must be an object with {_names(Retain)}, or a list of at most "
-            f"{MAX_RANGES} of them, got {given!r}."
+            f"{MAX_RANGES} of them, got {shown(given)}."
         )
     if len(given) > MAX_RANGES:
         raise ValueError(
@@ -237,36 +246,69 @@ def _names(schema: type) -> str:
 def _check_fields(schema: type, given: object, where: str) -> None:
     if not isinstance(given, Mapping):
         raise ValueError(
-            f"{where} must be an object with {_names(schema)}, got {given!r}."
+            f"{where} must be an object with {_names(schema)}, got {shown(given)}."
         )
     known = _fields_of(schema)
     for name in given:
         if name not in known:
             raise ValueError(
-                f"{where}: unknown field {name!r} (value {given[name]!r}). Use "
-                f"{_names(schema)}."
+                f"{where}: unknown field {shown(name)} (value {shown(given[name])}). "
+                f"Use {_names(schema)}."
             )
 
 
 def _check_bool(value: object, where: str) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{where} must be true or false, got {value!r}.")
+        raise ValueError(f"{where} must be true or false, got {shown(value)}.")
 
 
 def _check_cap(value: object, where: str) -> None:
     if not _is_int(value):
         raise ValueError(
-            f"{where} must be a whole number of tokens from 0 on, or null (no limit), "
-            f"got {value!r}."
+            f"{where} must be a whole number of tokens from 0 to {MAX_NUMBER}, or null "
+            f"(no limit), got {shown(value)}."
         )
 
 
 def _is_int(value: object) -> bool:
-    """Whether it is a whole number from 0 on."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """Whether it is a whole number from 0 to `MAX_NUMBER`."""
+    return (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and 0 <= value <= MAX_NUMBER
+    )
 
 
-def are_in(params: Mapping[str, Any] | None) -> bool:
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can encode it. JSON can spell halves of characters, too."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_short = Repr()
+_short.maxdict = _short.maxlist = _short.maxtuple = 4
+_short.maxlevel = 3
+_short.maxstring = _short.maxother = _short.maxlong = 80
+
+
+def shown(value: object) -> str:
+    """`value` in a message: not more of it than helps, however large or deep it is."""
+    try:
+        return _short.repr(value)
+    except Exception:
+        # Python prints no integers of more than some thousand digits.
+        return f"<{type(value).__name__}>"
+
+
+def are_in(params: object) -> bool:
     """Whether a client says something of the KV of its request, with these
     `kv_transfer_params`."""
-    return params is not None and not _FIELDS.isdisjoint(params)
+    return isinstance(params, Mapping) and not _FIELDS.isdisjoint(params)
+
+
+def for_tier(params: Mapping[str, Any]) -> dict[str, Any]:
+    """What is for the tier in the `kv_transfer_params` of a request."""
+    return {name: params[name] for name in (KEY, *CAPS) if name in params}

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.v1.kv_tier.hints import KEY, Hints
+from vllm.v1.kv_tier.hints import KEY, Hints, is_text, shown
 
 UTILITY = "hint_kv_tier"
 """The method of upstream's `EngineCore` that takes them."""
@@ -24,16 +24,20 @@ def check(given: object) -> dict[str, Any]:
 
     """
     if not isinstance(given, Mapping):
-        raise ValueError(f"The body must be an object with {_names()}, got {given!r}.")
+        raise ValueError(
+            f"The body must be an object with {_names()}, got {shown(given)}."
+        )
     for name in given:
         if name not in FIELDS:
             raise ValueError(
-                f"unknown field {name!r} (value {given[name]!r}). Use {_names()}."
+                f"unknown field {shown(name)} (value {shown(given[name])}). Use "
+                f"{_names()}."
             )
     salt = given.get("cache_salt")
-    if salt is not None and not isinstance(salt, str):
+    if salt is not None and not (isinstance(salt, str) and is_text(salt)):
         raise ValueError(
-            f"cache_salt must be that of the conversation's requests, got {salt!r}."
+            "cache_salt must be that of the conversation's requests, a string that "
+            f"UTF-8 can encode, got {shown(salt)}."
         )
     try:
         of_request = {n: given[n] for n in given if n != "cache_salt"}
@@ -45,12 +49,12 @@ def check(given: object) -> dict[str, Any]:
     if hints.conversation is None:
         raise ValueError(
             "conversation is missing: give the name that its requests had, got "
-            f"{dict(given)!r}."
+            f"{shown(dict(given))}."
         )
     if not hints.release:
         raise ValueError(
             "release must be true: there is nothing else to say of a conversation "
-            f"afterwards, got {given.get('release')!r}."
+            f"afterwards, got {shown(given.get('release'))}."
         )
     return {"conversation": hints.conversation, "cache_salt": salt}
 

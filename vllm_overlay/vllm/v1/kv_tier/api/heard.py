@@ -5,6 +5,7 @@ Not every API of every release has a field that reaches the engine's requests. W
 endpoint does for a request runs in its context, or in tasks that inherit it.
 """
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ class Heard:
 
     hints: dict[str, Any] = field(default_factory=dict)
     """Fields of `vllm.v1.kv_tier.hints.Hints`, checked."""
+    checked: Mapping[str, Any] = field(default_factory=dict)
+    """What `kv_transfer_params` has for the tier, checked."""
 
 
 NOTHING = Heard()

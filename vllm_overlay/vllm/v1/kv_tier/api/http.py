@@ -3,21 +3,25 @@
 
 A bad hint is answered before the request is served, also where the answer would be a
 stream. Bodies that name no hint are handed on as they came.
+
+All clients share the server's event loop, so a body is not parsed here as a whole: what
+is no hint is skipped, and large bodies are read in a thread.
 """
 
 import asyncio
 import json
-from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.api.afterwards import check, tell_all
+from vllm.v1.kv_tier.api.body import fields_in, hints_in
 from vllm.v1.kv_tier.api.heard import Heard, heard
-from vllm.v1.kv_tier.api.translation import breakpoints, from_openai, retain
+from vllm.v1.kv_tier.api.translation import Breakpoint, breakpoints, from_openai, retain
 from vllm.v1.kv_tier.hints import KEY, Hints
 
 logger = init_logger(__name__)
@@ -28,6 +32,8 @@ AFTERWARDS = "/v1/kv_tier/hints"
 """Below /v1, which upstream guards with its API key."""
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES)
 WORDS = (b'"kv_transfer_params"', b'"prompt_cache_', b'"cache_control"')
+LARGE = 1 << 16
+"""Bytes of a body from which on it is read in a thread."""
 
 
 async def hear_afterwards(request: Request) -> JSONResponse:
@@ -37,8 +43,8 @@ async def hear_afterwards(request: Request) -> JSONResponse:
     The answer says how many blocks make room now, on how many engines.
     """
     try:
-        said = check(json.loads(await request.body()))
-    except ValueError as e:
+        said = check(msgspec.json.decode(await request.body()))
+    except (ValueError, RecursionError) as e:
         return _refusal(AFTERWARDS, str(e))
     return JSONResponse(await tell_all(request.app.state.engine_client, said))
 
@@ -69,40 +75,36 @@ class HintsOfRequests:
         if not any(word in body for word in WORDS):
             return await self._app(scope, again, send)
         try:
-            said = await self._hear(path, _parse(body), scope)
+            if len(body) < LARGE:
+                said, marks = _read(path, body)
+            else:
+                said, marks = await asyncio.to_thread(_read, path, body)
         except ValueError as e:
             return await _refusal(path, str(e))(scope, again, send)
+        if marks:
+            ranges = await self._retained(marks, scope)
+            said = Heard({"retain": ranges, **said.hints}, said.checked)
         token = heard.set(said)
         try:
             await self._app(scope, again, send)
         finally:
             heard.reset(token)
 
-    async def _hear(self, path: str, body: Mapping[str, Any], scope: Scope) -> Heard:
-        """Raises ValueError if a hint is not as its API or the schema says."""
-        params = body.get("kv_transfer_params")
-        own: Mapping[str, Any] = {}
-        if isinstance(params, Mapping) and Hints.from_params(params) is not None:
-            own = params.get(KEY) or {}
-        if path == MESSAGES:
-            said = Heard(await self._retained(body, scope))
-        else:
-            said = from_openai(body)
-        return Heard({**said.hints, **own})
-
-    async def _retained(self, body: Mapping[str, Any], scope: Scope) -> dict[str, Any]:
+    async def _retained(
+        self, marks: list[Breakpoint], scope: Scope
+    ) -> list[dict[str, Any]]:
         ranges = []
-        for each in breakpoints(body):
+        for mark in marks:
             end = None
-            if each.prefix is not None:
-                end = await self._count(each.prefix, scope)
-            ranges.append(retain(each.ttl, end))
-        return {"retain": ranges} if ranges else {}
+            if mark.prefix is not None:
+                end = await self._count(msgspec.json.encode(mark.prefix), scope)
+            ranges.append(retain(mark.ttl, end))
+        return ranges
 
-    async def _count(self, prefix: dict[str, Any], scope: Scope) -> int | None:
+    async def _count(self, body: bytes, scope: Scope) -> int | None:
         """Tokens of the beginning of a message, as the server itself counts them. None
         if it does not tell."""
-        body, sent = json.dumps(prefix).encode(), list[Message]()
+        sent = list[Message]()
         path = scope["path"].removesuffix(MESSAGES) + COUNT
         headers = [h for h in scope["headers"] if h[0].lower() != b"content-length"]
         inner = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
@@ -128,6 +130,22 @@ class HintsOfRequests:
         return None
 
 
+def _read(path: str, body: bytes) -> tuple[Heard, list[Breakpoint]]:
+    """The hints of a request, and where a message is to be cached.
+
+    Raises:
+        ValueError: A hint is not as its API or the schema says.
+
+    """
+    found = fields_in(body)
+    params = hints_in(found)
+    Hints.from_params(params)
+    own = params.get(KEY) or {}
+    if path == MESSAGES:
+        return Heard({**own}, params), breakpoints(found)
+    return Heard({**from_openai(found).hints, **own}, params), []
+
+
 def _replay(messages: list[Message], receive: Receive) -> Receive:
     """What was received, and then what comes."""
     left = iter(messages)
@@ -138,15 +156,6 @@ def _replay(messages: list[Message], receive: Receive) -> Receive:
         return await receive()
 
     return again
-
-
-def _parse(body: bytes) -> Mapping[str, Any]:
-    """The object in `body`; an empty one if there is none, and the endpoint says so."""
-    try:
-        found = json.loads(body)
-    except ValueError:
-        return {}
-    return found if isinstance(found, Mapping) else {}
 
 
 def _refusal(path: str, message: str) -> JSONResponse:

@@ -8,8 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from vllm.v1.kv_tier.api.body import control_of, has_control, turn_in
 from vllm.v1.kv_tier.api.heard import Heard
-from vllm.v1.kv_tier.hints import KEY, VERSION, Hints
+from vllm.v1.kv_tier.hints import KEY, VERSION, Hints, shown
 
 KEPT = 75
 """Priority of what other APIs ask to keep: they know no degrees."""
@@ -50,14 +53,21 @@ def from_openai(body: Mapping[str, Any]) -> Heard:
         return Heard({"retain": retain(ttl)} if ttl else {})
     if not isinstance(options, Mapping):
         raise ValueError(
-            f"{where} must be an object with mode, ttl and prewarm, got {options!r}."
+            f"{where} must be an object with mode, ttl and prewarm, got "
+            f"{shown(options)}."
         )
     ttl = max(ttl, _one_of(_OPTION_TTL, options, "ttl", f"{where}."))
-    if (mode := options.get("mode")) not in _MODES:
-        raise ValueError(f"{where}.mode must be implicit or explicit, got {mode!r}.")
+    mode = options.get("mode")
+    # What JSON has beside strings may not be hashable.
+    if not (mode is None or isinstance(mode, str) and mode in _MODES):
+        raise ValueError(
+            f"{where}.mode must be implicit or explicit, got {shown(mode)}."
+        )
     prewarm = options.get("prewarm")
     if prewarm is not None and not isinstance(prewarm, bool):
-        raise ValueError(f"{where}.prewarm must be true or false, got {prewarm!r}.")
+        raise ValueError(
+            f"{where}.prewarm must be true or false, got {shown(prewarm)}."
+        )
     hints: dict[str, Any] = {"prewarm": True} if prewarm else {}
     if ttl := ttl or (_OPTION_TTL["30m"] if prewarm else 0):
         hints["retain"] = retain(ttl)
@@ -73,12 +83,17 @@ def _one_of(
         return known[value]
     names = " or ".join(repr(each) for each in known if each and "-" not in each)
     raise ValueError(
-        f"{where}{name} must be {names}, got {value!r}. Any other time can stand in "
-        "kv_transfer_params.kv_tier.retain."
+        f"{where}{name} must be {names}, got {shown(value)}. Any other time can stand "
+        "in kv_transfer_params.kv_tier.retain."
     )
 
 
 # -------------------------------------------------------------------- Anthropic
+
+
+Place = tuple[str, int, int]
+"""Of a block in a message: the field, and the index there. In `messages` that of the
+message, and that of the block in its content."""
 
 
 @dataclass(frozen=True)
@@ -99,52 +114,63 @@ def breakpoints(body: Mapping[str, Any]) -> list[Breakpoint]:
         ValueError: Anthropic's API has no such value.
 
     """
-    last: dict[int, dict[str, Any] | None] = {}
-    for where, block, prefix in _blocks(body):
-        if (control := block.get("cache_control")) is None:
-            continue
+    last: dict[int, Place | None] = {}
+    for where, control, place in _controls(body):
         field = f"{where}cache_control"
         if not isinstance(control, Mapping) or control.get("type") != "ephemeral":
             raise ValueError(
                 f'{field} must be {{"type": "ephemeral"}}, with or without a ttl, got '
-                f"{control!r}."
+                f"{shown(control)}."
             )
-        last[_one_of(_CACHE_CONTROL_TTL, control, "ttl", f"{field}.")] = prefix
-    return [Breakpoint(ttl, last[ttl]) for ttl in sorted(last)]
+        last[_one_of(_CACHE_CONTROL_TTL, control, "ttl", f"{field}.")] = place
+    return [
+        Breakpoint(ttl, None if (place := last[ttl]) is None else _until(body, place))
+        for ttl in sorted(last)
+    ]
 
 
-def _blocks(
-    body: Mapping[str, Any],
-) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any] | None]]:
-    """Path, block, and the message up to it, in the order of the prompt."""
-    counted = {name: body[name] for name in _COUNTED if name in body}
-    # A prompt needs a turn.
-    asked = {"messages": [{"role": "user", "content": "."}]}
-    for i, tool in enumerate(_objects(body.get("tools"))):
-        prefix = {**counted, **asked, "tools": body["tools"][: i + 1]}
-        prefix.pop("system", None)
-        yield f"tools[{i}].", tool, prefix
-    for i, block in enumerate(_objects(body.get("system"))):
-        yield (
-            f"system[{i}].",
-            block,
-            {**counted, **asked, "system": body["system"][: i + 1]},
-        )
+def _controls(body: Mapping[str, Any]) -> Iterator[tuple[str, object, Place | None]]:
+    """Each `cache_control`, in the order of the prompt, with the path of its block and
+    where that is."""
+    for name in ("tools", "system"):
+        for i, block in enumerate(_objects(body.get(name))):
+            if (control := control_of(block)) is not None:
+                yield f"{name}[{i}].", control, (name, i, 0)
     messages = _objects(body.get("messages"))
     for i, message in enumerate(messages):
-        content = _objects(message.get("content"))
+        if not has_control(message):
+            continue
+        content = _objects(turn_in(message).get("content"))
         for j, block in enumerate(content):
-            turn = {**message, "content": content[: j + 1]}
-            until = {**counted, "messages": [*messages[:i], turn]}
+            if (control := control_of(block)) is None:
+                continue
             is_last = i == len(messages) - 1 and j == len(content) - 1
-            yield f"messages[{i}].content[{j}].", block, None if is_last else until
+            place = None if is_last else ("messages", i, j)
+            yield f"messages[{i}].content[{j}].", control, place
     # At the top it means the last block.
-    yield "", body, None
+    if (control := control_of(dict(body))) is not None:
+        yield "", control, None
+
+
+def _until(body: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """The message of `body` up to a block of it."""
+    name, i, j = place
+    counted = {each: body[each] for each in _COUNTED if each in body}
+    if name == "messages":
+        turn = turn_in(body["messages"][i])
+        turn = {**turn, "content": turn["content"][: j + 1]}
+        return {**counted, "messages": [*body["messages"][:i], turn]}
+    if name == "tools":
+        counted.pop("system", None)
+    # A prompt needs a turn.
+    asked = {"messages": [{"role": "user", "content": "."}]}
+    return {**counted, **asked, name: body[name][: i + 1]}
 
 
 def _objects(given: object) -> Sequence[Any]:
     """`given` if it is a list of objects; else nothing, and upstream says so."""
-    if isinstance(given, list) and all(isinstance(one, Mapping) for one in given):
+    kinds = dict, msgspec.Raw
+    if isinstance(given, list) and all(isinstance(one, kinds) for one in given):
         return given
     return ()
 
@@ -169,12 +195,13 @@ def from_envelope(envelope: Any) -> dict[str, Any]:
         name = action.action_id
         if action.action_version != str(VERSION):
             raise ValueError(
-                f"kv_hints: action {name!r}: action_version must be '{VERSION}', got "
-                f"{action.action_version!r}."
+                f"kv_hints: action {shown(name)}: action_version must be '{VERSION}', "
+                f"got {shown(action.action_version)}."
             )
+        payload = {} if action.payload is None else action.payload
         try:
-            Hints.from_params({KEY: action.payload})
+            Hints.from_params({KEY: payload})
         except ValueError as e:
-            raise ValueError(f"kv_hints: action {name!r}: {e}") from None
-        hints.update(action.payload)
+            raise ValueError(f"kv_hints: action {shown(name)}: {e}") from None
+        hints.update(payload)
     return hints
