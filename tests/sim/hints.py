@@ -28,7 +28,7 @@ class WatchedHints:
     def _watch_uses(self) -> None:
         releasing, users = self._releasing, self._users
         computed, hit = releasing.computed, releasing.hit
-        release = releasing._owners.release
+        put_first = releasing._put_first
 
         def watched_computed(request: Any, blocks: Any, *others: Any) -> None:
             computed(request, blocks, *others)
@@ -39,7 +39,7 @@ class WatchedHints:
                     users.setdefault(key, set()).add(speaker.owner)
                     self._begin_anew(key)
             # Of too many owners the oldest are forgotten.
-            for key in users.keys() - releasing._owners._owner.keys():
+            for key in [key for key in users if key not in releasing._owners]:
                 del users[key]
 
         def watched_hit(request: Any, groups: Any, managers: Any) -> None:
@@ -52,16 +52,19 @@ class WatchedHints:
                     users[block.block_hash].add(user)
                     self._begin_anew(block.block_hash)
 
-        def watched_release(owner: Hashable) -> list[Hashable]:
-            keys = release(owner)
+        def watched_put_first(owner: bytes, keys: Any) -> None:
             for key in keys:
-                if users.pop(key, None) != {owner}:
-                    raise Violation("released", f"{key!r} is not only of {owner}")
-            return keys
+                if users.get(key) != {owner}:
+                    raise Violation("released", f"{key!r} is not only of {owner!r}")
+            put_first(owner, keys)
+            # What its requests still use is the conversation's until they end.
+            for key in keys:
+                if key not in releasing._owners:
+                    del users[key]
 
         releasing.computed = watched_computed  # type: ignore[method-assign]
         releasing.hit = watched_hit  # type: ignore[method-assign]
-        releasing._owners.release = watched_release  # type: ignore[method-assign]
+        releasing._put_first = watched_put_first  # type: ignore[method-assign]
 
     def _begin_anew(self, key: Hashable) -> None:
         """Nobody owns what several have used."""

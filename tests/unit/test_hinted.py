@@ -2,12 +2,14 @@
 """Hints and quotas around any policy: what goes first, what stays, and for how long."""
 
 import math
+import random
 from collections.abc import Iterable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vllm.v1.kv_tier.eviction.ends import Ends
 from vllm.v1.kv_tier.eviction.hinted import Hinted
 from vllm.v1.kv_tier.eviction.kept import Kept
 from vllm.v1.kv_tier.eviction.said import Said
@@ -345,3 +347,37 @@ def test_what_others_have_said_is_not_renewed() -> None:
     assert said.renew("ad", about)
     assert said.renew("da", later := about._replace(turn=2))
     assert [said.get(key) for key in "ad"] == [later, later]
+
+
+def test_ends_are_told_in_order_however_often_they_change() -> None:
+    rng, ends = random.Random(3), Ends()
+    until: dict[int, float] = {}
+    for now in range(5000):
+        for _ in range(rng.randrange(6)):
+            key = rng.randrange(200)
+            if rng.random() < 0.2:
+                ends.discard(key)
+                until.pop(key, None)
+            else:
+                until[key] = now + rng.choice([1, 7, 50, 1e9]) + rng.random()
+                ends.set(key, until[key])
+        due = sorted((end, key) for key, end in until.items() if end <= now)
+        found = []
+        while ends.is_due(now):
+            if (popped := ends.pop()) is not None:
+                found.append((until.pop(popped), popped))
+        assert found == due
+        assert len(ends) == len(until) and ends.num_entries < 1000
+
+
+def test_after_a_quiet_time_no_step_looks_at_all_that_has_expired() -> None:
+    host = Host(8)
+    host.say("ab", 90, ttl=5)
+    host.say("cd", 10, ttl=5)
+    host.insert("abcdwxyz")
+    assert host.evict(3) == "cdw"
+    host.now = 10.0
+    for looks, gone in ((0, "x"), (9, "a")):
+        host.hinted.begin_step()
+        host.hinted._num_looks = looks
+        assert host.evict() == gone

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.kv_tier.scheduling.owners import Owners
+from vllm.v1.kv_tier.scheduling.owners import Owners, Portions
+
+
+def released(owners: Owners, owner: Hashable) -> list[Hashable]:
+    keys = owners.release(owner)
+    return keys.take(len(keys))
 
 
 @pytest.fixture
@@ -21,27 +26,27 @@ def owners() -> Owners:
 def test_a_conversation_gets_what_it_computed(owners: Owners) -> None:
     owners.hit([2], "a")
     owners.computed(4, "b")
-    assert owners.release("a") == [1, 2, 3]
-    assert owners.release("a") == []
-    assert owners.release("b") == [4]
+    assert released(owners, "a") == [1, 2, 3]
+    assert released(owners, "a") == []
+    assert released(owners, "b") == [4]
 
 
 @pytest.mark.parametrize("user", ["b", None])
 def test_what_others_have_hit_is_nobodys(owners: Owners, user: str | None) -> None:
     owners.hit([2], user)
     owners.hit([2], "a")
-    assert owners.release("a") == [1, 3]
+    assert released(owners, "a") == [1, 3]
 
 
 def test_what_others_have_computed_too_is_nobodys(owners: Owners) -> None:
     owners.computed(1, "b")
-    assert owners.release("a") == [2, 3]
-    assert owners.release("b") == []
+    assert released(owners, "a") == [2, 3]
+    assert released(owners, "b") == []
 
 
 def test_what_was_there_before_is_nobodys(owners: Owners) -> None:
     owners.hit([9], "a")
-    assert owners.release("a") == [1, 2, 3]
+    assert released(owners, "a") == [1, 2, 3]
 
 
 def test_those_used_least_recently_are_forgotten(owners: Owners) -> None:
@@ -50,9 +55,11 @@ def test_those_used_least_recently_are_forgotten(owners: Owners) -> None:
     owners.computed(4, "a")
     assert len(owners) == 10
     owners.computed(20, "c")
-    assert owners.release("b") == []
-    assert owners.release("a") == [1, 2, 3, 4]
-    assert owners.release("c") == [20]
+    assert len(owners) == 10
+    # As many as there is no room for, the ends of prompts before their begins.
+    assert released(owners, "b") == [10, 11, 12, 13, 14]
+    assert released(owners, "a") == [1, 2, 3, 4]
+    assert released(owners, "c") == [20]
     assert len(owners) == 0
 
 
@@ -80,9 +87,38 @@ def test_as_a_plain_model_says(actions: list[tuple[str, int, str]]) -> None:
                 users[key] |= {name}
         else:
             expected = {k for k, by in users.items() if by == {name}}
-            assert set(owners.release(name)) == expected
+            assert set(released(owners, name)) == expected
             for k in expected:
                 del users[k]
         # One that several have touched begins anew.
         users = {k: by for k, by in users.items() if len(by) == 1}
     assert len(owners) == len(users)
+
+
+def test_keys_are_taken_in_portions(owners: Owners) -> None:
+    for key in range(4, 10):
+        owners.computed(key, "a")
+    keys = owners.release("a")
+    assert (len(keys), keys.take(4), len(keys)) == (9, [1, 2, 3, 4], 5)
+    # What somebody uses meanwhile is not over, whoever it is.
+    owners.hit([5], None)
+    owners.hit([6], "a")
+    owners.computed(7, "b")
+    owners.computed(8, "a")
+    assert (keys.take(9), len(keys), keys.take(9)) == ([9], 0, [])
+    assert released(owners, "b") == [7] and released(owners, "a") == [8]
+    assert len(owners) == 0 and 1 not in owners
+
+
+def test_one_conversation_does_not_outgrow_all() -> None:
+    owners = Owners(10)
+    for key in range(1000):
+        owners.computed(key, "a")
+    assert len(owners) == 10
+    assert released(owners, "a")[:9] == list(range(9))
+
+
+def test_of_portions_only_what_is_left_is_taken() -> None:
+    keys = Portions([1, 2, 3, 4], lambda key: key != 2)
+    assert [keys.take(2), keys.take(2), keys.take(2)] == [[1], [3, 4], []]
+    assert not Portions([])

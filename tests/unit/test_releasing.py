@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations that are over make room first, on the device and on the host."""
 
+import gc
+import tracemalloc
+import weakref
 from collections.abc import Sequence
+from time import process_time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +14,10 @@ import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.policy import POLICIES
 from vllm.v1.kv_tier.scheduling.prewarms import PATIENCE_S, PAUSE_S
+from vllm.v1.kv_tier.scheduling.releasing import KEYS_PER_STEP
 from vllm.v1.request import RequestStatus
 
-from .tier import BLOCK, Asking, Tier, assert_nothing_leaks, hashes, stores
+from .tier import BLOCK, Asking, Tier, assert_nothing_leaks, hash_of, hashes, stores
 
 
 class Turn(Asking):
@@ -275,12 +281,12 @@ def test_the_next_victims_come_in_order() -> None:
     assert tier.pool.get_new_blocks(6) == [*chosen, *rest]
 
 
-def test_upstreams_method_is_its_own_until_the_first_hint() -> None:
+def test_nobody_hears_of_what_is_computed_until_the_first_hint() -> None:
     tier = Tier(8)
     serve(tier, Turn("1", "ab"), "ab")
-    assert "cache_full_blocks" not in vars(tier.pool)
+    assert not tier.pool.releasing.is_listening
     serve(tier, Turn("2", "cd", conversation="c"), "cd")
-    assert "cache_full_blocks" in vars(tier.pool)
+    assert tier.pool.releasing.is_listening
 
 
 def test_a_conversation_is_over_after_its_requests() -> None:
@@ -396,5 +402,170 @@ def test_as_many_blocks_as_owners_are_followed() -> None:
     prewarms, limit = tier.pool.releasing.prewarms, tier.pool.releasing._num_keys
     for i in range(limit):
         names = f"{chr(1000 + 2 * i)}{chr(1001 + 2 * i)}"
-        prewarms.ask(Turn(str(i), names))  # type: ignore[arg-type]
+        turn: Any = Turn(str(i), names)
+        prewarms.follow(weakref.ref(turn), prewarms.ask(turn).take(9))
     assert len(prewarms.pending) == limit
+
+
+def test_a_prewarm_that_its_loads_put_off_lacks_no_blocks() -> None:
+    tier = Tier(64, 64, load_s=1.0, max_load_stall_ms=0.0)
+    tier.demoted("abcd")
+    prewarm: Any = Turn("p", "abcd", prewarm=True)
+    tier.begin()
+    assert not tier.pool.is_loading(prewarm, True)
+    hit = tier.find("abcd")
+    assert tier.try_promote(hit, request=prewarm, among_others=True) is None
+    # As upstream's scheduler does where allocate_slots has given nothing.
+    manager = SimpleNamespace(block_size=BLOCK, get_num_skipped_tokens=lambda n: 0)
+    tier.pool.load_ahead([manager], (hit,), 4 * BLOCK)
+    assert not tier.pool.releasing.must_wait(prewarm)
+    # The next one does.
+    other: Any = Turn("q", "xy", conversation="c")
+    assert not tier.pool.is_loading(other, True)
+    tier.pool.load_ahead([], (), 0)
+    assert tier.pool.releasing.must_wait(prewarm)
+
+
+def test_what_earlier_turns_computed_and_a_running_one_uses_follows() -> None:
+    tier = Tier(12)
+    serve(tier, Turn("0", "xyz"), "xyz")
+    serve(tier, Turn("1", "abcd", conversation="c"), "abcd")
+    turn = Turn("2", "abcdef", conversation="c")
+    blocks = computes(tier, turn, "abcdef", 4)
+    assert tier.pool.releasing.hear("c", None) == {
+        "released_blocks": 0,
+        "running_requests": 1,
+    }
+    tier.free(reversed(blocks))
+    turn.has_ended = True
+    assert victims(tier, 3 + 6, "abcdefxyz") == "abcdef"
+    assert_nothing_leaks(tier)
+
+
+def test_a_large_conversation_is_released_in_steps_with_the_end_first() -> None:
+    num = 2 * KEYS_PER_STEP + 100
+    names = "".join(chr(0x4E00 + i) for i in range(num))
+    tier = Tier(num + 20, num)
+    serve(tier, Turn("0", "xyz"), "xyz")
+    serve(tier, Turn("1", names, conversation="c"), names)
+    tier.begin()
+    told = tier.pool.releasing.hear("c", None)
+    assert told == {"released_blocks": num, "running_requests": 0}
+    assert tier.pool.take_stats().released_blocks == KEYS_PER_STEP
+    tier.end()
+    # What is used meanwhile is spared, as is what comes before it.
+    serve(tier, Turn("2", names[-1:]), names[-1:], 1)
+    tier.idle(2)
+    assert tier.pool.take_stats().released_blocks == num - KEYS_PER_STEP - 1
+    gone = victims(tier, 10, names + "xyz")
+    assert gone == names[-11:-1]
+    assert_nothing_leaks(tier)
+
+
+def test_slots_of_a_large_conversation_make_room_from_the_end() -> None:
+    num = KEYS_PER_STEP + 50
+    names = "".join(chr(0x4E00 + i) for i in range(num))
+    tier = Tier(num, num)
+    serve(tier, Turn("1", names, conversation="c"), names)
+    victims(tier, num, "")
+    tier.pool.releasing.hear("c", None)
+    tier.idle(2)
+    tier.demoted("abc")
+    left = [name for name in names if tier.where(name) == "host"]
+    assert left == list(names[:-3])
+
+
+class Large(Turn):
+    """What a request holds."""
+
+    def __init__(self, *args: Any, **hints: Any) -> None:
+        super().__init__(*args, **hints)
+        self.cache_salt = "s" * (1 << 20) + self.request_id
+        self.mm_features = bytearray(1 << 20)
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        *({"prewarm": True}, {"conversation": "c"}, {"release": True}),
+        *({"retain": {"priority": 10}}, {"retain": {"priority": 90}}),
+        *({"max_load_tokens": 1}, {"tenant": "t" * 256}, {"store": False}),
+    ],
+    ids=lambda hints: next(iter(hints)),
+)
+@pytest.mark.parametrize("is_served", [True, False], ids=["served", "aborted"])
+def test_nothing_of_a_request_outlives_it(
+    hints: dict[str, Any], is_served: bool
+) -> None:
+    """Neither the request, nor names and salts of any length."""
+    tier = Tier(40)
+    gone = []
+    tracemalloc.start()
+    try:
+        for i in range(30):
+            if i == 10:
+                before = tracemalloc.get_traced_memory()[0]
+            turn = Large(str(i), chr(0x4E00 + i), **hints)
+            gone.append(weakref.ref(turn))
+            if is_served:
+                serve(tier, turn, chr(0x4E00 + i))
+            else:
+                tier.begin()
+                assert not tier.pool.is_loading(turn, False)  # type: ignore[arg-type]
+                tier.end()
+            turn.has_ended = True
+            tier.requests.clear()
+            del turn
+            tier.idle()
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert not any(turn() for turn in gone)
+    assert kept < 1 << 20
+
+
+def test_names_of_conversations_do_not_pile_up() -> None:
+    tier = Tier(8)
+    releasing: Any = tier.pool.releasing
+    releasing._turns.max_bytes = 10_000
+    for i in range(1000):
+        releasing.follow(Turn(str(i), "", conversation=f"c{i}"))
+    assert releasing._turns.num_bytes <= 10_000
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        *(5, [{"a": 1}], "kv_tier", ["kv_tier"], {"kv_tier": 5}, {"kv_tier": [[[]]]}),
+        {"kv_tier": {"retain": {"priority": 80, "ttl": 10**400}}},
+        {"kv_tier": {"retain": {"priority": 80, "ttl": 10**6000}}},
+        {"kv_tier": {"conversation": "\ud800"}},
+        {"max_load_tokens": "x"},
+    ],
+    ids=lambda _: "",
+)
+def test_whatever_was_sent_does_not_end_the_scheduler(params: Any) -> None:
+    tier = Tier(8, quotas={"t": 0.5})
+    turn = Turn("1", "ab")
+    turn.kv_transfer_params = params
+    turn.cache_salt = ["no", "string"]  # type: ignore[assignment]
+    serve(tier, turn, "ab")
+    serve(tier, Turn("2", "ab"), "ab", 2)
+    assert_nothing_leaks(tier)
+
+
+def test_what_may_be_loaded_is_worked_out_once() -> None:
+    tier = Tier(8)
+    names = "".join(chr(0x4E00 + i) for i in range(5000))
+    turn: Any = Turn("1", names, max_load_tokens=2500 * BLOCK)
+    may_load = tier.pool.releasing.may_load(turn)
+    assert may_load is not None
+    assert may_load(hash_of(names[2499])) and not may_load(hash_of(names[2500]))
+    begin = process_time()
+    for _ in range(1000):
+        tier.pool.releasing.may_load(turn)
+    assert process_time() - begin < 0.1
+    turn.kv_transfer_params = {"max_load_tokens": 10**12}
+    tier.pool.releasing._speakers.clear()
+    assert tier.pool.releasing.may_load(turn) is None

@@ -167,3 +167,45 @@ def test_a_closed_table_has_nothing_and_takes_nothing() -> None:
     assert host.insert((key("c"),), 32, 2) is None
     host.unpin_all()
     assert host.insert((key("c"),), 32, 3) is None
+
+
+def test_released_slots_that_are_being_written_make_room_first_afterwards() -> None:
+    host = table(6)
+    slots = [inserted(host, n) for n in "abcdef"]
+    held = slots[2:5]
+    for slot in held:
+        host.release(slot)
+    host.hold(0, [s.index for s in held], [s.keys[0] for s in held])
+    # The policy chooses: the oldest, which nobody writes.
+    insert(host, "x"), insert(host, "y")
+    host.unpin_all()
+    assert host.get(key("a")) is None and host.get(key("b")) is None
+    host.end_hold(0, [s.index for s in held], [s.keys[0] for s in held])
+    host.pin([slots[3]])
+    host.unpin_all()
+    insert(host, "z"), insert(host, "v")
+    host.unpin_all()
+    assert [host.get(key(n)) is None for n in "cdef"] == [True, False, True, False]
+
+
+def test_what_is_released_last_makes_room_first() -> None:
+    host = table(4)
+    for n in "abcd":
+        host.release(inserted(host, n))
+    insert(host, "x")
+    assert host.get(key("d")) is None and host.get(key("a")) is not None
+    host.unpin_all()
+    assert [s.keys[0] for s in host.by_value()] == [key(n) for n in "xabc"]
+
+
+def test_no_victim_is_searched_for_among_all_that_is_being_written() -> None:
+    host = table(10_000)
+    slots = [inserted(host, str(i)) for i in range(10_000)]
+    held = slots[:9_000]
+    host.hold(0, [s.index for s in held], [s.keys[0] for s in held])
+    num_looks = []
+    while host.insert((key(f"x{len(num_looks)}"),), 32, 2) is None:
+        num_looks.append(len(host._aside))
+        host.unpin_all()
+        assert len(num_looks) < 10
+    assert num_looks == [2048] * 4

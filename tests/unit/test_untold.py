@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.scheduling.untold import Untold
 
@@ -89,7 +87,6 @@ def test_what_comes_after_a_telling_is_told_by_itself() -> None:
     assert hearing.told == [("a", [0], 0), ("a", [1, 2], 1)]
 
 
-@pytest.mark.xfail(strict=True, reason="the null block joins runs of other groups")
 def test_null_blocks_of_a_hybrid_model_join_no_runs() -> None:
     """Groups of layers whose window has passed have the same null block."""
     told: list[tuple[list[int], int, int]] = []
@@ -98,6 +95,7 @@ def test_null_blocks_of_a_hybrid_model_join_no_runs() -> None:
         told.append(([block.block_id for block in blocks], first, size))
 
     untold, null = Untold(hear), KVCacheBlock(0)
+    null.is_null = True
     a, windows, states = request("a"), [null, KVCacheBlock(1)], [null, KVCacheBlock(2)]
     for step in range(2):
         for blocks, size in ((windows, SIZE), (states, 4 * SIZE)):
@@ -106,3 +104,25 @@ def test_null_blocks_of_a_hybrid_model_join_no_runs() -> None:
     untold.needed([windows[1], states[1]])
     sizes = {block: size for blocks, _, size in told for block in blocks if block}
     assert sizes == {1: SIZE, 2: 4 * SIZE}
+
+
+def test_the_null_block_belongs_to_no_run() -> None:
+    """All groups of a hybrid model have it in common."""
+    hearing = Hearing()
+    null = KVCacheBlock(0)
+    null.is_null = True
+    hearing._num_blocks = 1
+    a = request("a")
+    first, second = hearing.blocks(3), hearing.blocks(3)
+    first[0] = second[1] = null
+    hearing.computes(a, first, 0, 3)
+    hearing.computes(a, second, 0, 2)
+    # Another group goes on behind the null block: not with the run of the first one.
+    hearing.computes(a, second, 2, 3)
+    hearing.untold.needed([null])
+    assert not hearing.told
+    hearing.untold.needed([first[1]])
+    assert hearing.told == [("a", [0, 2, 3], 0)]
+    hearing.untold.needed(second)
+    assert sorted(hearing.told[1:]) == [("a", [4, 0], 0), ("a", [6], 2)]
+    assert not hearing.untold.runs

@@ -12,11 +12,11 @@ who retain an equal share of these; each tenant with a quota has its share. Beyo
 the lowest priority goes, the oldest first.
 """
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping
 
 from vllm.v1.kv_tier.eviction.base import NO_HINT, EvictionPolicy, Key
+from vllm.v1.kv_tier.eviction.ends import Ends
 from vllm.v1.kv_tier.eviction.kept import ByPriority, Kept
 from vllm.v1.kv_tier.eviction.said import Said
 
@@ -26,6 +26,9 @@ KEPT_PART = 1 / 2
 _MAX_ROUNDS = 64
 """Keys in a row that are kept instead of being evicted. A step must not wait for more:
 where a whole bulk of them is the next to go, one in so many goes all the same."""
+_MAX_LOOKS = 4096
+"""Keys in a step that are looked at beyond those that go: kept, expired, or low no
+longer. Then retained keys go as they come."""
 
 
 class Share:
@@ -80,9 +83,14 @@ class Hinted(EvictionPolicy):
         self.kept: set[Key] = set()
         """Keys that would not be here but for what was said, or for a quota. Public,
         since asking of each block of a prefix must cost nothing."""
-        # When what is kept expires. Of keys that left since, too.
-        self._ends: list[tuple[float, int, Key]] = []
-        self._num_ends = 0
+        # When what is kept expires.
+        self._ends = Ends()
+        # Who tells of no steps has no limit.
+        self._num_looks: float = float("inf")
+
+    def begin_step(self) -> None:
+        """A step begins, in which so many keys can be looked at."""
+        self._num_looks = _MAX_LOOKS
 
     # ------------------------------------------------------------- as a policy
 
@@ -119,7 +127,7 @@ class Hinted(EvictionPolicy):
         self._classify(key)
 
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        key = self._pop_expired() if self._ends else None
+        key = self._pop_expired() if self._ends.num_entries else None
         if key is None and self._low:
             key = self._pop_low()
         if key is None:
@@ -155,13 +163,15 @@ class Hinted(EvictionPolicy):
         if self._low:
             self._low.discard(key)
         self.kept.discard(key)
+        self._ends.discard(key)
         if (share := self._share_of.pop(key, None)) is not None:
             del share.resident[key]
 
     # ---------------------------------------------------------------- who goes
 
     def _pop_low(self) -> Key | None:
-        while self._low:
+        while self._low and self._num_looks > 0:
+            self._num_looks -= 1
             key = self._low.pop()
             # That may hold no longer.
             if self._said.is_low(key):
@@ -173,6 +183,9 @@ class Hinted(EvictionPolicy):
         """The policy gave up one that is kept, and gives up others."""
         evict, get, share_of = self._policy.evict, self._said.get, self._share_of
         for _ in range(_MAX_ROUNDS):
+            if self._num_looks <= 0:
+                break
+            self._num_looks -= 1
             key = evict(is_pinned)
             if key is None:
                 break
@@ -199,7 +212,7 @@ class Hinted(EvictionPolicy):
         if about is not None and not self.orders_itself and self._said.is_retained(key):
             priority = about.priority
             if about.until < float("inf"):
-                self._expires(key, about.until)
+                self._ends.set(key, about.until)
             if share is None:
                 self.kept.add(key)
                 self._kept.add(key, priority, about.tenant)
@@ -224,25 +237,16 @@ class Hinted(EvictionPolicy):
 
     def _discard(self, key: Key) -> None:
         self.kept.remove(key)
+        self._ends.discard(key)
         if not self._kept.discard(key):
             self._share_of[key].kept.discard(key)
-
-    def _expires(self, key: Key, until: float) -> None:
-        if len(self._ends) >= 2 * self.num_slots:
-            # What was used since has another end, or none.
-            last = {end[2]: end for end in sorted(self._ends)}
-            self._ends = [end for key, end in last.items() if key in self.kept]
-            heapq.heapify(self._ends)
-        # Not before that: the key is about to be kept. Keys have no order of their own.
-        self._num_ends += 1
-        heapq.heappush(self._ends, (until, self._num_ends, key))
 
     def _pop_expired(self) -> Key | None:
         """A key that was kept for no other reason than that it was retained."""
         ends, now = self._ends, self._said.clock()
-        while ends and ends[0][0] <= now:
-            _, _, key = heapq.heappop(ends)
-            if self._said.is_retained(key):
+        while self._num_looks > 0 and ends.is_due(now):
+            self._num_looks -= 1
+            if (key := ends.pop()) is None or self._said.is_retained(key):
                 continue
             if self._kept.discard(key):
                 return key

@@ -115,6 +115,8 @@ class TieredBlockPool(BlockPool):
         self._num_taken = 0
         self._demoting = False
         self._serves_host = True
+        # Whether the request that was looked up lacks nothing but time.
+        self._is_deferred = False
         # What may be loaded for the request that is looked up; None: all.
         self._may_load: Callable[[BlockHash], bool] | None = None
 
@@ -188,21 +190,30 @@ class TieredBlockPool(BlockPool):
         first."""
         below = self.backing
         if below is not None and below.fetching.fetches(request, computed_blocks):
+            self._is_deferred = True
             return None
-        return self._promotion.promote(request, managers, computed_blocks, *others)
+        hit = self._promotion.promote(request, managers, computed_blocks, *others)
+        self._is_deferred = hit is None and not self._promotion.lacked_blocks
+        return hit
 
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
         """Whether `request` waits for loads that are still on their way, or leaves its
         turn to others. Saves the lookup of its prefix."""
+        self._may_load, self._is_deferred = None, False
         speaks = self.releasing.speaks(request)
-        self._may_load = self.releasing.may_load(request) if speaks else None
-        if speaks and has_scheduled_reqs and self.releasing.must_wait(request):
-            return True
+        if speaks:
+            self.releasing.follow(request)
+            if has_scheduled_reqs and self.releasing.must_wait(request):
+                return True
         below = self.backing if self._serves_host else None
         is_idle = not has_scheduled_reqs
         if below is not None and below.fetching.holds_back(request, is_idle):
             return True
-        return has_scheduled_reqs and self.waiting.is_loading(request)
+        if has_scheduled_reqs and self.waiting.is_loading(request):
+            return True
+        if speaks:
+            self._may_load = self.releasing.may_load(request)
+        return False
 
     def load_ahead(
         self,
@@ -211,7 +222,8 @@ class TieredBlockPool(BlockPool):
         num_tokens: int,
     ) -> None:
         """Begin to load the hit of one that lacks blocks, see `Promotion.prefetch`."""
-        self.releasing.prewarms.others_lack_blocks()
+        if not self._is_deferred:
+            self.releasing.prewarms.others_lack_blocks()
         below = self.backing
         if below is not None and below.fetching.fetches(None, computed_blocks):
             computed_blocks = before_stored(computed_blocks)
@@ -281,6 +293,30 @@ class TieredBlockPool(BlockPool):
         super().free_blocks(blocks, **kwargs)
         if self.lost.in_use:
             self._withdraw_lost()
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As upstream; requests with hints own what they compute."""
+        place = num_cached_blocks, num_full_blocks, block_size
+        super().cache_full_blocks(request, blocks, *place, *args, **kwargs)
+        if self.releasing.is_listening:
+            self.releasing.cached(request, blocks, *place)
+
+    def cache_partial_block(
+        self, request: Request, block: KVCacheBlock, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As upstream, in releases that have this."""
+        if self.releasing.is_listening:
+            self.releasing.cached_part(request, block)
+        return super().cache_partial_block(request, block, *args, **kwargs)
 
     def _insert_block_hash(
         self, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None

@@ -2,7 +2,47 @@
 """Which blocks only one conversation has used."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+
+class Portions:
+    """Keys that are worked through a portion at a time, since a step waits for each.
+
+    Args:
+        keys: All of them, in order.
+        is_left: Whether there is still something to do with a key, when its turn comes.
+            May change something: it is asked once for each key.
+
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Hashable],
+        is_left: Callable[[Hashable], bool] = lambda key: True,
+    ) -> None:
+        self._keys = keys
+        self._is_left = is_left
+        self._num_taken = 0
+
+    def __len__(self) -> int:
+        """Keys that have not been taken."""
+        return len(self._keys) - self._num_taken
+
+    def take(self, num_keys: int) -> list[Hashable]:
+        """Of the next keys, so many, those with which there is something to do."""
+        begin = self._num_taken
+        self._num_taken = min(begin + num_keys, len(self._keys))
+        return list(filter(self._is_left, self._keys[begin : self._num_taken]))
+
+
+class _Keys(dict[Hashable, None]):
+    """Of one conversation, in the order in which it computed them."""
+
+    __slots__ = ("is_over", "owner")
+
+    def __init__(self, owner: Hashable) -> None:
+        self.owner = owner
+        self.is_over = False
 
 
 class Owners:
@@ -14,58 +54,78 @@ class Owners:
     the host.
 
     Args:
-        num_keys: Keys that are remembered. Beyond that, the conversation that has been
-            used least recently is forgotten.
+        num_keys: Keys that are remembered. Beyond that, the last ones of the
+            conversation that has been used least recently are forgotten.
 
     """
 
     def __init__(self, num_keys: int) -> None:
         self._num_keys = num_keys
-        self._owner: dict[Hashable, Hashable] = {}
-        self._keys: OrderedDict[Hashable, dict[Hashable, None]] = OrderedDict()
+        # Those of conversations that are over stay until they were worked through.
+        self._keys_of: dict[Hashable, _Keys] = {}
+        self._keys: OrderedDict[Hashable, _Keys] = OrderedDict()
 
     def __len__(self) -> int:
         """How many keys have an owner."""
-        return len(self._owner)
+        return len(self._keys_of)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._keys_of
 
     def computed(self, key: Hashable, owner: Hashable) -> None:
         """A request of conversation `owner` computes the block of `key`."""
-        if key in self._owner and self._owner[key] != owner:
-            self._forget(key)
+        mine, old = self._keys.get(owner), self._keys_of.get(key)
+        if old is not None and old is not mine and not old.is_over:
+            self._forget(key, old)
             return
-        self._owner[key] = owner
-        self._keys.setdefault(owner, {})[key] = None
-        self._keys.move_to_end(owner)
-        while len(self._owner) > self._num_keys:
-            _, keys = self._keys.popitem(last=False)
-            for old in keys:
-                del self._owner[old]
+        if mine is None:
+            mine = self._keys[owner] = _Keys(owner)
+        else:
+            self._keys.move_to_end(owner)
+        mine[key] = None
+        self._keys_of[key] = mine
+        while len(self._keys_of) > self._num_keys:
+            oldest = next(iter(self._keys.values()))
+            del self._keys_of[oldest.popitem()[0]]
+            if not oldest:
+                del self._keys[oldest.owner]
 
     def hit(self, keys: Iterable[Hashable], user: Hashable | None) -> None:
         """A request of conversation `user` hits the blocks of `keys`; None: of none."""
         # Each block of a long prefix comes by here.
-        if self._owner.keys().isdisjoint(keys):
+        if self._keys_of.keys().isdisjoint(keys):
             return
-        get = self._owner.get
+        get = self._keys_of.get
         for key in keys:
-            if (owner := get(key)) is not None and owner != user:
-                self._forget(key)
+            if (its := get(key)) is not None and (its.is_over or its.owner != user):
+                self._forget(key, its)
 
-    def release(self, owner: Hashable) -> list[Hashable]:
-        """Forget conversation `owner`.
+    def release(self, owner: Hashable) -> Portions:
+        """Conversation `owner` is over.
 
         Returns:
-            The keys that it owned, in the order in which it computed them.
+            The keys that it owns, in the order in which it computed them. Those that
+            somebody uses before they are taken are left out.
 
         """
-        keys = self._keys.pop(owner, {})
-        for key in keys:
-            del self._owner[key]
-        return list(keys)
+        its = self._keys.pop(owner, None)
+        if its is None:
+            return Portions(())
+        its.is_over = True
+        get, keys_of = self._keys_of.get, self._keys_of
 
-    def _forget(self, key: Hashable) -> None:
-        owner = self._owner.pop(key)
-        keys = self._keys[owner]
-        del keys[key]
-        if not keys:
-            del self._keys[owner]
+        def is_left(key: Hashable) -> bool:
+            if get(key) is not its:
+                return False
+            del keys_of[key]
+            return True
+
+        return Portions(tuple(its), is_left)
+
+    def _forget(self, key: Hashable, its: _Keys) -> None:
+        del self._keys_of[key]
+        if its.is_over:
+            return
+        del its[key]
+        if not its:
+            del self._keys[its.owner]

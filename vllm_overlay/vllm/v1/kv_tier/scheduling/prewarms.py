@@ -4,9 +4,10 @@ others, and whether they came to be of use."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.kv_tier.scheduling.owners import Portions
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
 
@@ -43,7 +44,8 @@ class Prewarms:
         self._lacked = float("-inf")
         # Since when they wait.
         self._held: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
-        self.pending: OrderedDict[Hashable, Request] = OrderedDict()
+        # No requests: what has ended must not be kept for its blocks.
+        self.pending: OrderedDict[Hashable, ref[Request]] = OrderedDict()
         """Blocks that nobody has needed yet. Public, since asking whether there are
         some must cost nothing."""
 
@@ -58,28 +60,38 @@ class Prewarms:
             return False
         return now - self._held.setdefault(request, now) < PATIENCE_S
 
-    def ask(self, request: Request) -> None:
-        """`request` does nothing but prewarm its prompt."""
-        pending = self.pending
-        for block_hash in request.block_hashes:
-            key = make_block_hash_with_group_id(block_hash, 0)
-            pending.pop(key, None)
-            pending[key] = request
+    def ask(self, request: Request) -> Portions:
+        """`request` does nothing but prewarm its prompt.
+
+        Returns:
+            Its blocks, for `follow`.
+
+        """
         self._stats.prewarmed_blocks += len(request.block_hashes)
+        return Portions(tuple(request.block_hashes))
+
+    def follow(self, prewarm: "ref[Request]", hashes: Iterable[Hashable]) -> None:
+        """Follow blocks of `prewarm` until others need them."""
+        pending = self.pending
+        for block_hash in hashes:
+            key = make_block_hash_with_group_id(block_hash, 0)  # type: ignore[arg-type]
+            pending.pop(key, None)
+            pending[key] = prewarm
         while len(pending) > self._num_keys:
             pending.popitem(last=False)
 
     def hit(self, request: Request, keys: Iterable[Hashable]) -> None:
         """`request` is admitted with the blocks of `keys`."""
         for key in self.pending.keys() & keys:
-            if self.pending[key] is not request:
+            if self.pending[key]() is not request:
                 del self.pending[key]
                 self._stats.prewarmed_used_blocks += 1
 
     def computed(self, request: Request, keys: Iterable[Hashable]) -> None:
         """`request` computes the blocks of `keys`."""
         for key in self.pending.keys() & keys:
-            if (prewarm := self.pending[key]) is not request:
+            if (prewarm := self.pending[key]()) is not request:
                 del self.pending[key]
                 # Else they were evicted meanwhile.
-                self._stats.prewarmed_late_blocks += not prewarm.is_finished()
+                is_late = prewarm is not None and not prewarm.is_finished()
+                self._stats.prewarmed_late_blocks += is_late

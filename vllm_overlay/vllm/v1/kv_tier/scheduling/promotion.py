@@ -112,6 +112,9 @@ class Promotion:
         self._releasing = releasing
         self._stats = stats
         self._min_prefetch = tuning.min_prefetch
+        self.lacked_blocks = False
+        """Whether the last request was not admitted because the device lacks free
+        blocks."""
 
     def promote(
         self,
@@ -147,6 +150,7 @@ class Promotion:
             loaded, since others wait for them or this step still uses them.
 
         """
+        self.lacked_blocks = False
         if num_external_tokens:
             self._draft.connector_writes()
         if self._copies_too_early(managers, computed_blocks, num_local_tokens):
@@ -187,6 +191,7 @@ class Promotion:
             self._loader.num_free(hit.blocks),
             among_others,
         )
+        self.lacked_blocks = decision.admit is Admit.WITHOUT_ROOM
         if decision.admit is not Admit.LATER:
             return decision.admit is Admit.NOW
         if num_prefetch := decision.num_prefetch:

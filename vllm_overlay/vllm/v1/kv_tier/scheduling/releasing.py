@@ -7,11 +7,12 @@ that the eviction policy orders, and both serve whoever asks for them until then
 client wants to be kept is a matter of `Retaining`.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
@@ -20,9 +21,10 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
+from vllm.v1.kv_tier.bounded import BoundedMap, digest
 from vllm.v1.kv_tier.hints import Hints, are_in
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
-from vllm.v1.kv_tier.scheduling.owners import Owners
+from vllm.v1.kv_tier.scheduling.owners import Owners, Portions
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
 from vllm.v1.kv_tier.scheduling.prewarms import Prewarms
 from vllm.v1.kv_tier.scheduling.retaining import Retaining
@@ -34,17 +36,24 @@ from vllm.v1.request import Request, RequestStatus
 
 logger = init_logger(__name__)
 
+KEYS_PER_STEP = 2048
+"""Blocks whose order is changed in one step because of hints. A block takes about 2 µs,
+and a conversation may own all of both tiers."""
+_TURNS_BYTES = 1 << 24
+"""For the numbers of requests of conversations: some 50,000 of them."""
+
 
 class Speaker(NamedTuple):
     """A request that speaks."""
 
     hints: Hints
-    owner: Hashable
+    owner: bytes
     """Its conversation; of itself, if it names none."""
     tenant: Hashable
+    """Its name, if there is a quota of that name; else a digest."""
 
 
-_UNKNOWN = Speaker(Hints(), None, None)
+_UNKNOWN = Speaker(Hints(), b"", None)
 """Stands for a request that was not heard before."""
 
 
@@ -91,57 +100,44 @@ class Releasing:
         self._speakers: WeakKeyDictionary[Request, Speaker | None]
         self._speakers = WeakKeyDictionary()
         # Requests after whose end there is something to do, by id.
-        self._last: dict[str, Request] = {}
+        self._last: dict[str, tuple[ref[Request], Speaker]] = {}
         # Requests so far, by conversation; those used last.
-        self._turns: OrderedDict[Hashable, int] = OrderedDict()
+        self._turns = BoundedMap[bytes, int](_TURNS_BYTES)
+        # What is left to do with keys, and how many of them in this step.
+        self._work: deque[tuple[Portions, Callable[[list[Any]], None]]] = deque()
+        self._room = KEYS_PER_STEP
+        # What each request may load: up to which block, and these.
+        self._loadable: WeakKeyDictionary[Request, tuple[int, frozenset[BlockHash]]]
+        self._loadable = WeakKeyDictionary()
         # As they are when a request ends.
         self._some_were_freed = False
-        self.is_listening = False
-        """Whether this hears of what is computed."""
-        if self._quotas:
-            self.listen()
+        self.is_listening = bool(self._quotas)
+        """Whether this is to hear of what is computed: from the first request with
+        hints on. Public, since every block of a decoding request comes by here."""
 
-    def listen(self) -> None:
-        """Hear from now on for whom blocks are computed.
+    def cached(
+        self,
+        request: Request,
+        blocks: Sequence[KVCacheBlock],
+        first: int,
+        last: int,
+        block_size: int,
+    ) -> None:
+        """The step in the making computes those of the `blocks` of `request` from index
+        `first` to `last`. To be called while `is_listening`."""
+        if self.prewarms.pending:
+            keys = [block.block_hash for block in blocks[first:last]]
+            self.prewarms.computed(request, keys)
+        if not self.untold.goes_on(request, blocks, first, last) and (
+            self.speaks(request)
+        ):
+            self._computes(request, blocks[first:last], first, block_size)
 
-        Not before the first request with hints: every block of a decoding request comes
-        by there, and upstream's own method is the cheapest.
-        """
-        self.is_listening = True
-        cache_full_blocks, goes_on = self._pool.cache_full_blocks, self.untold.goes_on
-
-        def listening(
-            request: Request,
-            blocks: list[KVCacheBlock],
-            num_cached_blocks: int,
-            num_full_blocks: int,
-            block_size: int,
-            *args: Any,
-            **kwargs: Any,
-        ) -> None:
-            numbers = num_cached_blocks, num_full_blocks
-            cache_full_blocks(request, blocks, *numbers, block_size, *args, **kwargs)
-            if self.prewarms.pending:
-                keys = [block.block_hash for block in blocks[slice(*numbers)]]
-                self.prewarms.computed(request, keys)
-            if not goes_on(request, blocks, *numbers) and self.speaks(request):
-                new = blocks[slice(*numbers)]
-                self._computes(request, new, num_cached_blocks, block_size)
-
-        self._pool.cache_full_blocks = listening  # type: ignore[method-assign]
-        if (cache_partial := getattr(self._pool, "cache_partial_block", None)) is None:
-            return
-
-        def listening_to_parts(
-            request: Request, block: KVCacheBlock, *args: Any, **kwargs: Any
-        ) -> Any:
-            # It may never be full.
-            speaker = self.follow(request) if self.speaks(request) else None
-            if speaker is not None and speaker.hints.offload_limit is not None:
-                self._storer.forbidden.add(block.block_id)
-            return cache_partial(request, block, *args, **kwargs)
-
-        self._pool.cache_partial_block = listening_to_parts  # type: ignore[method-assign]
+    def cached_part(self, request: Request, block: KVCacheBlock) -> None:
+        """The step computes a part of `block`, which may never be full."""
+        speaker = self.follow(request) if self.speaks(request) else None
+        if speaker is not None and speaker.hints.offload_limit is not None:
+            self._storer.forbidden.add(block.block_id)
 
     def _computes(
         self,
@@ -168,29 +164,53 @@ class Releasing:
     def begin_step(self) -> None:
         """Put first what requests have released that ended since the last step."""
         self.retaining.begin_step()
-        if not (self._some_were_freed and self._last):
-            return
-        self._some_were_freed = False
+        self._room = KEYS_PER_STEP
+        if self._some_were_freed and self._last:
+            self._some_were_freed = False
+            self._end_requests()
+        if self._work:
+            self._do_work()
+
+    def _end_requests(self) -> None:
         # All that run may be among them, so none of those is called.
         last, running = self._last, RequestStatus.RUNNING
-        for request in [each for each in last.values() if each.status is not running]:
-            if not request.is_finished():
+        for request_id, (follows, speaker) in list(last.items()):
+            request = follows()
+            if request is not None and (
+                request.status is running or not request.is_finished()
+            ):
                 continue
-            del last[request.request_id]
-            self.retaining.ended(request.request_id)
-            speaker = self._speakers[request]
-            if speaker is not None and speaker.hints.release:
-                self._release(self._owners.release(speaker.owner))
+            del last[request_id]
+            self._do(self.retaining.ended(request_id), self.retaining.put_first)
+            if speaker.hints.release:
+                self._release(speaker.owner)
+
+    def _do(self, keys: Portions, work: Callable[[list[Any]], None]) -> None:
+        """Do `work` with `keys`, as many as there is time for in each step."""
+        if keys:
+            self._work.append((keys, work))
+            self._do_work()
+
+    def _do_work(self) -> None:
+        while self._work and self._room:
+            keys, work = self._work[0]
+            before = len(keys)
+            part = keys.take(self._room)
+            self._room -= before - len(keys)
+            if not keys:
+                self._work.popleft()
+            work(part)
 
     def hear(self, conversation: str, cache_salt: str | None) -> dict[str, int]:
         """`conversation` is over. What its running requests use follows when they end.
 
         Returns:
-            `released_blocks`, wherever they lay, and `running_requests`.
+            `released_blocks`, wherever they lay, and `running_requests`. Blocks that a
+            later step puts first, since there are many, count as if they were there.
 
         """
         self._stats.hints["release"] = self._stats.hints.get("release", 0) + 1
-        owner = conversation, cache_salt
+        owner = owner_of(conversation, cache_salt)
         running = [
             (request, speaker)
             for request, speaker in self._speakers.items()
@@ -200,12 +220,12 @@ class Releasing:
         ]
         for request, speaker in running:
             hints = replace(speaker.hints, release=True)
-            self._speakers[request] = speaker._replace(hints=hints)
-            self._last[request.request_id] = request
+            self._speakers[request] = speaker = speaker._replace(hints=hints)
+            self._last[request.request_id] = ref(request), speaker
         before = self._stats.released_blocks
-        self._release(self._owners.release(owner))
+        num_left = self._release(owner)
         return {
-            "released_blocks": self._stats.released_blocks - before,
+            "released_blocks": self._stats.released_blocks - before + num_left,
             "running_requests": len(running),
         }
 
@@ -213,9 +233,12 @@ class Releasing:
 
     def speaks(self, request: Request) -> bool:
         """Whether there is something to know of `request`."""
-        return are_in(_params(request)) or (
-            bool(self._quotas) and getattr(request, "cache_salt", None) in self._quotas
-        )
+        if are_in(_params(request)):
+            return True
+        if not self._quotas:
+            return False
+        salt = getattr(request, "cache_salt", None)
+        return isinstance(salt, str) and salt in self._quotas
 
     def must_wait(self, request: Request) -> bool:
         """Whether a request that speaks is to leave free blocks to others."""
@@ -226,23 +249,26 @@ class Releasing:
 
     def may_load(self, request: Request) -> Callable[[BlockHash], bool] | None:
         """Tells, of a request that speaks, for which of its blocks slots may be served.
-        None: for all."""
-        if not self.is_listening:
-            self.listen()
+        None: for all. To be asked when its prefix is about to be looked up."""
         speaker = self.follow(request)
         if speaker is None or (limit := speaker.hints.max_load_tokens) is None:
             return None
         get = self._pool.cached_block_hash_to_block.get_one_block
         hashes, num_blocks = request.block_hashes, 0
+        assert self._pool.hash_block_size is not None
+        if (limit := limit // self._pool.hash_block_size) >= len(hashes):
+            return None
         for block_hash in hashes:
             if get(make_block_hash_with_group_id(block_hash, 0)) is None:
                 break
             num_blocks += 1
-        assert self._pool.hash_block_size is not None
-        num_blocks += limit // self._pool.hash_block_size
-        allowed = frozenset(hashes[:num_blocks])
+        num_blocks += limit
+        num_before, allowed = self._loadable.get(request, (-1, frozenset()))
+        if num_before != num_blocks:
+            allowed = frozenset(hashes[:num_blocks])
+            self._loadable[request] = num_blocks, allowed
         # In some releases the hash of a block of several is made of all of theirs.
-        size = len(hashes[0]) if hashes else 1
+        size = len(hashes[0])
         return lambda block_hash: block_hash[-size:] in allowed
 
     def computed(
@@ -326,7 +352,7 @@ class Releasing:
             block_size,
         )
         if retaining.has_low(request.request_id):
-            self._last[request.request_id] = request
+            self._last[request.request_id] = ref(request), speaker
 
     # ----------------------------------------------------------- what they say
 
@@ -335,47 +361,75 @@ class Releasing:
         speaker = self._speakers.get(request, _UNKNOWN)
         if speaker is not _UNKNOWN:
             return speaker
+        self.is_listening = True
         hints, params = None, _params(request)
         try:
             hints = Hints.from_params(params)
             if hints is None and not are_in(params):
                 # Only its cache salt is of interest.
                 hints = Hints()
-        except ValueError as e:
+        except Exception as e:
+            # Whatever clients send, it must not end the scheduler.
             self._stats.refused_hints += 1
             logger.warning_once("KV tier: hints of a request are ignored. %s", str(e))
         if hints is None:
             self._speakers[request] = None
             return None
-        speaker = self._speakers[request] = _speaker(request, hints)
+        speaker = self._speakers[request] = self._speaker(request, hints)
         for kind in hints.kinds():
             self._stats.hints[kind] = self._stats.hints.get(kind, 0) + 1
         if hints.release:
-            self._last[request.request_id] = request
+            self._last[request.request_id] = ref(request), speaker
         if hints.prewarm:
-            self.prewarms.ask(request)
+            follow = partial(self.prewarms.follow, ref(request))
+            self._do(self.prewarms.ask(request), follow)
         if hints.conversation is not None:
             owner = speaker.owner
-            self._turns[owner] = self._turns.pop(owner, 0) + 1
-            if len(self._turns) > self._num_keys:
-                self._turns.popitem(last=False)
+            self._turns[owner] = self._turns.get(owner, 0) + 1
         return speaker
 
-    def _release(self, keys: Sequence[Hashable]) -> None:
-        """Nobody will ask for `keys` again."""
+    def _speaker(self, request: Request, hints: Hints) -> Speaker:
+        salt = getattr(request, "cache_salt", None)
+        if hints.conversation is None:
+            owner = digest(request.request_id)
+        else:
+            owner = owner_of(hints.conversation, salt)
+        tenant = salt if hints.tenant is None else hints.tenant
+        if tenant is not None and not (
+            isinstance(tenant, str) and tenant in self._quotas
+        ):
+            tenant = digest(tenant)
+        return Speaker(hints, owner, tenant)
+
+    def _release(self, owner: bytes) -> int:
+        """A conversation is over. Returns how many of its blocks a later step puts
+        first."""
+        keys = self._owners.release(owner)
+        self._do(keys, partial(self._put_first, owner))
+        return len(keys)
+
+    def _put_first(self, owner: bytes, keys: Sequence[Hashable]) -> None:
+        """The blocks of `keys`, in the order of the conversation that has computed
+        them, make room first."""
         if (admission := self._storer.admission) is not None:
             admission.release(keys)
         blocks = []
         cached = self._pool.cached_block_hash_to_block
-        # A prefix is of use without its end, but not the other way round.
-        for key in reversed(keys):
+        for key in keys:
             block = cached.get_one_block(key)  # type: ignore[arg-type]
-            if block is not None and not self._is_in_use(block):
+            if block is not None:
+                if self._is_in_use(block):
+                    # By a request of the conversation, or somebody else's would have
+                    # made it nobody's: it follows when that has ended.
+                    self._owners.computed(key, owner)
+                    continue
                 blocks.append(block)
             slot = self._table.get(key)  # type: ignore[arg-type]
             if slot is not None:
                 self._table.release(slot)
             self._stats.released_blocks += block is not None or slot is not None
+        # A prefix is of use without its end, but not the other way round.
+        blocks.reverse()
         self._free.put_first(blocks, need_no_store=True)
         self._storer.released.update(block.block_id for block in blocks)
 
@@ -388,8 +442,7 @@ def _params(request: Request) -> dict[str, Any] | None:
     return getattr(request, "kv_transfer_params", None)
 
 
-def _speaker(request: Request, hints: Hints) -> Speaker:
-    salt = getattr(request, "cache_salt", None)
-    name, tenant = hints.conversation, hints.tenant
-    owner = request.request_id if name is None else (name, salt)
-    return Speaker(hints, owner, salt if tenant is None else tenant)
+def owner_of(conversation: str, cache_salt: str | None) -> bytes:
+    """What stands for a conversation. Names and salts are of any length, and known as
+    long as blocks are."""
+    return digest(conversation, cache_salt)

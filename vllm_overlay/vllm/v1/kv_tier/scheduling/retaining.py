@@ -21,6 +21,7 @@ from vllm.v1.kv_tier.hints import NO_HINT, Hints, Retain
 from vllm.v1.kv_tier.scheduling.admission import Admission
 from vllm.v1.kv_tier.scheduling.costs import Costs
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
+from vllm.v1.kv_tier.scheduling.owners import Portions
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.stats import KVTierStats
@@ -99,6 +100,8 @@ class Retaining:
     def begin_step(self) -> None:
         """A step begins: what was in vain may not be any more."""
         self._is_vain = False
+        if self.hinted is not None:
+            self.hinted.begin_step()
 
     # ------------------------------------------------------------ what is said
 
@@ -266,15 +269,18 @@ class Retaining:
         """Whether something is to go first when this request has ended."""
         return request_id in self._low
 
-    def ended(self, request_id: str) -> None:
-        """A request has ended: what it wants to go first does."""
-        lows = self._low.pop(request_id, None)
-        if lows is None:
-            return
+    def ended(self, request_id: str) -> Portions:
+        """A request has ended. Returns what it wants to go first, for `put_first`."""
+        lows = self._low.pop(request_id, {})
+        # A prefix is of use without its end, but not the other way round: and what is
+        # put first last goes first.
+        keys = sorted(lows, key=lows.__getitem__, reverse=True)
+        return Portions(keys, self.said.is_low)
+
+    def put_first(self, keys: Sequence[Hashable]) -> None:
+        """The blocks of `keys` make room first, the last of them before the others."""
         get = self._pool.cached_block_hash_to_block.get_one_block
-        # A prefix is of use without its end, but not the other way round.
-        keys = sorted(reversed(lows), key=lows.__getitem__)
-        found = [get(key) for key in keys if self.said.is_low(key)]  # type: ignore[arg-type]
+        found = map(get, reversed(keys))  # type: ignore[arg-type]
         self._free.put_first(
             [
                 block

@@ -74,6 +74,12 @@ _is_pinned = frozenset[object]().__contains__
 here, so this is no function of Python's."""
 
 
+_MAX_ASIDE = 2048
+"""Keys that the policy gives up for one plan though they cannot go. Beyond that nothing
+makes room until the next one: a search through all that is being written would hold up
+the step."""
+
+
 def _nothing(key: BlockHashWithGroupId) -> None:
     """Found by those who look for a slot while they are hidden."""
 
@@ -107,8 +113,11 @@ class SlotTable:
         # Pinned keys that the policy gave up. It gets them back when the plan is
         # complete, so that no victim costs a search through all that is pinned.
         self._aside: dict[BlockHashWithGroupId, None] = {}
-        # Slots that make room before those that the policy would choose.
+        # Slots that make room before those that the policy would choose, the last one
+        # first. And those of them that are being written, as far as that was noticed:
+        # each of them is looked at once.
         self._released: dict[BlockHashWithGroupId, None] = {}
+        self._released_later: dict[BlockHashWithGroupId, None] = {}
         # Removed while pinned: the plan still copies from or to them.
         self._free_after_plan: list[int] = []
         # Slots that are being written, by index, and their primary keys, to each tier
@@ -154,9 +163,10 @@ class SlotTable:
         aside, released = self._aside, self._released
         ordered = [key for key in keys if key not in aside] if aside else keys
         self._policy.hits(ordered)
-        if released:
-            for key in keys:
-                released.pop(key, None)
+        for marked in (released, self._released_later):
+            if marked:
+                for key in keys:
+                    marked.pop(key, None)
 
     def unpin_all(self) -> None:
         """The plan is complete."""
@@ -244,8 +254,11 @@ class SlotTable:
         if self._released and self._evict_released():
             return self._free.pop()
         pinned, held, evict = self._pinned, self._held_keys, self._policy.evict
+        aside = self._aside
         while (victim := evict(_is_pinned)) in pinned or victim in held:
-            self._aside[victim] = None  # type: ignore[index]
+            aside[victim] = None  # type: ignore[index]
+            if len(aside) >= _MAX_ASIDE:
+                return None
         if victim is None:
             return None
         self.num_evicted += 1
@@ -254,12 +267,15 @@ class SlotTable:
         return slot.index
 
     def _evict_released(self) -> bool:
-        for key in self._released:
-            slot = self._slots[key]
-            if slot.index not in self._held:
-                self.num_evicted += 1
-                self.remove(slot)
-                return True
+        released, held = self._released, self._held_keys
+        while released:
+            key, _ = released.popitem()
+            if key in held:
+                self._released_later[key] = None
+                continue
+            self.num_evicted += 1
+            self.remove(self._slots[key])
+            return True
         return False
 
     # ------------------------------------------------------------- the tier below
@@ -284,7 +300,12 @@ class SlotTable:
         by_others = list(self._held_by.values())
         over = set(indices).difference(*(held for held, _ in by_others))
         self._held -= over
-        self._held_keys -= set(keys).difference(*(held for _, held in by_others))
+        ended = set(keys).difference(*(held for _, held in by_others))
+        self._held_keys -= ended
+        if self._released_later:
+            for key in self._released_later.keys() & ended:
+                del self._released_later[key]
+                self._released[key] = None
         for index in over & self._free_after_hold:
             self._free_after_hold.remove(index)
             self._free_slot(index)
@@ -324,9 +345,10 @@ class SlotTable:
             self._free.append(index)
 
     def release(self, slot: HostSlot) -> None:
-        """Let `slot` make room first, unless it is used before."""
+        """Let `slot` make room first, before those that were released until now, unless
+        it is used before."""
         key = slot.keys[0]
-        if key not in self._pinned:
+        if key not in self._pinned and key not in self._released_later:
             self._released[key] = None
 
     def remove(self, slot: HostSlot) -> None:
@@ -340,7 +362,8 @@ class SlotTable:
     def by_value(self) -> list[HostSlot]:
         """All filled slots, those that would make room last first. Only for the end of
         an engine: the policy has given up all of them afterwards."""
-        order = dict.fromkeys(self._released)
+        order = dict.fromkeys(reversed(self._released))
+        order.update(self._released_later)
         while (key := self._policy.evict(_is_pinned)) is not None:
             order[key] = None  # type: ignore[index]
         order.update(self._aside)
@@ -373,8 +396,9 @@ class SlotTable:
         """Nobody finds `slot` any more."""
         for key in slot.keys:
             del self._slots[key]
-        if self._released:
-            self._released.pop(slot.keys[0], None)
+        for marked in (self._released, self._released_later):
+            if marked:
+                marked.pop(slot.keys[0], None)
         self._by_index[slot.index] = None
         self._num_filled -= 1
         for listener in self.listeners:

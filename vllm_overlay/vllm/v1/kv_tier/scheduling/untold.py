@@ -52,14 +52,16 @@ class Untold:
             Whether they follow what waits to be told, and so do, too.
 
         """
-        # Each block of a decoding request comes by here.
+        # Each block of a decoding request comes by here. All groups have the null block
+        # in common, so it belongs to no run.
         runs = self.runs
         run = runs.get(blocks[first - 1].block_id) if first else None
         if run is None or run.request is not request:
             return False
         for block in blocks[first:last]:
             run.blocks.append(block)
-            runs[block.block_id] = run
+            if not block.is_null:
+                runs[block.block_id] = run
         return True
 
     def begin(
@@ -72,7 +74,8 @@ class Untold:
         """`request` computes `blocks`, from index `first` on, which follow no others
         that wait."""
         run = _Run(request, list(blocks), first, block_size)
-        self.runs.update(dict.fromkeys(map(_ID, blocks), run))
+        ids = [block.block_id for block in blocks if not block.is_null]
+        self.runs.update(dict.fromkeys(ids, run))
 
     def needed(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Tell of `blocks`, as far as nobody has been told, and of all that their
