@@ -152,6 +152,10 @@ bench-memory: ## host memory at start on this machine's GPU
 bench-scheduler: env ## what the tier adds to a scheduler step, against upstream's connectors [TAG=]
 	@build/env/$(TAG)/bin/python scripts/bench/scheduler_step.py --out build/bench-scheduler/$(TAG)
 
+.PHONY: worst-step
+worst-step: env ## the longest scheduler step where clients do their worst, 200,000 slots [TAG= ARGS=]
+	@PYTHONPATH=. build/env/$(TAG)/bin/python scripts/bench/worst_step.py $(ARGS)
+
 bench-off-path: env ## a scheduler step, patched with the tier off against upstream [TAG=]
 	@build/env/$(TAG)/bin/python scripts/bench/off_path.py --tag $(TAG)
 

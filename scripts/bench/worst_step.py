@@ -2,7 +2,7 @@
 """The longest step of the scheduler's part of the tier, in situations that clients can
 bring about.
 
-    PYTHONPATH=. python scripts/bench/worst_step.py [--slots 200000] [NAME …]
+    PYTHONPATH=. build/env/v0.32.0/bin/python scripts/bench/worst_step.py [NAME …]
 
 Each situation is a generator that makes steps of a pool. What lies between two `yield`s
 is timed, if the first of them yields True. For each situation one line is printed with
@@ -17,6 +17,13 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from time import thread_time
+from typing import Any
+from weakref import ref
+
+from tests.unit.test_releasing import Turn
+from tests.unit.tier import Tier
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.kv_tier.scheduling.releasing import KEYS_PER_STEP, owner_of
 
 Steps = Iterator[bool]
 SITUATIONS: dict[str, Callable[[int], Steps]] = {}
@@ -69,29 +76,187 @@ def main() -> int:
 
 # ------------------------------------------------------------------ hints of clients
 
+STORES = 256
+"""Blocks that a step stores: the prompts of 4,096 tokens in blocks of 16."""
 
-def _release_at_once(num_slots: int) -> Steps:
-    from tests.unit.tier import Tier
 
-    tier = Tier(1000, num_slots, eviction_policy="proven")
-    tier.begin()
+def key_of(i: int) -> Any:
+    return b"%036d" % i
+
+
+def full_tier(num_slots: int, **config: Any) -> Tier:
+    """A tier with a block in each slot, of which nobody has said anything."""
+    tier = Tier(1000, num_slots, **{"eviction_policy": "proven"} | config)
     for i in range(num_slots):
-        key = b"%036d" % i
-        tier.pool.host.insert((key,), None, 1)  # type: ignore[arg-type]
-        tier.pool.releasing._owners.computed(key, tier.pool.releasing.owner("agent"))
+        tier.pool.host.insert((key_of(i),), None, 1)
+        if i % 1000 == 0:
+            tier.pool.host.unpin_all()
+    tier.pool.host.unpin_all()
+    return tier
+
+
+def store(tier: Tier, first: int, num: int = STORES) -> None:
+    """What a step does that stores blocks nobody has seen."""
+    tier.begin()
+    for i in range(first, first + num):
+        tier.pool.host.insert((key_of(i),), None, 2)
     tier.end()
-    yield True
-    tier.pool.releasing.hear("agent", None)
-    for _ in range(200):
-        yield True
-        tier.begin()
-        tier.end()
 
 
 @situation
 def release_of_all_slots(num_slots: int) -> Steps:
     """One client says that the conversation that filled every slot is over."""
-    return _release_at_once(num_slots)
+    tier = full_tier(num_slots)
+    releasing = tier.pool.releasing
+    for i in range(num_slots):
+        releasing._owners.computed(key_of(i), owner_of("agent", None))
+    tier.idle()
+    yield True
+    told = releasing.hear("agent", None)
+    assert told["released_blocks"] == num_slots
+    for step in range(num_slots // KEYS_PER_STEP + 2):
+        yield True
+        store(tier, num_slots + step * STORES)
+
+
+@situation
+def release_while_written_below(num_slots: int) -> Steps:
+    """A quarter of the slots is being written to a tier below, and released."""
+    tier = full_tier(num_slots)
+    host = tier.pool.host
+    held = [slot for i in range(num_slots // 4) if (slot := host.get(key_of(i)))]
+    host.hold(0, [slot.index for slot in held], [slot.keys[0] for slot in held])
+    for slot in held:
+        host.release(slot)
+    for step in range(40):
+        yield True
+        store(tier, num_slots + step * STORES)
+
+
+@situation
+def oldest_are_written_below(num_slots: int) -> Steps:
+    """As many of the next victims as can be are being written to a tier below."""
+    tier = full_tier(num_slots)
+    host = tier.pool.host
+    held = [slot for i in range(num_slots // 4) if (slot := host.get(key_of(i)))]
+    host.hold(0, [slot.index for slot in held], [slot.keys[0] for slot in held])
+    for step in range(40):
+        yield True
+        store(tier, num_slots + step * STORES)
+
+
+def retained(num_slots: int, ttl: float, priority: int = 75) -> Tier:
+    """A tier in whose slots everything is retained for some time."""
+    tier = full_tier(num_slots)
+    hinted = tier.pool.retaining._wrap()
+    for i in range(num_slots):
+        tier.pool.retaining.said.tell(key_of(i), priority, tier.now + ttl + i % 7, "t")
+        hinted.changed(key_of(i))
+    return tier
+
+
+@situation
+def all_is_retained(num_slots: int) -> Steps:
+    """Prompts with Anthropic's cache_control fill the slots, and more of them come."""
+    tier = retained(num_slots, 300.0)
+    for step in range(5 * num_slots // STORES):
+        first = num_slots + step * STORES
+        tier.now += 0.01
+        for i in range(first, first + STORES):
+            until = tier.now + 300 + i % 7
+            tier.pool.retaining.said.tell(key_of(i), 75, until, "t")
+        yield True
+        store(tier, first)
+
+
+@situation
+def retained_expires_at_once(num_slots: int) -> Steps:
+    """What was retained expires in a quiet time, some of it after it was used."""
+    tier = retained(num_slots, 300.0)
+    host, said = tier.pool.host, tier.pool.retaining.said
+    first = num_slots
+    while len(tier.pool.retaining.hinted.kept) < num_slots // 3:  # type: ignore[union-attr]
+        store(tier, first)
+        first += STORES
+    # Half of it is said again, and stays.
+    for i in range(0, num_slots, 2):
+        if host.get(key_of(i)):
+            said.tell(key_of(i), 75, tier.now + 10_000, "t")
+    tier.now += 1000
+    for _ in range(60):
+        yield True
+        store(tier, first)
+        first += STORES
+
+
+@situation
+def low_expires_at_once(num_slots: int) -> Steps:
+    """What was to go first is to do so no longer, in all slots."""
+    tier = retained(num_slots, 300.0, priority=10)
+    tier.now += 1000
+    for step in range(60):
+        yield True
+        store(tier, num_slots + step * STORES)
+
+
+def long_prompt(num_blocks: int, name: str, **hints: Any) -> Any:
+    turn = Turn(name, "", **hints)
+    turn.block_hashes = [BlockHash(b"%32d" % i) for i in range(num_blocks)]
+    turn.num_prompt_tokens = 16 * num_blocks
+    return turn
+
+
+@situation
+def prewarm_of_a_long_prompt(num_slots: int) -> Steps:
+    """A prewarm of a million tokens comes to the head of the queue."""
+    tier = Tier(1000, num_slots)
+    for n in range(5):
+        turn = long_prompt(62_500, str(n), prewarm=True)
+        yield True
+        tier.begin()
+        tier.pool.is_loading(turn, True)
+        tier.end()
+        yield False
+
+
+@situation
+def waiting_with_max_load_tokens(num_slots: int) -> Steps:
+    """50 requests of a million tokens wait, and may load half of it."""
+    tier = Tier(1000, num_slots)
+    turns = [long_prompt(62_500, str(n), max_load_tokens=500_000) for n in range(50)]
+    for turn in turns:
+        tier.begin()
+        tier.pool.is_loading(turn, True)
+        tier.end()
+    for _ in range(20):
+        yield True
+        tier.begin()
+        for turn in turns:
+            tier.pool.is_loading(turn, True)
+        tier.end()
+
+
+@situation
+def end_of_a_long_prompt_that_goes_first(num_slots: int) -> Steps:
+    """A request of a million tokens ends, all of which is to go first."""
+    tier = Tier(1000, num_slots)
+    turn = long_prompt(62_500, "1", retain={"priority": 1})
+    tier.begin()
+    tier.pool.is_loading(turn, False)
+    for i in range(62_500):
+        tier.pool.retaining.said.tell(key_of(i), 1, tenant="t")
+    lows = {key_of(i): 1 for i in range(62_500)}
+    tier.pool.retaining._low["1"] = lows
+    releasing = tier.pool.releasing
+    speaker = releasing.follow(turn)
+    assert speaker is not None
+    releasing._last["1"] = ref(turn), speaker
+    tier.end()
+    turn.has_ended = True
+    releasing.freed([])
+    for _ in range(40):
+        yield True
+        tier.idle()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ With `--below`, a directory and a Valkey server lie below the host, and are harm
 the time: files are damaged, swapped and deleted, the server forgets, stands still and
 dies. Nothing is reset then, since a reset ends the use of both.
 
+With `--hostile`, clients send what nobody should instead, see `hostile`; a server without
+a tier says what upstream itself makes of it.
+
 Writes `report.json` and the servers' logs. Ends with 0 if no answer was wrong, no
 request failed, and memory at the end is what it was after a fifth of the time, which
 begins after some minutes of the same load (`--warm-up`).
@@ -35,6 +38,8 @@ from tests.e2e.server import Server
 
 from .clients import Load
 from .faults import Faults
+from .hostile import GROWTH as HOSTILE_GROWTH
+from .hostile import Hostile, worse
 from .questions import CHAT_TEMPLATE, Conversation, learn_answers, make_conversations
 from .watch import Watch
 
@@ -110,6 +115,7 @@ def flags(
         *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"),
         *("--max-cpu-loras", "3", "--lora-modules", *adapters),
         *("--disable-uvicorn-access-log", "--no-enable-log-requests"),
+        *("--middleware", "soak.loop_lag.LoopLag"),
     ]
     if num_slots:
         size = num_slots * BLOCK_BYTES / GiB
@@ -286,6 +292,58 @@ class Soak:
         metrics |= {name: watch.value(f"vllm:{name}") for name in names}
         return [f"{name} is 0" for name in names if not metrics[name]]
 
+    def run_hostile(self) -> dict[str, Any]:
+        """Instead of `run`: clients who send what nobody should."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        model = make_model(self.out)
+        found, report = {}, {}
+        for name, num_slots in (("reference", 0), ("server", self.sizes.host_slots)):
+            server = self._serve(model, name, self.sizes.device_blocks, num_slots)
+            try:
+                found[name], report[name] = asyncio.run(self._press(server))
+                server.get("/health")
+            finally:
+                server.kill()
+        failures = worse(found["server"], found["reference"])
+        grown = report["server"]["growth"]
+        failures += [
+            f"memory of {name} grew by {100 * growth:.2f}%"
+            for name, growth in grown.items()
+            if growth > HOSTILE_GROWTH and self.sizes.seconds >= 300
+        ]
+        report["failures"] = failures
+        (self.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+        return report
+
+    async def _press(
+        self, server: Server
+    ) -> tuple[dict[str, tuple[int, float]], dict[str, Any]]:
+        async with Hostile(server.url, MODEL) as hostile:
+            found = await hostile.look()
+            seconds, warm_up = self.sizes.seconds, 60 * self.sizes.warm_up_minutes
+            await hostile.press(time.monotonic() + warm_up)
+            watch, ends = Watch(server), time.monotonic() + seconds
+            await asyncio.gather(hostile.press(ends), watch.run(ends))
+            counts = dict(hostile.counts)
+        early = watch.mean(0.15 * seconds, 0.25 * seconds)
+        late = watch.mean(0.9 * seconds, seconds)
+        growth = {
+            name: round(size / early.by_process[name] - 1, 5)
+            for name, size in late.by_process.items()
+            if early.by_process.get(name)
+        }
+        self.note(f"{counts}, memory grew by {growth}")
+        slowest = sorted(
+            ((lag, name) for name, (_, lag) in found.items()), reverse=True
+        )
+        return found, {
+            "counts": counts,
+            "growth": growth,
+            "mib_at_a_fifth": _mib(early),
+            "mib_at_the_end": _mib(late),
+            "slowest_ms": slowest[:8],
+        }
+
     async def _spoil(self, server: Server, conversations: list[Conversation]) -> int:
         """Spoil all host slots. Returns how many answers were wrong then."""
         server.post("/collective_rpc", {"method": "spoil_all_slots", "args": [0]})
@@ -318,13 +376,18 @@ def main() -> int:
     parser.add_argument(
         "--below", action="store_true", help="with stores below it, which are harmed"
     )
+    parser.add_argument(
+        "--hostile",
+        action="store_true",
+        help="with clients who send what nobody should",
+    )
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     sizes = Sizes(arguments.minutes, arguments.warm_up)
     if arguments.off and arguments.below:
         parser.error("--off and --below exclude each other: stores lie below a tier")
     soak = Soak(out, sizes, not arguments.off, arguments.below)
-    report = soak.run()
+    report = soak.run_hostile() if arguments.hostile else soak.run()
     print(json.dumps(report, indent=2))
     for failure in report["failures"]:
         soak.note(f"FAILED: {failure}")

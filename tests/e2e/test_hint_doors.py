@@ -4,9 +4,12 @@
 Conversations are closed first, while nothing is retained on the host.
 """
 
+import asyncio
 import json
 import random
+import time
 import urllib.error
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -14,6 +17,8 @@ from typing import Any
 
 import openai
 import pytest
+
+from soak.hostile import Hostile
 
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, GiB
 from .model import make_tokenizer
@@ -390,3 +395,25 @@ def test_prewarm_computes_and_keeps(doors: Doors) -> None:
     answer = doors.ask("completions", prompt, ignore_eos=True)
     assert answer.usage.completion_tokens == 8
     assert answer.choices[0].text.startswith(warmed.choices[0].text)
+
+
+def test_clients_who_send_what_nobody_should(doors: Doors) -> None:
+    """A short version of `make soak ARGS=--hostile`."""
+
+    async def press() -> tuple[dict[str, tuple[int, float]], Counter[str]]:
+        server, secret = doors.server, {"Authorization": "Bearer secret"}
+        async with Hostile(server.url, server.model, **secret) as hostile:
+            found = await hostile.look()
+            await hostile.press(time.monotonic() + 3, salt_bytes=1 << 16)
+            return found, hostile.counts
+
+    found, counts = asyncio.run(press())
+    refused = {name: status for name, (status, _) in found.items() if status >= 500}
+    assert not refused
+    assert counts["200"] > 3
+    hints = {status for name, (status, _) in found.items() if name.startswith("hint ")}
+    # An endpoint that this release lacks does not look at its hints.
+    assert hints <= {400, 404, 422}
+    doors.server.get("/health")
+    assert doors.hits("completions", prompt := doors.prompt()) == 0
+    assert doors.hits("completions", prompt) == FULL

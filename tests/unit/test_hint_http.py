@@ -212,7 +212,7 @@ def refused(path: str, body: bytes) -> str:
 )
 def test_whatever_a_hint_is_the_answer_is_a_short_refusal(value: str) -> None:
     for path in PATHS:
-        body = '{"kv_transfer_params": {"kv_tier": %s}, "prompt": "é"}' % value
+        body = f'{{"kv_transfer_params": {{"kv_tier": {value}}}, "prompt": "é"}}'
         assert "kv_t" in refused(path, body.encode())
 
 

@@ -146,8 +146,8 @@ def _present(raw: bytes | msgspec.Raw, schema: type[msgspec.Struct]) -> dict[str
 def _value(part: msgspec.Raw, where: str) -> Any:
     if (size := len(bytes(part))) > MAX_HINT:
         raise ValueError(
-            f"{where} must have at most {MAX_HINT} bytes, got {size}. Leave out what is "
-            "no hint."
+            f"{where} must have at most {MAX_HINT} bytes, got {size}. Leave out what "
+            "is no hint."
         )
     try:
         return json.loads(bytes(part))
