@@ -5,7 +5,7 @@ bring about.
     PYTHONPATH=. build/env/v0.32.0/bin/python scripts/bench/worst_step.py [NAME …]
 
 Each situation is a generator that makes steps of a pool. What lies between two `yield`s
-is timed, if the first of them yields True. For each situation one line is printed with
+is timed, if the first of them yields True; what follows the last one is not. For each situation one line is printed with
 its longest step and the step in the middle, in milliseconds; the exit status is 1 if
 one was longer than --limit.
 
@@ -45,11 +45,10 @@ def timed(steps: Steps) -> list[float]:
         try:
             next_is_timed = next(steps)
         except StopIteration:
-            next_is_timed = None
+            # With the last step all that was made for the situation is given back.
+            return times
         if is_timed:
             times.append(1e3 * (thread_time() - begin))
-        if next_is_timed is None:
-            return times
         if next_is_timed and not is_timed:
             # As the engine does once it has started.
             gc.collect()

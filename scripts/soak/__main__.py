@@ -13,8 +13,8 @@ With `--below`, a directory and a Valkey server lie below the host, and are harm
 the time: files are damaged, swapped and deleted, the server forgets, stands still and
 dies. Nothing is reset then, since a reset ends the use of both.
 
-With `--hostile`, clients send what nobody should instead, see `hostile`; a server without
-a tier says what upstream itself makes of it.
+With `--hostile`, clients send what nobody should instead, see `hostile`; a server
+without a tier says what upstream itself makes of it.
 
 Writes `report.json` and the servers' logs. Ends with 0 if no answer was wrong, no
 request failed, and memory at the end is what it was after a fifth of the time, which

@@ -208,4 +208,4 @@ def test_no_victim_is_searched_for_among_all_that_is_being_written() -> None:
         num_looks.append(len(host._aside))
         host.unpin_all()
         assert len(num_looks) < 10
-    assert num_looks == [2048] * 4
+    assert num_looks == [1024] * 8

@@ -306,7 +306,12 @@ def shown(value: object) -> str:
 def are_in(params: object) -> bool:
     """Whether a client says something of the KV of its request, with these
     `kv_transfer_params`."""
-    return isinstance(params, Mapping) and not _FIELDS.isdisjoint(params)
+    # Asked in each step, and mostly there are none.
+    return (
+        params is not None
+        and isinstance(params, Mapping)
+        and not _FIELDS.isdisjoint(params)
+    )
 
 
 def for_tier(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ KEPT_PART = 1 / 2
 _MAX_ROUNDS = 64
 """Keys in a row that are kept instead of being evicted. A step must not wait for more:
 where a whole bulk of them is the next to go, one in so many goes all the same."""
-_MAX_LOOKS = 4096
+_MAX_LOOKS = 2048
 """Keys in a step that are looked at beyond those that go: kept, expired, or low no
 longer. Then retained keys go as they come."""
 
@@ -246,7 +246,13 @@ class Hinted(EvictionPolicy):
         ends, now = self._ends, self._said.clock()
         while self._num_looks > 0 and ends.is_due(now):
             self._num_looks -= 1
-            if (key := ends.pop()) is None or self._said.is_retained(key):
+            if (key := ends.pop()) is None:
+                continue
+            about = self._said.get(key)
+            if about is not None and about.priority > NO_HINT and about.until > now:
+                # Said again since, while it could not be told.
+                if about.until < float("inf"):
+                    ends.set(key, about.until)
                 continue
             if self._kept.discard(key):
                 return key

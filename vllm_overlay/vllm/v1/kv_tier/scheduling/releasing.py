@@ -36,7 +36,7 @@ from vllm.v1.request import Request, RequestStatus
 
 logger = init_logger(__name__)
 
-KEYS_PER_STEP = 2048
+KEYS_PER_STEP = 1024
 """Blocks whose order is changed in one step because of hints. A block takes about 2 µs,
 and a conversation may own all of both tiers."""
 _TURNS_BYTES = 1 << 24

@@ -74,7 +74,7 @@ _is_pinned = frozenset[object]().__contains__
 here, so this is no function of Python's."""
 
 
-_MAX_ASIDE = 2048
+_MAX_ASIDE = 1024
 """Keys that the policy gives up for one plan though they cannot go. Beyond that nothing
 makes room until the next one: a search through all that is being written would hold up
 the step."""
@@ -114,8 +114,8 @@ class SlotTable:
         # complete, so that no victim costs a search through all that is pinned.
         self._aside: dict[BlockHashWithGroupId, None] = {}
         # Slots that make room before those that the policy would choose, the last one
-        # first. And those of them that are being written, as far as that was noticed:
-        # each of them is looked at once.
+        # first. And those that will, and are being written: no victim is searched for
+        # among them.
         self._released: dict[BlockHashWithGroupId, None] = {}
         self._released_later: dict[BlockHashWithGroupId, None] = {}
         # Removed while pinned: the plan still copies from or to them.
@@ -251,8 +251,8 @@ class SlotTable:
         # Every victim of a plan comes by here: no search for nothing.
         if len(self._pinned) >= self._num_filled:
             return None
-        if self._released and self._evict_released():
-            return self._free.pop()
+        if self._released:
+            return self._evict_released()
         pinned, held, evict = self._pinned, self._held_keys, self._policy.evict
         aside = self._aside
         while (victim := evict(_is_pinned)) in pinned or victim in held:
@@ -266,17 +266,11 @@ class SlotTable:
         self._unlist(slot)
         return slot.index
 
-    def _evict_released(self) -> bool:
-        released, held = self._released, self._held_keys
-        while released:
-            key, _ = released.popitem()
-            if key in held:
-                self._released_later[key] = None
-                continue
-            self.num_evicted += 1
-            self.remove(self._slots[key])
-            return True
-        return False
+    def _evict_released(self) -> int:
+        key, _ = self._released.popitem()
+        self.num_evicted += 1
+        self.remove(self._slots[key])
+        return self._free.pop()
 
     # ------------------------------------------------------------- the tier below
 
@@ -289,6 +283,10 @@ class SlotTable:
         for held in (of_tier, (self._held, self._held_keys)):
             held[0].update(indices)
             held[1].update(keys)
+        if self._released:
+            for key in self._released.keys() & keys:
+                del self._released[key]
+                self._released_later[key] = None
 
     def end_hold(
         self, tier: int, indices: Sequence[int], keys: Sequence[BlockHashWithGroupId]
@@ -348,8 +346,9 @@ class SlotTable:
         """Let `slot` make room first, before those that were released until now, unless
         it is used before."""
         key = slot.keys[0]
-        if key not in self._pinned and key not in self._released_later:
-            self._released[key] = None
+        if key not in self._pinned:
+            is_held = key in self._held_keys
+            (self._released_later if is_held else self._released)[key] = None
 
     def remove(self, slot: HostSlot) -> None:
         """The content of `slot` must not be served any more."""
