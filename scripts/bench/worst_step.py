@@ -5,9 +5,9 @@ bring about.
     PYTHONPATH=. build/env/v0.32.0/bin/python scripts/bench/worst_step.py [NAME …]
 
 Each situation is a generator that makes steps of a pool. What lies between two `yield`s
-is timed, if the first of them yields True; what follows the last one is not. For each situation one line is printed with
-its longest step and the step in the middle, in milliseconds; the exit status is 1 if
-one was longer than --limit.
+is timed, if the first of them yields True; what follows the last one is not. For each
+situation one line is printed with its longest step and the step in the middle, in
+milliseconds; the exit status is 1 if one was longer than --limit.
 
 The clock is that of the thread's CPU time, so that other processes do not count.
 """
