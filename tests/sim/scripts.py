@@ -148,6 +148,7 @@ def random_tuning(rng: Random) -> SchedulingTuning:
         max_waits=choose([0, 1, 4]),
         min_prefetch=choose([1, 1, 2, 4]),
         max_prefetch=choose([1, 3, 2048]),
+        max_page_looks=choose([1, 8, 8192]),
         spare=choose([0.0, 0.0, 0.1, 0.3]),
         claim_within_s=choose([0.0, 1.0, 5.0]),
         min_stores=choose([0, 1, 128]),

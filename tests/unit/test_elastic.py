@@ -176,7 +176,9 @@ def test_what_was_used_last_goes_last() -> None:
     blocks = tier.compute("abcdefghijk")
     tier.end()
     second, third = blocks[PAGE - 1 : 2 * PAGE - 1], blocks[2 * PAGE - 1 :]
-    tier.free([*third, *second, *blocks[: PAGE - 1]])
+    tier.free(third)
+    tier.idle()
+    tier.free([*second, *blocks[: PAGE - 1]])
     tier.mapper.wanted = 1
     for _ in range(2):
         tier.run_idle()
@@ -292,3 +294,83 @@ def test_when_copies_hang_nothing_goes_any_more() -> None:
     tier.tell(plan)
     assert not tier.mapper.unmapped and tier.num_free == NUM_BLOCKS - 1
     assert not tier.run_idle_for(9.0).tell_end
+
+
+def prefetched_and_aborted(tier: ElasticTier, names: str) -> None:
+    """Loads ahead come at 4, and their request never does."""
+    tier.pool.costs.load_s, tier.pool.costs.max_stall_s = 1.0, 0.0
+    tier.begin()
+    assert tier.try_promote(tier.find(names), among_others=True) is None
+    assert tier.deferred and tier.end().ahead_blocks
+
+
+def test_what_was_loaded_for_an_aborted_request_is_given_back() -> None:
+    tier = ElasticTier()
+    tier.demoted("abcd")
+    prefetched_and_aborted(tier, "abcd")
+    tier.now = 100
+    plan = tier.run_idle_for(5.0)
+    # They went with the pages, and forward passes need not wait for their loads.
+    assert plan.tell_end and not tier.pool.prefetches.unclaimed
+    tier.tell(plan)
+    assert sorted(tier.mapper.unmapped) == [1, 2]
+    assert not tier.pool.prefetches and not tier.elastic.is_busy
+
+
+def test_what_is_kept_for_a_request_is_given_back_later() -> None:
+    """The time after which memory is given back may be over before."""
+    tier = ElasticTier()
+    tier.demoted("abcdefgh")
+    tier.run_idle()
+    prefetched_and_aborted(tier, "abcdefgh")
+    tier.run_idle()
+    tier.now = 7.9
+    # They come at 8, and are kept for a second.
+    assert len(tier.run_idle().ahead_blocks) == 0
+    assert tier.elastic.is_busy and tier.elastic.is_waiting
+    tier.now = 9.1
+    plan = tier.run_idle()
+    while tier.elastic.is_busy:
+        if plan.tell_end:
+            tier.tell(plan)
+        plan = tier.run_idle()
+    assert sorted(tier.mapper.unmapped) == [1, 2]
+
+
+def test_an_idle_engine_gives_back_what_was_in_use_under_pressure() -> None:
+    """It had looked for pages while a request held one, and had found another."""
+    tier = ElasticTier()
+    tier.computed("abcdefg")
+    tier.begin()
+    held = tier.pool.get_new_blocks(PAGE)
+    assert {block.block_id // PAGE for block in held} == {2}
+    tier.mapper.wanted = 1
+    assert not tier.end().tell_end
+    tier.free(held)
+    plan = tier.run_idle()
+    assert plan.tell_end
+    tier.tell(plan)
+    assert tier.mapper.unmapped == [1]
+    tier.mapper.wanted = 0
+    plan = tier.run_idle_for(5.0)
+    assert plan.tell_end
+    tier.tell(plan)
+    assert sorted(tier.mapper.unmapped) == [1, 2]
+
+
+def test_a_step_looks_at_a_few_pages_only() -> None:
+    tier = ElasticTier(max_page_looks=PAGE)
+    tier.run_idle()
+    tier.now = 5.0
+    for _ in range(3):
+        assert not tier.mapper.unmapped
+        plan = tier.run_idle()
+        if plan.tell_end:
+            break
+    while tier.elastic.is_busy:
+        if plan.tell_end:
+            assert tier.num_free >= NUM_BLOCKS - 1 - 2 * PAGE
+            tier.tell(plan)
+        plan = tier.run_idle()
+    assert sorted(tier.mapper.unmapped) == [1, 2]
+    assert tier.pool.take_stats().given_back_pages == 2

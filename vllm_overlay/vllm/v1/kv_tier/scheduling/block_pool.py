@@ -141,6 +141,9 @@ class TieredBlockPool(BlockPool):
         below = self.backing
         is_read = is_idle and below is not None and below.fetching.num_awaited > 0
         self.writer.write(is_idle, is_read)
+        if is_idle and self.prefetches:
+            # Of requests that were aborted: it costs nothing to wait for these now.
+            self._draft.uses_prefetches(self.prefetches.last_unused())
         plan = self._draft.finish()
         if below is not None:
             below.finish(plan, is_idle)

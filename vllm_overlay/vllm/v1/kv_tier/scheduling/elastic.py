@@ -83,11 +83,13 @@ class ElasticDevice:
         self._storer = storer
         self._prefetches = prefetches
         self._max_stores = max(1, tuning.idle_stores)
+        # So many a step looks at, and takes out.
+        size = self.mapper.blocks_per_page
+        self._max_pages = max(1, tuning.max_page_looks // size)
         self.pause_s = tuning.idle_pause_s
         """Between two steps of an engine that waits until memory is due."""
         self._clock = clock
         self._stats = stats
-        size = self.mapper.blocks_per_page
         # The null block is never free, so its page stays.
         self.num_pages = -(-len(self._blocks) // size)
         self.leaving: dict[int, list[int]] = {}
@@ -99,6 +101,13 @@ class ElasticDevice:
         # blocks were stored for it.
         self._order: list[int] = []
         self._stored: set[int] = set()
+        # The page at which the search for such pages goes on, and what it has found.
+        self._next_page = 0
+        self._found: list[tuple[int, int]] = []
+        # Whether the search has passed over nothing that an idle engine may give back.
+        self._is_whole = True
+        # Whether all that is left is kept for requests that may still come for it.
+        self._is_kept = False
         self._idle_since: float | None = None
         self._is_done = False
         self._is_closed = False
@@ -119,7 +128,7 @@ class ElasticDevice:
         since = self._idle_since
         if self._is_done or since is None:
             return False
-        return self._clock() - since < self._layout.shrink_after_s
+        return self._is_kept or self._clock() - since < self._layout.shrink_after_s
 
     def missing_blocks(self) -> Iterable[KVCacheBlock]:
         """Those that the pool does not have now."""
@@ -212,15 +221,19 @@ class ElasticDevice:
         """
         if self._is_closed:
             return
+        self._is_kept = False
         num_pages = self._num_due(is_idle)
         if num_pages <= 0:
-            self._order.clear()
-            self._stored.clear()
+            self._begin_search()
             return
+        if not self._order and not self._search(is_idle):
+            # The next steps go on: there are many blocks.
+            return
+        self._shrink(min(num_pages, self._max_pages))
         if not self._order:
-            self._order = self._oldest_last()
-        if not self._shrink(num_pages) and is_idle:
-            self._is_done = True
+            self._is_done = is_idle and self._is_whole
+            self._is_kept = is_idle and not self._is_whole
+            self._begin_search()
 
     def _num_due(self, is_idle: bool) -> int:
         """Pages that are to be given back."""
@@ -238,31 +251,49 @@ class ElasticDevice:
             return self.num_pages
         return num_wanted - num_leaving
 
-    def _oldest_last(self) -> list[int]:
-        """Pages that are free as a whole, by the last use of any of their blocks."""
-        size = self.mapper.blocks_per_page
-        num_free: Counter[int] = Counter()
-        for block in self._free.first(len(self._free)):
-            page = block.block_id // size
-            # In the order in which they were last counted.
-            num_free[page] = num_free.pop(page, 0) + 1
-        whole = [p for p, count in num_free.items() if count == len(self._of(p))]
-        return whole[::-1]
+    def _begin_search(self) -> None:
+        """Look for pages anew."""
+        self._order.clear()
+        self._stored.clear()
+        self._found.clear()
+        self._next_page = 0
+        self._is_whole = True
 
-    def _shrink(self, num_pages: int) -> bool:
-        """Take the blocks of the oldest pages out, up to `num_pages`, or store what the
-        host lacks of them.
+    def _search(self, is_idle: bool) -> bool:
+        """Look at more pages, for those that are free as a whole: they are to leave by
+        the last use of any of their blocks.
 
         Returns:
-            Whether there may be more to do.
+            Whether all pages have been looked at, so that the order is known.
 
         """
+        self._is_whole &= is_idle
+        first, used_by = self._next_page, self._draft.used_by
+        self._next_page = end = min(first + self._max_pages, self.num_pages)
+        for page in range(first, end):
+            blocks = self._of(page)
+            # The null block is in use, though nobody counts it.
+            if not any(block.ref_cnt or block.is_null for block in blocks):
+                last_use = max(used_by[block.block_id] for block in blocks)
+                self._found.append((last_use, page))
+        if end < self.num_pages:
+            return False
+        self._order = [page for _, page in sorted(self._found, reverse=True)]
+        self._found.clear()
+        return True
+
+    def _shrink(self, num_pages: int) -> None:
+        """Take the blocks of the oldest pages out, up to `num_pages`, or store what the
+        host lacks of them."""
         num_stores = self._max_stores
         taken: list[int] = []
         visited: list[int] = []
+        is_kept = self._prefetches.kept()
         while self._order and len(taken) < num_pages:
             page = self._order.pop()
-            if not self._is_quiet(page):
+            if not self._is_quiet(page, is_kept):
+                # It may be in a while.
+                self._is_whole = False
                 continue
             if page not in self._stored:
                 dirty = [b for b in self._of(page) if self._is_due(b)]
@@ -286,14 +317,17 @@ class ElasticDevice:
             self.leaving.setdefault(self._draft.seq, []).extend(taken)
             self._draft.tell_end()
             self._stats.given_back_pages += len(taken)
-        return bool(self._order)
 
-    def _is_quiet(self, page: int) -> bool:
+    def _is_quiet(
+        self, page: int, is_kept: Callable[[KVCacheBlock], bool] | None
+    ) -> bool:
         """Whether a page is free as a whole, the step in the making does not use what
-        it has freed of it, and nobody waits for what is in it."""
-        in_use = self._draft.freed.keys() | self._prefetches.unclaimed.keys()
+        it has freed of it, and nobody waits for what is in it (`Prefetches.kept`)."""
+        freed = self._draft.freed
         return not any(
-            block.is_null or block.ref_cnt or block.block_id in in_use
+            block.ref_cnt
+            or block.block_id in freed
+            or (is_kept is not None and is_kept(block))
             for block in self._of(page)
         )
 

@@ -115,6 +115,7 @@ class ElasticBlockPool(TieredBlockPool):
         finally:
             self._demoting = False
         assert taken == blocks, "others are in front of what was put first"
+        self.prefetches.claim(taken)
         if self.storer.released or self.storer.forbidden:
             self.releasing.taken(taken)
         self.num_gpu_blocks -= len(taken)

@@ -104,6 +104,12 @@ class Prefetches:
         limit = self._kept_after
         return {p for p in self._by_plan.values() if p.num_unclaimed and p.end > limit}
 
+    def last_unused(self) -> int:
+        """The last plan of those whose prefetches have ended, and have been kept for
+        long enough; 0: none. Requests that have not taken them were aborted."""
+        limit = self._kept_after
+        return max((s for s, p in self._by_plan.items() if p.end <= limit), default=0)
+
     @property
     def _kept_after(self) -> float:
         """Blocks whose loads ended before have been kept for long enough."""

@@ -44,6 +44,7 @@ def take_apart(
     computed_blocks: Sequence[Sequence[KVCacheBlock]],
     num_tokens: int,
     null_block: KVCacheBlock,
+    max_holes: int | None = None,
 ) -> Hit:
     """Take a hit of `num_tokens` apart.
 
@@ -52,13 +53,17 @@ def take_apart(
         computed_blocks: Hit blocks per group, as upstream found them.
         num_tokens: Tokens of the hit.
         null_block: Stands for a block that is not needed.
+        max_holes: Of each group so many at most, and nothing behind them. None: all.
 
     """
     hit = Hit([list(group) for group in computed_blocks], [], [])
     for manager, group in zip(managers, hit.groups, strict=True):
         # Upstream drops the head that the attention window has left behind.
         first = manager.get_num_skipped_tokens(num_tokens) // manager.block_size
+        end = None if max_holes is None else len(hit.holes) + max_holes
         for i, block in enumerate(group):
+            if len(hit.holes) == end:
+                break
             if type(block) is HostSlot:
                 if i < first:
                     group[i] = null_block
@@ -112,6 +117,7 @@ class Promotion:
         self._releasing = releasing
         self._stats = stats
         self._min_prefetch = tuning.min_prefetch
+        self._max_prefetch = max(tuning.min_prefetch, tuning.max_prefetch)
         self.lacked_blocks = False
         """Whether the last request was not admitted because the device lacks free
         blocks."""
@@ -230,8 +236,16 @@ class Promotion:
             return
         if self._room_to_prefetch(()) < self._min_prefetch:
             return
-        hit = take_apart(managers, computed_blocks, num_tokens, self._pool.null_block)
-        num_loads = min(len(hit.holes), self._room_to_prefetch(hit.blocks))
+        # Of a long prompt no more is looked at than this plan may load: others wait.
+        hit = take_apart(
+            managers,
+            computed_blocks,
+            num_tokens,
+            self._pool.null_block,
+            self._max_prefetch,
+        )
+        room = min(self._room_to_prefetch(hit.blocks), self._max_prefetch)
+        num_loads = min(len(hit.holes), room)
         if num_loads >= min(len(hit.holes), self._min_prefetch) > 0:
             self._loader.load(hit.holes[:num_loads], hit.blocks, prefetch=True)
 

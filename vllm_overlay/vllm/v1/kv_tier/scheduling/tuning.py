@@ -36,6 +36,10 @@ class SchedulingTuning:
     """Seconds that prefetched blocks are kept for the request that waits for them. It
     may have been aborted, which nobody tells the tier."""
 
+    max_page_looks: int = 8_192
+    """Device blocks that a step may look at for memory to give back, and take out for
+    it: requests wait for it some milliseconds at most."""
+
     min_stores: int = 128
     """Blocks that the cleaner may store in a step even when steps take fewer."""
 
