@@ -161,6 +161,7 @@ class Invariants:
         self._hints.watch(hinted)
         host = self._pool.host
         ordered = {s.keys[0] for s in host.filled()} - host._aside.keys()
+        ordered -= host._passed.keys() | host._next.keys()
         shares = hinted.shares.values()
         known = {key for share in shares for key in (*share.resident, *share.kept)}
         known |= {*hinted._kept, *hinted._low}
@@ -176,7 +177,8 @@ class Invariants:
         policy = deepcopy(self._pool.host._policy)
         # Not the one of the object, which may be watched.
         evict = type(policy).evict
-        resident = []
+        # Those that the policy gave up while they were written below go first.
+        resident = [*self._pool.host._passed, *self._pool.host._next]
         while (key := evict(policy, lambda key: False)) is not None:
             resident.append(key)
         primary = [slot.keys[0] for slot in self._pool.host.filled()]

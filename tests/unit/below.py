@@ -64,6 +64,7 @@ class Below:
         assumed_prefill_s: float = 1e3,
         answer_wait_s: float = 0.0,
         min_prefetch: int = 64,
+        max_looks: int = 1000,
         **layout: Any,
     ) -> None:
         # The thread that asks holds it, and nothing else of the test.
@@ -102,6 +103,7 @@ class Below:
                 "settled_steps": SETTLED,
                 "fetch_part": 1 / 2,
                 "max_asks": 4,
+                "max_looks": max_looks,
                 "assumed_prefill_s": assumed_prefill_s,
                 "answer_wait_s": answer_wait_s,
                 "min_prefetch": min_prefetch,
@@ -141,6 +143,8 @@ class Below:
 
     def until(self, is_so: Callable[[], bool], request: Request) -> None:
         """A request is held back until something is so, or it need not wait."""
+        # None of those that asked counts as aborted.
+        self.tier.requests.append(request)  # type: ignore[arg-type]
         limit = time.monotonic() + 10
         while self.pool.is_loading(request, False) and not is_so():  # type: ignore[arg-type]
             assert time.monotonic() < limit, "nobody answers"

@@ -8,6 +8,7 @@ from vllm.v1.kv_tier.scheduling import sources
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
 from .below import SETTLED, Below, Request, key
+from .test_releasing import Turn
 from .tier import BLOCK, Tier
 
 pytestmark = pytest.mark.skipif(
@@ -228,8 +229,92 @@ def test_a_step_asks_for_some_requests_and_the_next_one_for_more() -> None:
         # Whoever was not asked for waits for its turn.
         assert all(below.pool.is_loading(each, True) for each in requests)  # type: ignore[arg-type]
         below.tier.end()
-        assert len(fetching._waits) == num_asked
+        waits = fetching._waits.values()
+        assert sum(each.is_asked for each in waits) == num_asked
     below.store.answers.set()
+
+
+def test_those_with_nothing_to_ask_for_are_not_held_back() -> None:
+    below = Below(num_blocks=16)
+    below.tier.computed("abcdefgh")
+    below.store.answers.clear()
+    # More than a step asks for: without a full block, with all of them, and others.
+    short = [Request("") for _ in range(20)]
+    cached = [Request("abcdefgh") for _ in range(20)]
+    asking = [Request(f"abcd{n}") for n in "stuvwxyz"]
+    below.tier.begin()
+    held = [
+        [below.pool.is_loading(each, True) for each in group]  # type: ignore[arg-type]
+        for group in (asking, short, cached)
+    ]
+    below.tier.end()
+    assert held == [[True] * 8, [False] * 20, [False] * 20]
+    assert below.backing.fetching.num_asked == 0  # type: ignore[union-attr]
+    # Nobody is asked any more, so nobody waits for a turn.
+    below.pool.reset_prefix_cache()
+    late = [Request("uvw") for _ in range(20)]
+    below.tier.begin()
+    assert not any(below.pool.is_loading(each, True) for each in late)  # type: ignore[arg-type]
+    below.tier.end()
+    below.store.answers.set()
+
+
+def test_a_step_looks_up_so_many_blocks_only() -> None:
+    below = Below(max_looks=12)
+    below.store.answers.clear()
+    requests = [Request("abcdef") for _ in range(4)]
+    waits = below.backing.fetching._waits  # type: ignore[union-attr]
+    for num_looked in (2, 4):
+        below.tier.begin()
+        assert all(below.pool.is_loading(each, True) for each in requests)  # type: ignore[arg-type]
+        below.tier.end()
+        assert len(waits) == num_looked
+    below.store.answers.set()
+
+
+@pytest.mark.parametrize("end", ["it is aborted", "it is admitted without them"])
+def test_nothing_is_remembered_of_what_a_request_found(end: str) -> None:
+    below = Below(num_blocks=64, num_slots=64)
+    found = below.backing.fetching.found  # type: ignore[union-attr]
+    below.store.keys |= {key(name) for name in "bcdefgh"}
+    request = Request("abcdefgh")
+    below.tier.begin()
+    below.asked(request)
+    assert len(found) == 7
+    if end == "it is aborted":
+        below.tier.requests.clear()
+        del request
+    else:
+        # The first block is missing, so the hit ends before the others.
+        below.tier.promote([], request=request)
+    assert not found
+    below.tier.end()
+
+
+def test_a_request_that_shares_what_another_found_keeps_it() -> None:
+    below = Below()
+    below.store.keys |= {key(name) for name in "ab"}
+    first, second = Request("ab"), Request("ab")
+    below.tier.begin()
+    below.asked(first)
+    below.asked(second)
+    below.tier.requests.clear()
+    del first
+    assert below.where("b") == "below"
+    del second
+    assert below.where("b") == "nowhere"
+
+
+def test_a_request_that_may_load_nothing_asks_for_nothing() -> None:
+    below = Below()
+    below.store.keys |= {key(name) for name in "abcd"}
+    below.tier.begin()
+    nothing = Turn("1", "abcd", max_load_tokens=0)
+    assert not below.pool.is_loading(nothing, False)  # type: ignore[arg-type]
+    assert below.store.num_asked == 0 and below.where("a") == "nowhere"
+    below.asked(Turn("2", "abcd", max_load_tokens=2 * BLOCK))  # type: ignore[arg-type]
+    found = below.backing.fetching.found  # type: ignore[union-attr]
+    assert sorted(found) == sorted(key(name) for name in "ab")
 
 
 def test_two_requests_with_one_prefix_wait_for_one_job() -> None:

@@ -62,7 +62,8 @@ def test_an_engine_that_runs_nothing_waits_for_the_answer_and_no_other() -> None
     below.store.keys = {key("a")}
     below.tier.begin()
     # A prefix scan finds it in this very step.
-    assert not below.pool.is_loading(Request("ab"), False)  # type: ignore[arg-type]
+    request = Request("ab")
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
     assert below.where("a") == "below"
     below.tier.end()
     below.tier.begin()
@@ -79,14 +80,15 @@ def test_the_look_up_of_a_prompt_is_no_part_of_the_wait_for_an_answer() -> None:
     below.store.answers.clear()
     missing = below.pool.backing.fetching._missing  # type: ignore[union-attr]
 
-    def slow(request: Request) -> list[Wanted]:
+    def slow(request: Request, may_load: None) -> list[Wanted]:
         time.sleep(0.6)
         threading.Timer(0.05, below.store.answers.set).start()
-        return missing(request)  # type: ignore[arg-type]
+        return missing(request, may_load)  # type: ignore[arg-type]
 
     below.pool.backing.fetching._missing = slow  # type: ignore[method-assign, union-attr, assignment]
     below.tier.begin()
-    assert not below.pool.is_loading(Request("ab"), False)  # type: ignore[arg-type]
+    request = Request("ab")
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
     assert below.where("a") == "below"
     below.tier.end()
 
@@ -122,7 +124,7 @@ def test_computing_is_not_waited_for_where_it_is_cheaper() -> None:
     other = Request("c")
     assert not below.pool.is_loading(other, False)  # type: ignore[arg-type]
     # Not even its blocks are looked up.
-    assert not below.pool.backing.fetching._waits[other].wanted  # type: ignore[union-attr, index]
+    assert other not in below.pool.backing.fetching._waits  # type: ignore[union-attr, operator]
     below.pool.costs.prefill_s = 0.2
     assert below.store.num_asked == num_asked
     below.asked(Request("c"))

@@ -53,6 +53,44 @@ def test_all_is_told_anew_part_by_part(behind: Publisher) -> None:
     assert sum(behind.follower.held("CPU").values()) == 20
 
 
+def test_all_who_come_late_meanwhile_are_told_once(behind: Publisher) -> None:
+    """Whoever asks again and again keeps no other follower from knowing all."""
+    events = behind.pool.events
+    clears, all_known = 0, 0
+    for _ in range(40):
+        events.tell_all_anew()
+        told = behind.told()
+        clears += any(isinstance(e, AllBlocksCleared) for e in told)
+        known = sum(behind.follower.held("GPU").values())
+        all_known += known == 2 * TOLD_AT_ONCE + 10
+    # It takes three steps, and as many are a rest.
+    assert clears <= 7 and all_known >= 20
+
+
+def test_those_who_can_replay_it_are_told_nothing_anew(behind: Publisher) -> None:
+    """The batches since followers were told to forget all are kept: two so far."""
+    events = behind.pool.events
+    behind.told()
+    events.tell_all_anew(num_kept=2)
+    assert not any(isinstance(e, AllBlocksCleared) for e in behind.told())
+    for _ in range(8):
+        events.tell_all_anew(num_kept=20)
+        assert not any(isinstance(e, AllBlocksCleared) for e in behind.told())
+    events.tell_all_anew(num_kept=9)
+    assert any(isinstance(e, AllBlocksCleared) for e in behind.told())
+
+
+def test_a_reset_is_a_begin_for_those_who_come_late(behind: Publisher) -> None:
+    assert behind.pool.reset_prefix_cache()
+    for _ in range(3):
+        behind.told()
+    # The batch of the reset, and two more.
+    behind.pool.events.tell_all_anew(num_kept=3)
+    assert behind.told() == []
+    behind.pool.events.tell_all_anew(num_kept=3)
+    assert [type(e) for e in behind.told()] == [AllBlocksCleared]
+
+
 def test_what_a_step_computes_is_told_behind_the_rest(behind: Publisher) -> None:
     """Its parents may not have been told yet."""
     one = request(range(-8 * BLOCK, -5 * BLOCK))

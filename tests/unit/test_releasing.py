@@ -569,3 +569,39 @@ def test_what_may_be_loaded_is_worked_out_once() -> None:
     turn.kv_transfer_params = {"max_load_tokens": 10**12}
     tier.pool.releasing._speakers.clear()
     assert tier.pool.releasing.may_load(turn) is None
+
+
+def loaded(tier: Tier, turn: Turn, names: str, has_room: bool = True) -> int:
+    """A step that looks at a waiting request. Returns how many blocks it loads."""
+    tier.begin()
+    if not tier.pool.is_loading(turn, True):  # type: ignore[arg-type]
+        found = [tier.pool.get_cached_block(h, [0]) for h in hashes(names)]
+        hit = [f[0] for f in found[: [*found, None].index(None)] if f]
+        if has_room:
+            if promoted := tier.try_promote(hit, request=turn, among_others=True):
+                tier.pool.touch(promoted[0])
+                turn.has_ended = True
+        else:
+            manager = SimpleNamespace(
+                block_size=BLOCK, get_num_skipped_tokens=lambda n: 0
+            )
+            tier.pool.load_ahead([manager], (hit,), len(hit) * BLOCK)
+    plan = tier.end()
+    return len(plan.load_blocks) + len(plan.ahead_blocks)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_no_more_is_loaded_while_a_request_waits_than_it_may(has_room: bool) -> None:
+    """What was loaded for it is the device's when it is looked at again."""
+    tuning = {"min_prefetch": 1}
+    tier = Tier(64, 64, load_s=1.0, max_load_stall_ms=0.0, tuning=tuning)
+    names = "abcdefghijklmnop"
+    tier.demoted(names)
+    turn = Turn("1", names, max_load_tokens=2 * BLOCK)
+    tier.requests.append(turn)
+    num_loaded = 0
+    for _ in range(6):
+        if not turn.has_ended:
+            num_loaded += loaded(tier, turn, names, has_room)
+            tier.now += 100
+    assert num_loaded == 2

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots of the host table: who holds them, and when they are free again."""
 
+import gc
+
 import pytest
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-from vllm.v1.kv_tier.policy import LRU
+from vllm.v1.kv_tier.policy import LRU, POLICIES, make_policy
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
 
 from ..names import block_hash
@@ -199,13 +201,73 @@ def test_what_is_released_last_makes_room_first() -> None:
 
 
 def test_no_victim_is_searched_for_among_all_that_is_being_written() -> None:
-    host = table(10_000)
-    slots = [inserted(host, str(i)) for i in range(10_000)]
-    held = slots[:9_000]
+    host = table(20_000)
+    slots = [inserted(host, str(i)) for i in range(20_000)]
+    held = slots[:19_000]
     host.hold(0, [s.index for s in held], [s.keys[0] for s in held])
-    num_looks = []
-    while host.insert((key(f"x{len(num_looks)}"),), 32, 2) is None:
-        num_looks.append(len(host._aside))
+    num_passed = []
+    while host.insert((key(f"x{len(num_passed)}"),), 32, 2) is None:
+        num_passed.append(len(host._passed))
         host.unpin_all()
-        assert len(num_looks) < 10
-    assert num_looks == [1024] * 8
+        assert len(num_passed) < 10
+    # Each of them is passed over once.
+    assert num_passed == [8192, 2 * 8192]
+
+
+def hold(host: SlotTable, slots: list[HostSlot]) -> tuple[int, list[int], list[bytes]]:
+    """A tier below begins to write `slots`. Returns what ends it."""
+    job = 0, [s.index for s in slots], [s.keys[0] for s in slots]
+    host.hold(*job)
+    return job  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_written_below_outlives_nothing_newer(policy: str) -> None:
+    """To be passed over by a victim is no use."""
+    host = SlotTable(100, make_policy(policy, 100))
+    slots = [inserted(host, str(i)) for i in range(100)]
+    job = hold(host, slots[:30])
+    inserted(host, "new", 2)
+    host.end_hold(*job)
+    for i in range(30):
+        inserted(host, f"x{i}", 3)
+    assert not any(host.get(key(str(i))) for i in range(31))
+    assert all(host.get(key(str(i))) for i in range(31, 100))
+
+
+def test_what_is_used_while_it_is_written_or_after_it_is_no_victim() -> None:
+    host = table(6)
+    a, b, c, *_ = [inserted(host, n) for n in "abcdef"]
+    job = hold(host, [a, b, c])
+    inserted(host, "x")
+    # It is loaded, used on the device, and dropped and stored again.
+    host.pin([a])
+    host.unpin_all()
+    host.order_passed([key("b")])
+    host.remove(c)
+    inserted(host, "c")
+    host.end_hold(*job)
+    for n in "yz":
+        inserted(host, n)
+    assert host.get(key("a")) is a and host.get(key("b")) is b
+    assert [host.is_ordered(key(n)) for n in "abcefxyz"] == 3 * [True] + [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_slots_make_no_new_objects_for_the_garbage_collector() -> None:
+    host = table(1000)
+    keys = [(key(str(i)),) for i in range(3000)]
+    for each in keys[:1000]:
+        host.insert(each, 32, 1)
+    host.unpin_all()
+    gc.collect()
+    before = len(gc.get_objects())
+    for each in keys[1000:]:
+        assert host.insert(each, 32, 2)
+        host.unpin_all()
+    assert abs(len(gc.get_objects()) - before) < 100

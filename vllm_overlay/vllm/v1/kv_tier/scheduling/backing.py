@@ -203,6 +203,7 @@ class Backing:
     def hit(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """A request is admitted with device blocks of `keys` that it hit, or that are
         loaded for it."""
+        self._table.order_passed(keys)
         for spiller in self.spillers:
             spiller.hit(keys)
         if not self._not_hit:

@@ -119,6 +119,8 @@ class TieredBlockPool(BlockPool):
         self._is_deferred = False
         # What may be loaded for the request that is looked up; None: all.
         self._may_load: Callable[[BlockHash], bool] | None = None
+        # That request, where it is not all.
+        self._capped: Request | None = None
 
     # ------------------------------------------------------------------ a step
 
@@ -137,7 +139,7 @@ class TieredBlockPool(BlockPool):
 
         """
         self.writer.allocated(self._num_taken)
-        self._num_taken = 0
+        self._num_taken, self._capped = 0, None
         below = self.backing
         is_read = is_idle and below is not None and below.fetching.num_awaited > 0
         self.writer.write(is_idle, is_read)
@@ -195,14 +197,29 @@ class TieredBlockPool(BlockPool):
         if below is not None and below.fetching.fetches(request, computed_blocks):
             self._is_deferred = True
             return None
+        num_before = len(self._draft.prefetches)
         hit = self._promotion.promote(request, managers, computed_blocks, *others)
         self._is_deferred = hit is None and not self._promotion.lacked_blocks
+        if self._capped is not None:
+            self._count_loads_ahead(num_before)
+        if hit is None:
+            return None
+        if self._capped is not None:
+            self.releasing.end_loads_ahead(request)
+        if below is not None:
+            below.fetching.admitted(request)
         return hit
+
+    def _count_loads_ahead(self, num_before: int) -> None:
+        """The plan had so many before the request with a cap was looked at."""
+        num_loads = len(self._draft.prefetches) - num_before
+        if num_loads and self._capped is not None:
+            self.releasing.loads_ahead(self._capped, num_loads)
 
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
         """Whether `request` waits for loads that are still on their way, or leaves its
         turn to others. Saves the lookup of its prefix."""
-        self._may_load, self._is_deferred = None, False
+        self._may_load, self._capped, self._is_deferred = None, None, False
         speaks = self.releasing.speaks(request)
         if speaks:
             self.releasing.follow(request)
@@ -210,12 +227,14 @@ class TieredBlockPool(BlockPool):
                 return True
         below = self.backing if self._serves_host else None
         is_idle = not has_scheduled_reqs
-        if below is not None and below.fetching.holds_back(request, is_idle):
+        may_load = self.releasing.may_load if speaks else None
+        if below is not None and below.fetching.holds_back(request, is_idle, may_load):
             return True
         if has_scheduled_reqs and self.waiting.is_loading(request):
             return True
         if speaks:
             self._may_load = self.releasing.may_load(request)
+            self._capped = None if self._may_load is None else request
         return False
 
     def load_ahead(
@@ -230,7 +249,9 @@ class TieredBlockPool(BlockPool):
         below = self.backing
         if below is not None and below.fetching.fetches(None, computed_blocks):
             computed_blocks = before_stored(computed_blocks)
+        num_before = len(self._draft.prefetches)
         self._promotion.prefetch(managers, computed_blocks, num_tokens)
+        self._count_loads_ahead(num_before)
 
     # ------------------------------------------------------------------ demote
 

@@ -42,7 +42,7 @@ Place = tuple[str, str | None]
 
 _HOST: Place = (MEDIUM_CPU, None)
 
-TOLD_AT_ONCE = 2_048
+TOLD_AT_ONCE = 512
 """Keys that a step tells anew, beside what it has changed itself; the rest follows with
 the next ones. That keeps steps short, and batches within what routers take: 4,096
 events and 16 MiB in vllm-router."""
@@ -68,7 +68,9 @@ class TierEvents:
     Whoever comes later than upstream's replay buffer reaches back is blind for what was
     told before. `tell_all_anew` tells it again, as ordinary events: `AllBlocksCleared`,
     then what is stored. For others that is a reset, from which they recover with the
-    next steps.
+    next steps. So it serves all who come late: while a replay reaches back to its
+    begin, which is thousands of steps, nothing is told for those who ask. Where one
+    does not, nothing is told anew before all has been told, and for as long again.
 
     Args:
         pool: Whose queue.
@@ -110,6 +112,10 @@ class TierEvents:
         self._touched: dict[BlockHashWithGroupId, None] = {}
         self._num_behind = 0
         self._anew_wanted = False
+        # Batches behind the last `AllBlocksCleared`, or behind the first of all.
+        self._num_since_cleared = -1
+        # Steps until followers may be told to forget all again.
+        self._num_rest = 0
         table.listeners.append(self)
 
     @property
@@ -262,6 +268,7 @@ class TierEvents:
         """Both tiers are empty, and the last event said so for both."""
         self._num_behind = 0
         self._anew_wanted = False
+        self._num_since_cleared = -1
         self._descriptions.clear()
         self._touched.clear()
         for told in self._told.values():
@@ -299,12 +306,20 @@ class TierEvents:
                 return place
         return None
 
-    def tell_all_anew(self) -> None:
-        """Tell everything again, from the next step on. Any thread may ask for it."""
-        self._anew_wanted = True
+    def tell_all_anew(self, num_kept: int = 0) -> None:
+        """Tell everything again, from the next step on if followers know all.
+
+        Args:
+            num_kept: Batches that a replay has. Where it has all since followers were
+                told to forget what they know, nothing need be told again.
+
+        """
+        if self._num_since_cleared >= num_kept:
+            self._anew_wanted = True
 
     def _forget_what_was_told(self) -> None:
         self._anew_wanted = False
+        self._num_since_cleared, self._num_rest = 0, 1
         self._pool.kv_event_queue[:] = [AllBlocksCleared()]
         for told in self._told.values():
             told.clear()
@@ -314,7 +329,12 @@ class TierEvents:
 
     def tell_changes(self) -> None:
         """Queue what followers do not know yet: due before events are taken."""
-        if self._anew_wanted:
+        self._num_since_cleared += 1
+        if self._num_behind:
+            self._num_rest += 1
+        elif self._num_rest:
+            self._num_rest -= 1
+        elif self._anew_wanted:
             self._forget_what_was_told()
         num_new = len(self._touched) - self._num_behind
         touched = list(islice(self._touched, TOLD_AT_ONCE + max(0, num_new)))

@@ -4,12 +4,13 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
+    get_block_hash,
     make_block_hash_with_group_id,
 )
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
@@ -22,6 +23,9 @@ from vllm.v1.kv_tier.scheduling.stored import StoredBlock
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.request import Request
 
+MayLoad = Callable[[Request], Callable[[BlockHash], bool] | None]
+"""As `Releasing.may_load`."""
+
 
 @dataclass
 class _Wait:
@@ -29,9 +33,13 @@ class _Wait:
 
     since: float
     wanted: list[Wanted] = field(default_factory=list)
+    """What it lacks, until there is an answer."""
+    is_asked: bool = True
+    """Else its turn to ask comes in a later step."""
     questions: dict[Source, int] = field(default_factory=dict)
     """Whether they are there, while there is no answer."""
-    found: list[BlockHashWithGroupId] = field(default_factory=list)
+    found: list[StoredBlock] = field(default_factory=list)
+    """What is there of them. Nobody else keeps it, but for jobs that fetch it."""
     jobs: dict[int, Source] = field(default_factory=dict)
     """That fetch what it waits for."""
     alone: tuple[Source, int] | None = None
@@ -80,13 +88,17 @@ class Fetching:
         self._is_cached = is_cached
         self._learns = learns
         self._tuning = tuning
-        self.found: dict[BlockHashWithGroupId, StoredBlock] = {}
-        """What is below of the prompts of requests that wait."""
+        self.found: WeakValueDictionary[BlockHashWithGroupId, StoredBlock]
+        """What is below of the prompts of requests that wait, while they do."""
+        self.found = WeakValueDictionary()
         self._fetched_by: dict[BlockHashWithGroupId, int] = {}
         # Nobody tells of requests that are aborted.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
         self.num_asked = 0
         """Requests for which this step asks."""
+        # Blocks of prompts of which this step has looked whether they are missing.
+        self._num_looks = 0
+        self._is_full = False
         # How long this step waits for answers.
         self._until = 0.0
         self._num_filling = [0] * len(sources)
@@ -101,7 +113,8 @@ class Fetching:
 
     def end_step(self) -> None:
         """The step is complete."""
-        self.num_asked, self._until = 0, 0.0
+        self.num_asked, self._num_looks, self._until = 0, 0, 0.0
+        self._is_full = False
 
     @property
     def num_awaited(self) -> int:
@@ -114,23 +127,44 @@ class Fetching:
         )
         return min(num_left, default=0)
 
-    def holds_back(self, request: Request, is_idle: bool) -> bool:
+    def holds_back(
+        self,
+        request: Request,
+        is_idle: bool,
+        may_load: MayLoad | None = None,
+    ) -> bool:
         """Whether `request` waits. Asks for it the first time.
 
         Args:
             request: That waits in the queue.
             is_idle: The step runs nothing so far, so that it may wait for the answer a
                 moment: else another empty step, which takes longer, would find it.
+            may_load: Tells what may be loaded for it; None: everything.
 
         """
-        now = self._costs.clock()
         wait = self._waits.get(request)
+        if not request.block_hashes:
+            return False
+        if self._is_full if wait is None else not wait.is_asked and self._asks_no_more:
+            # Its turn comes in a later step: thousands may wait.
+            return True
+        now = self._costs.clock()
         if wait is None:
-            if self.num_asked >= self._tuning.max_asks:
-                # Its turn comes in a later step: thousands may wait.
+            sources = self._open_sources(now)
+            num_looks = self._num_blocks(request)
+            if not sources or not num_looks:
+                return False
+            if self._num_looks and self._num_looks + num_looks > self._tuning.max_looks:
+                self._is_full = True
                 return True
-            self.num_asked += 1
-            wait = self._waits[request] = self._ask(request, now, is_idle)
+            self._num_looks += num_looks
+            wanted = self._missing(request, may_load)
+            wait = self._waits[request] = _Wait(now, wanted, is_asked=not wanted)
+            wait.is_over = not wanted
+        if not wait.is_asked and not self._jobs.is_detached:
+            if self._asks_no_more:
+                return True
+            self._ask(wait, now, is_idle)
         if is_idle and not self._until:
             # Not before it has asked: to look up a long prompt takes a while, too.
             self._until = time.monotonic() + self._tuning.answer_wait_s
@@ -170,48 +204,64 @@ class Fetching:
 
     def _awaits_answers(self, request: Request, wait: _Wait, now: float) -> bool:
         self._hear(request, wait)
-        if all(each.key in self.found for each in wait.wanted):
+        if wait.questions and all(each.key in self.found for each in wait.wanted):
             wait.questions.clear()
+            # Others have asked; they may be aborted.
+            wait.found = [self.found[each.key] for each in wait.wanted]
         for source in list(wait.questions):
             # The other half is for fetching what others have.
             if now >= wait.since + source.deadline_s / 2:
                 del wait.questions[source]
                 source.is_late(wait.since, now)
+        if not wait.questions:
+            wait.wanted = []
         return bool(wait.questions)
 
-    def _ask(self, request: Request, now: float, is_idle: bool) -> _Wait:
-        wait = _Wait(now)
-        sources = [
-            source
-            for source in self._sources
-            if source.is_open(now) and source.is_worth_it
-        ]
-        # Each block of the prompt is looked up, so not where nobody is asked.
-        if sources and not self._jobs.is_detached:
-            wait.wanted = self._missing(request)
-        if wait.wanted:
-            wait.questions = {
-                source: source.ask(wait.wanted)
-                for source in sources
-                if source.is_worth_asking(len(wait.wanted), is_idle)
-            }
-        wait.is_over = not wait.questions
-        return wait
+    @property
+    def _asks_no_more(self) -> bool:
+        """Whether this step has asked for as many requests as it may."""
+        return self.num_asked >= self._tuning.max_asks and not self._jobs.is_detached
 
-    def _missing(self, request: Request) -> list[Wanted]:
+    def _open_sources(self, now: float) -> list[Source]:
+        if self._jobs.is_detached:
+            return []
+        return [
+            each for each in self._sources if each.is_open(now) and each.is_worth_it
+        ]
+
+    def _ask(self, wait: _Wait, now: float, is_idle: bool) -> None:
+        wait.since, wait.is_asked = now, True
+        wait.questions = {
+            source: source.ask(wait.wanted)
+            for source in self._open_sources(now)
+            if source.is_worth_asking(len(wait.wanted), is_idle)
+        }
+        if wait.questions:
+            self.num_asked += 1
+        else:
+            self._give_up(wait)
+
+    def _num_blocks(self, request: Request) -> int:
+        """Full blocks of the prompt, of all groups."""
+        num_tokens = len(request.block_hashes) * self._hash_size
+        return sum(num_tokens // size for size in self._layout.block_sizes)
+
+    def _missing(self, request: Request, may_load: MayLoad | None) -> list[Wanted]:
         """Full blocks of a request that neither device nor host has."""
         missing = []
         on_host, on_device = self._table.get, self._is_cached
         for group_id, size in enumerate(self._layout.block_sizes):
             suffix = make_block_hash_with_group_id(BlockHash(b""), group_id)
             hashes = hashes_of_blocks(request, self._hash_size, size)
-            # Every block of every prompt comes by here.
+            # For every block of every prompt.
             missing += [
                 Wanted(BlockHashWithGroupId(key), num_blocks * size)
                 for num_blocks, block_hash in enumerate(hashes, 1)
                 if on_host(key := block_hash + suffix) is None  # type: ignore[arg-type]
                 and not on_device(key)  # type: ignore[arg-type]
             ]
+        if may_load is not None and (may_be := may_load(request)) is not None:
+            missing = [w for w in missing if may_be(get_block_hash(w.key))]
         if len(self._layout.block_sizes) > 1:
             missing.sort(key=lambda wanted: wanted.num_tokens)
         return missing
@@ -228,24 +278,33 @@ class Fetching:
                 source.index,
             )
             for wanted in there:
-                known = self.found.get(wanted.key)
-                if known is None or source.index < known.source.index:
-                    self.found[wanted.key] = StoredBlock(*wanted, source)
-                    wait.found.append(wanted.key)
+                block = self.found.get(wanted.key)
+                if block is None or source.index < block.source.index:
+                    block = self.found[wanted.key] = StoredBlock(*wanted, source)
+                wait.found.append(block)
             if there:
                 num_tokens = there[-1].num_tokens
                 keys = [wanted.key for wanted in there]
                 self._learns.was_found(request, keys, num_tokens, source.index)
 
     def _give_up(self, wait: _Wait) -> None:
-        wait.is_over = True
+        wait.is_over = wait.is_asked = True
         wait.questions.clear()
+        wait.wanted = []
         # Also what another one has found: a job that never ends must not make anybody
         # wait twice.
         late = [key for key, job in self._fetched_by.items() if job in wait.jobs]
-        for key in (*wait.found, *late):
+        for key in (*(block.key for block in wait.found), *late):
             self.found.pop(key, None)
+        wait.found = []
         wait.jobs.clear()
+
+    def admitted(self, request: Request) -> None:
+        """`request` waits for nothing any more: it computes what it has not got."""
+        if (wait := self._waits.get(request)) is not None:
+            wait.is_over = wait.is_asked = True
+            wait.questions, wait.jobs = {}, {}
+            wait.wanted, wait.found = [], []
 
     # --------------------------------------------------------------- fetching
 

@@ -37,6 +37,8 @@ class Prefetches:
         self._costs = costs
         self._claim_within_s = tuning.claim_within_s
         self._by_plan: dict[int, _Prefetch] = {}
+        # Those of them that may still have blocks which wait for their request.
+        self._awaited: dict[int, _Prefetch] = {}
         self.unclaimed: dict[int, _Prefetch] = {}
         """Blocks that were prefetched and that no request has taken yet, by id. Public,
         since asking for a block must cost nothing; `claim` changes it."""
@@ -49,6 +51,7 @@ class Prefetches:
         prefetch = self._by_plan.get(load.seq)
         if prefetch is None:
             prefetch = self._by_plan[load.seq] = _Prefetch(load)
+            self._awaited[load.seq] = prefetch
         prefetch.last_load = load
         prefetch.num_unclaimed += len(blocks)
         for block in blocks:
@@ -101,8 +104,14 @@ class Prefetches:
 
     def _kept(self) -> set[_Prefetch]:
         """Those with blocks that wait for the request that they are for."""
-        limit = self._kept_after
-        return {p for p in self._by_plan.values() if p.num_unclaimed and p.end > limit}
+        limit, awaited = self._kept_after, self._awaited
+        over = [
+            s for s, p in awaited.items() if not (p.num_unclaimed and p.end > limit)
+        ]
+        # Each allocation asks, and clients may abort as many requests as they like.
+        for seq in over:
+            del awaited[seq]
+        return {*awaited.values()}
 
     def last_unused(self) -> int:
         """The last plan of those whose prefetches have ended, and have been kept for
@@ -128,6 +137,7 @@ class Prefetches:
         ]
         for seq in over:
             prefetch = self._by_plan.pop(seq)
+            self._awaited.pop(seq, None)
             for block_id in prefetch.block_ids:
                 if self.unclaimed.get(block_id) is prefetch:
                     del self.unclaimed[block_id]

@@ -79,7 +79,9 @@ class PublishingBlockPool(TieredBlockPool):
         """
         if publisher.has_late_subscribers:
             publisher.has_late_subscribers = False
-            self.events.tell_all_anew()
+            # Not all publishers keep batches.
+            kept = getattr(publisher, "_buffer", None)
+            self.events.tell_all_anew(getattr(kept, "maxlen", None) or 0)
 
     def take_events(self) -> list[KVCacheEvent]:
         """As upstream, with all that has changed since the last call."""

@@ -109,6 +109,8 @@ class Releasing:
         # What each request may load: up to which block, and these.
         self._loadable: WeakKeyDictionary[Request, tuple[int, frozenset[BlockHash]]]
         self._loadable = WeakKeyDictionary()
+        # Blocks that were loaded ahead for requests with such a cap, until they run.
+        self._loaded_ahead: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         # As they are when a request ends.
         self._some_were_freed = False
         self.is_listening = bool(self._quotas)
@@ -262,7 +264,8 @@ class Releasing:
             if get(make_block_hash_with_group_id(block_hash, 0)) is None:
                 break
             num_blocks += 1
-        num_blocks += limit
+        # What was loaded for it counts as the device's.
+        num_blocks += max(0, limit - self._loaded_ahead.get(request, 0))
         num_before, allowed = self._loadable.get(request, (-1, frozenset()))
         if num_before != num_blocks:
             allowed = frozenset(hashes[:num_blocks])
@@ -270,6 +273,15 @@ class Releasing:
         # In some releases the hash of a block of several is made of all of theirs.
         size = len(hashes[0])
         return lambda block_hash: block_hash[-size:] in allowed
+
+    def loads_ahead(self, request: Request, num_blocks: int) -> None:
+        """So many blocks are loaded for `request`, which has a cap and waits."""
+        loaded = self._loaded_ahead
+        loaded[request] = loaded.get(request, 0) + num_blocks
+
+    def end_loads_ahead(self, request: Request) -> None:
+        """`request`, which has a cap, runs."""
+        self._loaded_ahead.pop(request, None)
 
     def computed(
         self,

@@ -14,7 +14,8 @@ class HostSlot(KVCacheBlock):
     """A filled host slot, and the placeholder for it in a prefix scan.
 
     As a placeholder it is never referenced, so upstream counts it as one block to
-    allocate, as it does an evictable device block.
+    allocate, as it does an evictable device block. A slot that is filled again is the
+    same object with other keys, so none is kept beyond `SlotListener.forgotten`.
 
     Args:
         index: Number of the slot in host memory.
@@ -24,7 +25,7 @@ class HostSlot(KVCacheBlock):
 
     """
 
-    # One is made for every store: what is the same for all of them is the class's.
+    # What is the same for all of them is the class's.
     __slots__ = ("index", "keys", "num_tokens", "store_seq")
     block_id = -1
     ref_cnt = 0
@@ -69,15 +70,13 @@ class SlotListener(Protocol):
         """The keys of `slot` cannot be found any more."""
 
 
+_MAX_PASSED = 8_192
+"""Slots that are being written below, and that the victims of one plan pass over. Each
+takes a microsecond; the next plan goes on behind them."""
+
 _is_pinned = frozenset[object]().__contains__
 """Of keys in the order of a policy, see `SlotTable._evict`: none. Each victim comes by
 here, so this is no function of Python's."""
-
-
-_MAX_ASIDE = 1024
-"""Keys that the policy gives up for one plan though they cannot go. Beyond that nothing
-makes room until the next one: a search through all that is being written would hold up
-the step."""
 
 
 def _nothing(key: BlockHashWithGroupId) -> None:
@@ -103,6 +102,9 @@ class SlotTable:
         # No method: asked for every block of every prefix, and for every victim.
         self.get: Callable[[BlockHashWithGroupId], HostSlot | None] = self._slots.get
         self._by_index: list[HostSlot | None] = [None] * num_slots
+        # All of them from the start, so that filling them makes no objects for Python's
+        # garbage collector to look through: vLLM excepts what an engine starts with.
+        self._objects = [HostSlot(i, (), None, 0) for i in range(num_slots)]
         self._num_filled = 0
         self._free = list(range(num_slots - 1, -1, -1))
         # When each slot was last read and last stored to; both outlive its content,
@@ -113,6 +115,12 @@ class SlotTable:
         # Pinned keys that the policy gave up. It gets them back when the plan is
         # complete, so that no victim costs a search through all that is pinned.
         self._aside: dict[BlockHashWithGroupId, None] = {}
+        # Keys that the policy gave up while a tier below writes their slots, and those
+        # of them that have been written since: these are the next victims, unless they
+        # are used before.
+        self._passed: dict[BlockHashWithGroupId, None] = {}
+        self._num_passed = 0
+        self._next: dict[BlockHashWithGroupId, None] = {}
         # Slots that make room before those that the policy would choose, the last one
         # first. And those that will, and are being written: no victim is searched for
         # among them.
@@ -157,9 +165,10 @@ class SlotTable:
 
         The policy hears of the use now, so that it gives up others first.
         """
-        # Each block that is loaded comes by here.
+        # For each block that is loaded.
         keys = [slot.keys[0] for slot in slots]
         self._pinned.update(keys)
+        self.order_passed(keys)
         aside, released = self._aside, self._released
         ordered = [key for key in keys if key not in aside] if aside else keys
         self._policy.hits(ordered)
@@ -168,9 +177,17 @@ class SlotTable:
                 for key in keys:
                     marked.pop(key, None)
 
+    def order_passed(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Blocks of `keys` are used again: none of their slots is the next victim."""
+        if self._passed or self._next:
+            for key in keys:
+                if self._forget_passed(key):
+                    self._policy.insert(key)
+
     def unpin_all(self) -> None:
         """The plan is complete."""
         self._pinned.clear()
+        self._num_passed = 0
         for key in self._aside:
             self._policy.insert(key)
             self._policy.hit(key)
@@ -187,7 +204,9 @@ class SlotTable:
     def is_ordered(self, key: BlockHashWithGroupId) -> bool:
         """Whether the policy has `key` now."""
         slot = self._slots.get(key)
-        return slot is not None and slot.keys[0] == key and key not in self._aside
+        if slot is None or slot.keys[0] != key:
+            return False
+        return not (key in self._aside or key in self._passed or key in self._next)
 
     def is_pinned(self, slot: HostSlot) -> bool:
         return slot.keys[0] in self._pinned
@@ -229,14 +248,12 @@ class SlotTable:
             The slot, or None when every slot is in use by the plan.
 
         """
-        # Each store comes by here.
+        # For each store.
         index = self._free.pop() if self._free else self._evict()
         if index is None:
             return None
-        slot, slots = HostSlot(index, keys, num_tokens, seq), self._slots
         self._store_seq[index] = seq
-        self._by_index[index] = slot
-        self._num_filled += 1
+        slot, slots = self._filled(index, keys, num_tokens, seq), self._slots
         for key in keys:
             assert key not in slots
             slots[key] = slot
@@ -246,25 +263,60 @@ class SlotTable:
             listener.filled(slot)
         return slot
 
+    def _filled(
+        self,
+        index: int,
+        keys: tuple[BlockHashWithGroupId, ...],
+        num_tokens: int | None,
+        store_seq: int,
+    ) -> HostSlot:
+        self._by_index[index] = slot = self._objects[index]
+        slot.keys, slot.num_tokens, slot.store_seq = keys, num_tokens, store_seq
+        self._num_filled += 1
+        return slot
+
     def _evict(self) -> int | None:
         """Make room. Returns the slot, which is nobody's, or None: all are in use."""
-        # Every victim of a plan comes by here: no search for nothing.
+        # For every victim of a plan: no search for nothing.
         if len(self._pinned) >= self._num_filled:
             return None
         if self._released:
             return self._evict_released()
-        pinned, held, evict = self._pinned, self._held_keys, self._policy.evict
-        aside = self._aside
-        while (victim := evict(_is_pinned)) in pinned or victim in held:
-            aside[victim] = None  # type: ignore[index]
-            if len(aside) >= _MAX_ASIDE:
-                return None
+        victim = self._victim()
         if victim is None:
             return None
         self.num_evicted += 1
         slot = self._slots[victim]  # type: ignore[index]
         self._unlist(slot)
         return slot.index
+
+    def _victim(self) -> BlockHashWithGroupId | None:
+        """What the policy gives up, without what is in use."""
+        held, passed = self._held_keys, self._passed
+        while self._next:
+            del self._next[victim := next(iter(self._next))]
+            if victim not in held:
+                return victim
+            passed[victim] = None
+        pinned, evict = self._pinned, self._policy.evict
+        while self._num_passed < _MAX_PASSED:
+            victim = evict(_is_pinned)  # type: ignore[assignment]
+            if victim in pinned:
+                self._aside[victim] = None
+            elif victim in held:
+                self._num_passed += 1
+                passed[victim] = None
+            else:
+                return victim
+        return None
+
+    def _forget_passed(self, key: BlockHashWithGroupId) -> bool:
+        """Whether the policy gave `key` up, which is no victim any more."""
+        for keys in (self._passed, self._next):
+            if key in keys:
+                del keys[key]
+                return True
+        return False
 
     def _evict_released(self) -> int:
         key, _ = self._released.popitem()
@@ -304,6 +356,11 @@ class SlotTable:
             for key in self._released_later.keys() & ended:
                 del self._released_later[key]
                 self._released[key] = None
+        if self._passed:
+            for key in keys:
+                if key in ended and key in self._passed:
+                    del self._passed[key]
+                    self._next[key] = None
         for index in over & self._free_after_hold:
             self._free_after_hold.remove(index)
             self._free_slot(index)
@@ -326,9 +383,7 @@ class SlotTable:
         """Slot `index`, reserved, has the block of `key`, which no other slot has."""
         assert key not in self._slots
         self._reserved.remove(index)
-        slot = HostSlot(index, (key,), num_tokens, store_seq=0)
-        self._by_index[index] = self._slots[key] = slot
-        self._num_filled += 1
+        slot = self._slots[key] = self._filled(index, (key,), num_tokens, store_seq=0)
         self._policy.insert(key)
         for listener in self.listeners:
             listener.filled(slot)
@@ -352,10 +407,11 @@ class SlotTable:
 
     def remove(self, slot: HostSlot) -> None:
         """The content of `slot` must not be served any more."""
-        if slot.keys[0] in self._aside:
-            del self._aside[slot.keys[0]]
-        else:
-            self._policy.remove(slot.keys[0])
+        key = slot.keys[0]
+        if key in self._aside:
+            del self._aside[key]
+        elif not self._forget_passed(key):
+            self._policy.remove(key)
         self._forget(slot)
 
     def by_value(self) -> list[HostSlot]:
@@ -363,6 +419,7 @@ class SlotTable:
         an engine: the policy has given up all of them afterwards."""
         order = dict.fromkeys(reversed(self._released))
         order.update(self._released_later)
+        order.update({**self._next, **self._passed})
         while (key := self._policy.evict(_is_pinned)) is not None:
             order[key] = None  # type: ignore[index]
         order.update(self._aside)

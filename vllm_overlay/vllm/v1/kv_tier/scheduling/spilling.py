@@ -19,6 +19,9 @@ from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.stats import SecondaryStats
 
+_MAX_BEGUN = 2_048
+"""Slots that a step begins to write to a tier: each takes some microseconds."""
+
 
 class Spiller:
     """Chooses slots to write, and keeps them until all ranks have written them.
@@ -107,6 +110,9 @@ class Spiller:
 
     def is_below(self, key: BlockHashWithGroupId) -> None:
         """The tier has `key`."""
+        if self._jobs.is_detached:
+            # What was under way ends, and is never asked for.
+            return
         self._due.remove(key)
         if key in self._known:
             self._known.move_to_end(key)
@@ -154,8 +160,9 @@ class Spiller:
                 self.changed(key)
 
     def forget(self) -> None:
-        """Nothing is due any more."""
+        """The tier is left alone: nothing is due any more, and nothing known."""
         self._due.clear()
+        self._known.clear()
 
     # ---------------------------------------------------------------- writing
 
@@ -193,7 +200,7 @@ class Spiller:
             settled: Nothing that plans up to this one have stored turns out to be void.
 
         """
-        room = self._layout.max_writing - len(self._writing)
+        room = min(_MAX_BEGUN, self._layout.max_writing - len(self._writing))
         if not self._due or room <= 0:
             return
         due = self._due.take(room, settled)

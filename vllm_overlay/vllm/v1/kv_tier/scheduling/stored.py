@@ -20,7 +20,8 @@ class StoredBlock(KVCacheBlock):
 
     """
 
-    __slots__ = ("key", "num_tokens", "source")
+    # Whoever found it keeps it.
+    __slots__ = ("__weakref__", "key", "num_tokens", "source")
     block_id = -1
     ref_cnt = 0
     prev_free_block = next_free_block = None

@@ -127,6 +127,11 @@ class SchedulingTuning:
     """Requests for which a step asks the tier below. Each has its keys made, and others
     wait meanwhile."""
 
+    max_looks: int = 32_768
+    """Blocks of prompts of which a step looks whether the tier below is to be asked for
+    them, unless a single prompt has more: the requests that run wait for some
+    milliseconds."""
+
     answer_wait_s: float = 5e-3
     """Seconds that a step which runs nothing waits for answers of tiers below: files
     and servers of the same machine give them in less, those for 1,024 blocks in 4 ms.
