@@ -197,27 +197,47 @@ class Engine:
         if fail == "compute" and not self._can_reset_running:
             fail = None
         if self._scheduler.has_requests():
-            self._num_steps += 1
-            before = self._num_preemptions()
-            output = self._scheduler.schedule()
-            self.events["preempted"] += self._num_preemptions() - before
-            self._invariants.check_no_pins()
-            self._invariants.check_released()
-            self._invariants.check_hints()
-            assert output.kv_tier_plan is not None
-            output.kv_tier_plan.check_copies()
-            step = self._worker.submit(output, self._epoch, rush, fail)
-            self._in_flight.append(step)
-            self._count(step)
-            step.is_void = self._is_void()
-            self._check()
-            executed = output.total_num_scheduled_tokens > 0
+            executed = self._schedule(rush, fail)
         if abort is not None:
             self.abort(abort)
         if len(self._in_flight) == self.setup.depth or (
             self._in_flight and not executed and not self._scheduler.has_requests()
         ):
             self._process_oldest()
+
+    def _schedule(self, rush: bool, fail: str | None = None) -> bool:
+        """Schedule a step. Returns whether it runs anything."""
+        self._num_steps += 1
+        before = self._num_preemptions()
+        output = self._scheduler.schedule()
+        self.events["preempted"] += self._num_preemptions() - before
+        self._invariants.check_no_pins()
+        self._invariants.check_released()
+        self._invariants.check_hints()
+        assert output.kv_tier_plan is not None
+        output.kv_tier_plan.check_copies()
+        step = self._worker.submit(output, self._epoch, rush, fail)
+        self._in_flight.append(step)
+        self._count(step)
+        step.is_void = self._is_void()
+        self._check()
+        return output.total_num_scheduled_tokens > 0
+
+    def settle(self, num_steps: int = 1000) -> None:
+        """Run until nothing is left to do, and take steps that run nothing, so long
+        after that that nothing is due any more."""
+        for _ in range(3):
+            for _ in range(1000):
+                if not (self._in_flight or self._scheduler.has_requests()):
+                    break
+                self.step(rush=True)
+            else:
+                raise Violation("stuck", f"{list(self._live)} do not end")
+            self._num_steps += num_steps
+            # So many that stores have ended what they were doing.
+            for _ in range(8):
+                self._schedule(rush=True)
+                self._process_oldest()
 
     def abort(self, number: int) -> None:
         """Abort a live request, counted round."""
