@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The longest step in situations with tiers below, loads ahead, KV events and device
+memory that is given back.
+
+    PYTHONPATH=. python scripts/bench/worst_step_below.py [--slots 200000] [NAME …]
+
+As `worst_step.py`, which says what is timed.
+"""
+
+import sys
+from types import SimpleNamespace
+
+from scripts.bench.worst_step import SITUATIONS, Steps, main, situation
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
+
+SITUATIONS.clear()
+
+
+def _hash(i: int) -> BlockHash:
+    return BlockHash(b"%032d" % i)
+
+
+@situation
+def prompt_without_room(num_slots: int) -> Steps:
+    """A prompt of a quarter of the slots lacks device blocks, and loads ahead."""
+    from tests.unit.tier import BLOCK, Tier
+
+    num_blocks = num_slots // 4
+    tier = Tier(num_blocks + num_blocks // 8, num_slots, load_s=40e-6)
+    tier.begin()
+    slots = [
+        tier.host.insert(
+            (make_block_hash_with_group_id(_hash(i), 0),),
+            i * BLOCK,
+            tier.pool._draft.seq,
+        )
+        for i in range(num_blocks)
+    ]
+    tier.end()
+    managers = [SimpleNamespace(block_size=BLOCK, get_num_skipped_tokens=lambda n: 0)]
+    for _ in range(10):
+        tier.now += 100.0
+        tier.begin()
+        hit = [
+            tier.pool.get_cached_block(_hash(i), [0])[0]  # type: ignore[index]
+            for i in range(num_blocks)
+        ]
+        yield True
+        tier.pool.load_ahead(managers, (hit,), num_blocks * BLOCK)
+        tier.end()
+        yield False
+    assert slots
+
+
+@situation
+def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
+    """4,000 requests of 200 blocks come at once, and the store does not answer."""
+    from tests.unit.below import Below, Request
+
+    below = Below(64, 1000)
+    below.tier.pool.costs.clock = lambda: 0.0
+    below.store.answers.clear()
+    requests = []
+    for n in range(4000):
+        request = Request("")
+        request.block_hashes = [_hash(n * 1000 + i) for i in range(200)]
+        requests.append(request)
+    for _ in range(60):
+        yield True
+        below.tier.begin()
+        for request in requests:
+            assert below.pool.is_loading(request, True)  # type: ignore[arg-type]
+        below.tier.end()
+    yield False
+    below.store.answers.set()
+
+
+@situation
+def all_fetches_end_at_once(num_slots: int) -> Steps:
+    """Half of the slots are being filled, and all jobs end in one step."""
+    from tests.unit.below import Below, Request
+
+    below = Below(64, num_slots, max_job=64, max_known=4 * num_slots)
+    num_blocks = num_slots // 4
+    hashes = [_hash(i) for i in range(num_blocks)]
+    below.store.keys = {bytes(make_block_hash_with_group_id(h, 0)) for h in hashes}
+    request = Request("")
+    request.block_hashes = hashes
+    below.tier.begin()
+    below.asked(request)
+    hit = [below.pool.get_cached_block(h, [0])[0] for h in hashes]  # type: ignore[index]
+    yield True
+    below.tier.try_promote(hit, request=request)
+    jobs = below.tier.end().secondary
+    yield False
+    results = [
+        SecondaryResult(job.number, [True] * len(job.slots), 0.1) for job in jobs
+    ]
+    yield True
+    below.pool.apply_report(StepReport(secondary=results))
+    yield True
+    below.tier.begin()
+    below.tier.end()
+
+
+@situation
+def all_slots_are_due(num_slots: int) -> Steps:
+    """A store that was slow catches up: all slots are to be written."""
+    from tests.unit.below import Below
+
+    below = Below(64, num_slots, max_job=64, max_writing=num_slots // 4)
+    for first in range(0, num_slots, 2000):
+        below.tier.begin()
+        for i in range(first, first + 2000):
+            key = make_block_hash_with_group_id(_hash(i), 0)
+            below.pool.host.insert((key,), 32, below.pool._draft.seq)
+        below.tier.end()
+    for i in range(60):
+        yield True
+        below.tier.begin()
+        # A victim passes over what is being written.
+        key = make_block_hash_with_group_id(_hash(-1 - i), 0)
+        below.pool.host.insert((key,), 32, below.pool._draft.seq)
+        below.tier.end()
+
+
+@situation
+def late_replay_of_all_keys(num_slots: int) -> Steps:
+    """A follower of KV events comes too late, and all keys are told anew."""
+    from tests.unit.test_events import BLOCK, Publisher, request
+
+    tier = Publisher(num_blocks=num_slots + 30, num_slots=40)
+    tier.compute(request(range(BLOCK * num_slots)))
+    tier.pool.take_events()
+    tier.pool.events.tell_all_anew()
+    for _ in range(num_slots // 2048 + 10):
+        yield True
+        tier.pool.begin_step()
+        tier.pool.take_plan()
+        tier.pool.take_events()
+
+
+@situation
+def idle_device_is_given_back(num_slots: int) -> Steps:
+    """A device of so many blocks has been idle for long enough."""
+    import tests.unit.test_elastic as elastic
+
+    elastic.NUM_BLOCKS = num_slots // 2
+    tier = elastic.ElasticTier()
+    tier.elastic.mapper.unmapped = []
+    tier.run_idle()
+    tier.now = 5.0
+    while tier.elastic.is_busy and len(tier.elastic.unmapped) < num_slots // 8 - 1:
+        yield True
+        plan = tier.run_idle()
+        if plan.tell_end:
+            tier.tell(plan)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
