@@ -39,3 +39,12 @@ def test_each_and_all_are_kept_equally_long() -> None:
         tier.now = now
         assert are_kept(prefetches, blocks) == [is_kept] * 2
         assert prefetches.num_kept() == 2 * is_kept
+
+
+def test_what_a_plan_adds_after_all_was_claimed_is_kept() -> None:
+    prefetches, blocks = prefetched(Tier(8), 2)
+    prefetches.claim(blocks)
+    assert prefetches.kept() is None
+    more = [KVCacheBlock(5)]
+    prefetches.add(QueuedLoad("load_ahead", 1, 1, 3.0), more)
+    assert are_kept(prefetches, more) == [True] and prefetches.num_kept() == 1

@@ -51,7 +51,7 @@ class Prefetches:
         prefetch = self._by_plan.get(load.seq)
         if prefetch is None:
             prefetch = self._by_plan[load.seq] = _Prefetch(load)
-            self._awaited[load.seq] = prefetch
+        self._awaited[load.seq] = prefetch
         prefetch.last_load = load
         prefetch.num_unclaimed += len(blocks)
         for block in blocks:
