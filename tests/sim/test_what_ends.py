@@ -21,16 +21,18 @@ from .scripts import DOCUMENTS
 from .tables import put_in, sizes, tables
 
 CACHED = re.compile(
-    r"pool\.(host\.(_free|_slots|_policy\b.*|listeners\[\d\]\._known)"
+    r"pool\.(host\.(_free|_slots|_next|_released|_policy\b.*|listeners\[\d\]\._known)"
     r"|backing\.fetching\._learns.*"
     r"|admission\b.*|releasing\._owners\b.*|retaining\.(said|hinted)\b.*"
-    r"|releasing\._turns\b.*|storer\.forbidden|elastic\.(unmapped|mapper\._unmapped)"
+    r"|releasing\._turns\b.*|storer\.(released|forbidden)|elastic\.(unmapped|mapper\._unmapped)"
     r"|cached_block_hashes_by_block.*|retaining\.on_device|releasing\.prewarms\.pending"
     r"|events\._(descriptions|told\[\d\]))"
 )
 """What is known of blocks that are cached: a reset empties it."""
 MEASURED = re.compile(
-    r"pool\.(_stats\b.*|costs\b.*|releasing\.(_turns\b.*|prewarms\.pending)|host\._held_by|backing\._jobs\.evicted_bytes"
+    r"pool\.(_stats\b.*|costs\b.*|storer\.(released|forbidden)"
+    r"|releasing\.(_turns\b.*|_owners\b.*|prewarms\.pending)"
+    r"|retaining\.(on_device|(said|hinted)\b.*)|host\._held_by|backing\._jobs\.evicted_bytes"
     r"|backing\._stats\b.*|backing\._sources\[\d\]\.(_fetched_s|_waits\b.*)"
     r"|admission\b.*|elastic\.(unmapped|mapper\._unmapped))"
 )

@@ -358,6 +358,18 @@ def test_an_idle_engine_gives_back_what_was_in_use_under_pressure() -> None:
     assert sorted(tier.mapper.unmapped) == [1, 2]
 
 
+def test_memory_for_a_request_that_never_ran_is_given_back() -> None:
+    """It was aborted while it waited, in a step that ran nothing."""
+    tier = ElasticTier()
+    tier.give_all_back()
+    tier.begin()
+    tier.elastic.need_prompt(PAGE, wait=True)
+    assert len(tier.mapper.unmapped) == 1
+    tier.pool.take_plan(is_idle=True)
+    assert tier.elastic.is_busy
+    tier.give_all_back()
+
+
 def test_a_step_looks_at_a_few_pages_only() -> None:
     tier = ElasticTier(max_page_looks=PAGE)
     tier.run_idle()

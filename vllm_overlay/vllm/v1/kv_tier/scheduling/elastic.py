@@ -158,7 +158,7 @@ class ElasticDevice:
             if not self.leaving[seq]:
                 self._forget(seq)
             self._taker.put_back(self._of(page))
-            self._stats.mapped_pages += 1
+            self._grew(1)
         self._map(num_blocks, wait)
 
     def spare_victims(self, num_blocks: int) -> None:
@@ -181,7 +181,12 @@ class ElasticDevice:
             for page in pages:
                 self.unmapped.remove(page)
                 self._taker.put_in(self._of(page))
-            self._stats.mapped_pages += len(pages)
+            self._grew(len(pages))
+
+    def _grew(self, num_pages: int) -> None:
+        """Pages came for a request. It may be aborted before a step runs it."""
+        self._stats.mapped_pages += num_pages
+        self._idle_since, self._is_done = None, False
 
     def need_headroom(self, wait: bool) -> None:
         """Requests run: have what the next step of them may take.
@@ -366,8 +371,8 @@ class ElasticDevice:
     def close(self) -> None:
         """Ranks copy no more: give nothing back from now on."""
         self._is_closed = True
-        self._is_done = True
         self.need(len(self._blocks))
+        self._is_done = True
 
     # ------------------------------------------------------------------------ stats
 
