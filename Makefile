@@ -20,7 +20,7 @@ help: ## this list
 	  awk -F ':.*## ' '{ printf "%-15s %s\n", $$1, $$2 }'
 	@echo 'TAG is one of $(notdir $(wildcard patches/v*)), $(TAG) if not given.'
 
-.PHONY: apply-patches quilt refresh new-tag carry places mutate-series seam-tests pairs check-patches tags-page new-releases
+.PHONY: apply-patches quilt refresh new-tag carry differs mutate-series seam-tests check-patches tags-page new-releases
 apply-patches: ## build/TAG/src: sdist + series + overlay; FORCE=1 loses edits [TAG= FORCE=]
 	$(TOOL) apply $(TAG) $(if $(FORCE),--force)
 
@@ -30,25 +30,22 @@ check-patches: ## every tag: zero fuzz, refresh gives no diff, headers, every pr
 refresh: ## rewrite the patches of a tag as `quilt refresh` does [TAG=]
 	$(TOOL) refresh $(TAG)
 
-new-tag: ## carry a series to another release, see docs/rebase.md [TAG= FROM= CONTINUE= DROP=]
+new-tag: ## carry the series of the neighbours to a release, see docs/rebase.md [TAG= FROM= CONTINUE=]
 	$(if $(NAMED_TAG),,$(error new-tag needs TAG=, the release to carry a series to))
-	$(TOOL) new-tag $(TAG) $(if $(FROM),--from $(FROM)) $(if $(CONTINUE),--continue) $(if $(DROP),--drop $(DROP))
+	$(TOOL) new-tag $(TAG) $(if $(FROM),--from $(FROM)) $(if $(CONTINUE),--continue)
 
 carry: ## a changed or new patch of a series, made in the others [PATCH=0004 FROM= TAGS= BASE=HEAD]
 	$(if $(PATCH),,$(error carry needs PATCH=, the begin of its name, and FROM=, its series))
 	$(TOOL) carry $(or $(FROM),$(TAG)) $(PATCH) $(if $(BASE),--base $(BASE)) --to $(subst $(comma), ,$(TAGS))
 
-places: ## keep where the edits of a series stand, once somebody has looked [TAG=]
-	$(TOOL) places $(TAG)
+differs: ## write the questions on a series into its file `differs`, for answers by hand [TAG=]
+	$(TOOL) differs $(TAG)
 
-mutate-series: ## spoil each edit of a series, one at a time: check-patches must notice [TAG=]
-	$(TOOL) mutate $(TAG)
+mutate-series: ## spoil edits of every series, drawn: check-patches must notice [EACH=15]
+	$(TOOL) mutate $(if $(EACH),--each $(EACH))
 
 seam-tests: env ## take each seam out of build/env/TAG for a while: its test must fail [TAG= ONLY=tests/unit]
 	$(TOOL) seam-tests $(TAG) $(if $(ONLY),--only '$(ONLY)')
-
-pairs: ## carry every series to its neighbours: no edit may come elsewhere unmarked
-	$(TOOL) pairs
 
 tags-page: ## docs/tags.md and the table in README.md, from all series and ci/tested.toml
 	$(TOOL) tags-page

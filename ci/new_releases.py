@@ -7,7 +7,7 @@ Tries releases newer than all that are kept, and those between two kept ones fro
 `--since` on. Works in a copy of the patches under build/, so that nothing is left in
 the checkout; with --keep the series that nothing stopped are copied into it. Ends with
 0 when nothing stopped, with 1 when a release needs a hand; the report has the stops and
-every edit that was relocated.
+every question that is open.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from patchtool.check import check_tag
 from patchtool.config import Layout, ToolError, exit_with, version_key
 from patchtool.index import project_files
-from patchtool.newtag import new_tag, report_file
+from patchtool.newtag import new_tag
 
 # Releases only: no candidates, no builds after a release.
 SDIST = re.compile(r"vllm-(\d+\.\d+\.\d+)\.tar\.gz")
@@ -33,21 +33,22 @@ SINCE = "v0.28.0"
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of one release. unseen: edits that somebody must look at."""
+    """What became of one release. open: questions that somebody must answer."""
 
     tag: str
     stopped: bool
     log: str
     report: str = ""
-    unseen: int = 0
+    open: int = 0
 
     def __str__(self) -> str:
         what = "applies"
         if self.stopped:
             what = "needs a hand"
-        elif self.unseen:
-            what = f"applies, {self.unseen} edits are to be looked at"
-        return f"## {self.tag}: a series {what}\n\n```\n{self.log}```\n{self.report}\n"
+        elif self.open:
+            what = f"applies, {self.open} questions are open"
+        shown = f"```\n{self.log}```\n\n```\n{self.report}```"
+        return f"## {self.tag}: a series {what}\n\n{shown}\n"
 
 
 def missing_tags(layout: Layout, since: str) -> list[str]:
@@ -77,15 +78,13 @@ def attempt(layout: Layout, tag: str) -> Attempt:
         except ToolError as error:
             print(f"error: {error}")
             return Attempt(tag, True, log.getvalue())
-        places = layout.patches / tag / "places"
-        kept = places.read_text()
-        unseen = sum(line.startswith("? ") for line in kept.splitlines())
-        # All else must hold; that somebody looks is for the pull request.
-        places.write_text(re.sub(r"(?m)^\? ", "", kept))
+        path = layout.patches / tag / "differs"
+        kept = path.read_text()
+        # All else must hold; the answers are for the pull request.
+        path.write_text(kept.replace("\n= ?\n", "\n= open\n"))
         errors = check_tag(layout, tag)
-        places.write_text(kept)
-    report = report_file(layout, tag).read_text()
-    return Attempt(tag, bool(errors), log.getvalue(), report, unseen)
+        path.write_text(kept)
+    return Attempt(tag, bool(errors), log.getvalue(), kept, kept.count("\n= ?\n"))
 
 
 def keep(layout: Layout, copy: Layout, tag: str) -> None:

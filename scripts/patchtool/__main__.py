@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 
 from .carryall import carry_change
 from .check import check_patches
 from .config import Layout, ToolError, check_tag_name, exit_with, host_arch, say
+from .differs import write
 from .env import make_env, sync
 from .fetch import sha256_file
 from .mutate import mutate
 from .newtag import new_tag
-from .pairs import compare_all
-from .places import accept
 from .quilt import ensure_quilt, environment
 from .seamtests import seam_tests
 from .series import refresh
@@ -47,22 +45,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("tags", nargs="*")
     commands.add_parser("tags-page", help="write docs/tags.md")
     command = add("new-tag", "carry the series of another tag to TAG")
-    command.add_argument("--from", dest="source", help="chosen by a dry run if absent")
-    command.add_argument(
-        "--drop",
-        type=lambda text: {int(n) for n in re.findall(r"\d+", text)},
-        default=set(),
-        help="numbers of the listed lines that the mended patch may lack",
-    )
+    command.add_argument("--from", dest="source", help="the neighbours if absent")
     command.add_argument("--continue", dest="resume", action="store_true")
     command = commands.add_parser("carry", help="make one change in all series")
     command.add_argument("tag", help="whose patch changed")
     command.add_argument("patch", help="the begin of its name")
     command.add_argument("--base", default="HEAD", help="the commit before the change")
     command.add_argument("--to", nargs="*", default=[], help="tags; all if absent")
-    commands.add_parser("pairs", help="carry every series to its neighbours, compare")
-    add("places", "keep where the edits of TAG stand, as seen")
-    add("mutate", "spoil each edit of TAG, and see that something notices")
+    add("differs", "write the questions on a series, for answers by hand")
+    command = commands.add_parser("mutate", help="spoil edits; all must be noticed")
+    command.add_argument("--each", type=int, default=15, help="how many of each series")
     command = add("seam-tests", "take each seam out of TAG, and run the test it names")
     command.add_argument("--only", default="", help="text in seam, patch or test")
     return parser
@@ -101,18 +93,17 @@ def main() -> int:
         write_page(layout)
     elif options.command == "carry":
         carry_change(layout, options.tag, options.patch, options.base, options.to)
-    elif options.command == "pairs":
-        compare_all(layout)
-    elif options.command == "places":
-        accept(layout, options.tag)
+    elif options.command == "differs":
+        for question in write(layout, options.tag):
+            say(question.text("?"))
     elif options.command == "mutate":
-        mutate(layout, options.tag)
+        mutate(layout, options.each)
     elif options.command == "seam-tests":
         seam_tests(layout, options.tag, options.only)
     elif options.command == "new-tag":
         if options.source:
             check_tag_name(options.source)
-        new_tag(layout, options.source, options.tag, options.resume, options.drop)
+        new_tag(layout, options.source, options.tag, options.resume)
     return 0
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Collection, Iterator
@@ -11,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import places
-from .carrying import Carried, State, carry, missing_lines, review, states
+from . import differs
+from .carrying import states
 from .config import Layout, Patch, ToolError, read_series, say, version_key
 from .hunks import Edit, Files, diff, parse, parse_diff
+from .merge import Merged, merge, renames
 from .series import rewrite, set_date
 
 
@@ -24,10 +24,8 @@ class Outcome:
 
     tag: str
     changed: list[str] = field(default_factory=list)
-    relocated: int = 0
+    open: int = 0
     stops: list[str] = field(default_factory=list)
-    details: str = ""
-    unseen: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         if self.stops:
@@ -35,8 +33,8 @@ class Outcome:
                 f"  {s}" for s in self.stops
             )
         what = ", ".join(name[:4] for name in self.changed) or "as it is"
-        moved = f", {self.relocated} edits relocated" if self.relocated else ""
-        return f"{self.tag}: {what}{moved}"
+        asked = f", {self.open} questions in differs" if self.open else ""
+        return f"{self.tag}: {what}{asked}"
 
 
 def _git_show(layout: Layout, base: str, name: str) -> str | None:
@@ -119,7 +117,7 @@ def find_change(
         found = {s.patch.name: s for s in states(layout, source, patches, names)}
         then, header = found[patch.name], former.header
         # On the files of today: patches before it may have changed as well.
-        before = carry(parse(former), then.before, then.after, now.before)
+        before = merge(then.before, then.after, now.before)
     if before.stopped:
         raise ToolError(
             f"{source}/{patch.name} and a patch before it changed the same lines since "
@@ -170,14 +168,14 @@ def _carry_to(layout: Layout, change: Change, tag: str, base: str) -> Outcome:
     new_header = _new_header(change, header)
     if new_header is None:
         outcome.stops.append("its header differs; change it by hand")
-    carried = carry(change.edits, change.before, change.after, files)
-    what = State(change.patch, change.before, change.after)
-    _judge(outcome, change.source, what, carried)
-    texts = {path: (new_header or header) + diff(before, carried.after)}
-    now = carried.after
+    names_there = renames(layout, change.source, tag, change.patch.files)
+    merged = merge(change.before, change.after, files, names_there)
+    _judge(outcome, name, merged)
+    texts = {path: (new_header or header) + diff(before, merged.after)}
+    now = merged.after
     for state in rest:
-        moved = carry(parse(state.patch), state.before, state.after, now)
-        _judge(outcome, tag, state, moved)
+        moved = merge(state.before, state.after, now)
+        _judge(outcome, state.patch.name, moved)
         texts[state.patch.path] = state.patch.header + diff(moved.before, moved.after)
         now = moved.after
     if not outcome.stops:
@@ -185,18 +183,12 @@ def _carry_to(layout: Layout, change: Change, tag: str, base: str) -> Outcome:
     return outcome
 
 
-def _judge(outcome: Outcome, release: str, state: State, carried: Carried) -> None:
-    """Note what stopped, and what a person should look at."""
-    name = state.patch.name
-    for place in carried.stopped:
-        where = f"{place.edit.file}, {place.scope or 'module'}"
-        outcome.stops.append(f"{name[:4]} {where}: {place.why}")
-    outcome.relocated += len(carried.relocated)
-    outcome.unseen += [places.mark(name, place.edit) for place in carried.relocated]
-    for place in carried.placements:
-        if not place.exact:
-            outcome.details += f"\n## {outcome.tag}: {name}\n"
-            outcome.details += review(release, state, carried, place)
+def _judge(outcome: Outcome, name: str, merged: Merged) -> None:
+    for conflict in merged.stopped:
+        theirs = "\n".join(f"      {line}" for line in conflict.theirs[:12])
+        outcome.stops.append(
+            f"{name[:4]} {conflict.file}:{conflict.at + 1}: other lines than\n{theirs}"
+        )
 
 
 def _write(
@@ -215,9 +207,6 @@ def _write(
     own = folder / change.patch.name
     try:
         rewrite(layout, tag)
-        for path in (texts.keys() & kept.keys()) - {own}:
-            if lost := missing_lines(kept[path], path.read_text()):
-                raise ToolError(f"{path.name} would lose {sorted(lost)}")
     except ToolError as error:
         for path in texts.keys() - kept.keys():
             path.unlink()
@@ -227,21 +216,18 @@ def _write(
         return
     if kept.get(own) != own.read_text():
         set_date(Patch(own))
-    places.write(layout, tag, outcome.unseen)
+    outcome.open = len(differs.write(layout, tag))
     changed = [p for p in texts if kept.get(p) != p.read_text()]
     outcome.changed = sorted(path.name for path in changed)
 
 
 def carry_change(
     layout: Layout, source: str, name: str, base: str, tags: list[str]
-) -> Path:
+) -> None:
     """Make the change of one patch since a commit in other series, by default in all;
     or have those named take over a patch that they lack.
 
-    A series in which an edit has no place is left as it is.
-
-    Returns:
-        The report, with every relocated edit.
+    A series into which it does not merge is left as it is.
 
     Raises:
         ToolError: nothing changed, or a series was left as it is.
@@ -250,28 +236,18 @@ def carry_change(
     former = _git_show(layout, base, f"{source}/{change.patch.name}")
     if change.patch.text != former:
         set_date(change.patch)
-        # Whoever changed it by hand has seen it.
-        places.accept(layout, source)
     wanted = tags or [t for t in layout.tags() if t != source]
     say(f"{change.patch.name} of {source}, {len(change.edits)} edits since {base}:")
     outcomes = []
     for tag in sorted(wanted, key=version_key, reverse=True):
         outcomes.append(_carry_to(layout, change, tag, base))
         say(str(outcomes[-1]))
-    report = layout.build / "carry" / "report.md"
-    shutil.rmtree(report.parent, ignore_errors=True)
-    report.parent.mkdir(parents=True)
-    summary = "".join(f"- {outcome}\n" for outcome in outcomes)
-    details = "".join(outcome.details for outcome in outcomes)
-    title = f"# {change.patch.name}, carried from {source}\n\n"
-    report.write_text(title + summary + details)
-    if any(outcome.relocated for outcome in outcomes):
-        where = report.relative_to(layout.root)
-        say(f"Look at what was relocated, in {where}, then `make places TAG=` for each")
+    asked = len(differs.write(layout, source)) + sum(each.open for each in outcomes)
+    if asked:
+        say(f"{asked} questions: write why behind each `= ?` in patches/*/differs")
     if left := [outcome.tag for outcome in outcomes if outcome.stops]:
         raise ToolError(
             f"left as they are: {', '.join(left)}. Change them by hand as "
             "docs/rebase.md says, or mend what stops and run it again for these: "
             f"TAGS={','.join(left)}"
         )
-    return report

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import importcheck, places, seams
+from . import differs, importcheck, seams
+from .carrying import states
 from .config import (
     Layout,
     Patch,
@@ -26,9 +27,9 @@ from .config import (
 from .env import has_env, sync
 from .fetch import fetch
 from .hunks import parse
-from .names import undefined_names
+from .names import lint
 from .series import walk
-from .tree import locked, touched_files, unpack
+from .tree import locked, touched_files, unpack, upstream_tree
 
 FIELDS = ("Description", "Author", "Forwarded", "Last-Update", "Retires-when")
 # The seams must stay small; the flag and its settings do not count, nor does what a
@@ -45,7 +46,7 @@ VERSION_CHECK = re.compile(
 def series_and_folder(layout: Layout, tag: str) -> str:
     names = [p.name for p in read_series(layout, tag)]
     folder = {p.name for p in (layout.patches / tag).iterdir()}
-    if extra := sorted(folder - {*names, "series", "upstream.toml", "places"}):
+    if extra := sorted(folder - {*names, "series", "upstream.toml", "differs"}):
         raise ToolError(f"patches/{tag}/ has {extra}, which series does not name")
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ToolError(f"patches/{tag}/series names {twice} more than once")
@@ -201,9 +202,10 @@ def _names(layout: Layout, tag: str, work: Path, series: list[Patch]) -> str:
     if ruff is None:
         return f"names NOT checked: `make env TAG={tag}` makes that possible"
     folders = [work / "prefixes" / str(n) for n, _ in enumerate(series, 1)]
-    if found := undefined_names(Path(ruff), folders, series):
+    upstream = upstream_tree(layout, tag)
+    if found := lint(Path(ruff), upstream, folders, states(layout, tag)):
         raise ToolError(f"{tag}, {found}")
-    return "every name that is used is defined"
+    return "every name that is used is defined, and imported once"
 
 
 def prefixes(layout: Layout, tag: str) -> Iterator[str]:
@@ -225,7 +227,7 @@ def prefixes(layout: Layout, tag: str) -> Iterator[str]:
                 f"{tag}: `quilt refresh` changes {stale}; run `make refresh TAG={tag}`"
             )
         yield "quilt refresh gives no diff"
-        yield places.check(layout, tag)
+        yield differs.check(layout, tag)
         yield seams.check(layout, tag)
         yield _names(layout, tag, work, series)
         yield _imports(layout, tag, work, series)

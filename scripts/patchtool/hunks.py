@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -83,15 +82,6 @@ def parse_diff(text: str) -> list[Edit]:
             else:
                 at += 1
     return edits
-
-
-def changed_lines(text: str) -> Counter[tuple[str, str]]:
-    """How often each line of a diff occurs, as file and the line with its sign."""
-    return Counter(
-        (edit.file, line)
-        for edit in parse_diff(text)
-        for line in str(edit).splitlines()
-    )
 
 
 def replace(text: str | None, edits: Iterable[Edit]) -> str | None:

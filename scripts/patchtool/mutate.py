@@ -1,141 +1,164 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make mutate-series`: spoils each edit of a series, one at a time.
+"""`make mutate-series`: spoils edits of the series in ways that compile, and sees that
+a check notices each.
 
-Each edit is taken out, moved one line past either neighbour, and made twice; which of
-the checks of `make check-patches` says so is counted.
+Drawn for each series, with a fixed seed: the name of an attribute changes to one that
+the file has, an argument is left out, the edits of one file are left out, an edit goes
+past the line before or behind it.
 """
 
 from __future__ import annotations
 
-import shutil
+import ast
+import itertools
+import random
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-from . import places, seams
-from .carrying import State, carry, states
+from . import differs
+from .carrying import State
 from .config import Layout, ToolError, say
-from .hunks import Edit, Files, apply, diff, parse
+from .hunks import Edit, apply, parse
+from .merge import merge
 
-KINDS = ("removed", "moved up", "moved down", "twice")
+Spoil = Callable[[random.Random, State, list[Edit], int], list[Edit] | None]
+TRIES = 50
+"""Edits drawn at most for each that can be spoilt: some have no argument."""
+ATTRIBUTE = re.compile(r"(?<=\.)[a-z_]\w{3,}")
 
 
-def _spoilt(state: State, number: int, kind: str) -> Files | None:
-    """The files behind a patch of which one edit is spoilt; None where it cannot be."""
-    edits = parse(state.patch)
+def _attribute(
+    draw: random.Random, state: State, edits: list[Edit], number: int
+) -> list[Edit] | None:
+    text = "\n".join(edits[number].added)
+    names = ATTRIBUTE.findall(text)
+    there = sorted(set(ATTRIBUTE.findall(state.before.get(edits[number].file) or "")))
+    if not names or not there:
+        return None
+    old, new = draw.choice(names), draw.choice(there)
+    text = re.sub(rf"(?<=\.){old}\b", new, text, count=1)
+    return _with(edits, number, text)
+
+
+def _argument(
+    draw: random.Random, state: State, edits: list[Edit], number: int
+) -> list[Edit] | None:
+    del state
+    text = "\n".join(edits[number].added)
+    found = list(re.finditer(r"(?<=[(\s])\w+=[\w.]+(\([\w.]*\))?, ?|, \w+(?=\))", text))
+    if not found:
+        return None
+    drawn = draw.choice(found)
+    return _with(edits, number, text[: drawn.start()] + text[drawn.end() :])
+
+
+def _file(
+    draw: random.Random, state: State, edits: list[Edit], number: int
+) -> list[Edit] | None:
+    del draw, state
+    left = [edit for edit in edits if edit.file != edits[number].file]
+    return left or None
+
+
+def _order(
+    draw: random.Random, state: State, edits: list[Edit], number: int
+) -> list[Edit] | None:
     edit = edits[number]
     lines = (state.before.get(edit.file) or "").splitlines()
-    if kind == "removed":
-        edits[number : number + 1] = []
-    elif kind == "twice":
-        if not edit.added:
-            return None
-        edits[number] = replace(edit, added=edit.added * 2)
-    else:
-        # An edit that replaces lines moves what it adds.
-        step = _step(lines, edit, -1 if kind == "moved up" else 1)
-        others = [e for e in edits if e.file == edit.file and e is not edit]
-        if step is None or not edit.added:
-            return None
-        if any(e.first < step + 1 and step < e.end + (not e.removed) for e in others):
-            return None
-        moved = Edit(edit.file, step, (), edit.added)
-        edits[number : number + 1] = (
-            [replace(edit, added=()), moved] if edit.removed else [moved]
-        )
-    return apply(state.before, edits)
-
-
-def _step(lines: list[str], edit: Edit, direction: int) -> int | None:
-    """Where lines are added that go past the next line with something in it."""
-    at = edit.first - 1 if direction < 0 else edit.end
-    while 0 <= at < len(lines) and not lines[at].strip():
-        at += direction
-    if not 0 <= at < len(lines):
+    step = draw.choice((-1, 1))
+    at = edit.first + step
+    while 0 < at < len(lines) and not lines[min(at, at - step)].strip():
+        at += step
+    others = [e for e in edits if e.file == edit.file and e is not edit]
+    if edit.removed or not 0 < at < len(lines):
         return None
-    return at if direction < 0 else at + 1
+    if any(min(at, edit.first) <= e.first <= max(at, edit.first) for e in others):
+        return None
+    return [*edits[:number], replace(edit, first=at), *edits[number + 1 :]]
 
 
-def mutants(series: list[State]) -> Iterator[tuple[str, dict[str, str]]]:
-    """What was done to which edit, and the texts of the patches that change with it;
-    none where a file does not compile."""
-    for number, state in enumerate(series):
-        for which, edit in enumerate(parse(state.patch)):
-            first = next((t for t in (*edit.added, *edit.removed) if t.strip()), "")
-            for kind in KINDS:
-                files = _spoilt(state, which, kind)
-                if files is None or files == state.after:
-                    continue
-                name = f"{state.patch.name[:4]} {edit.file}: {first.strip()} {kind}"
-                header = state.patch.header
-                texts = {state.patch.name: header + diff(state.before, files)}
-                try:
-                    texts |= _later(series[number + 1 :], files)
-                except ToolError:
-                    texts = {}
-                yield name, texts
+def _with(edits: list[Edit], number: int, text: str) -> list[Edit]:
+    edit = replace(edits[number], added=tuple(text.split("\n")))
+    return [*edits[:number], edit, *edits[number + 1 :]]
 
 
-def _later(series: list[State], files: Files) -> dict[str, str]:
-    """The texts of the patches behind a spoilt one.
+KINDS: dict[str, Spoil] = {
+    "another attribute": _attribute,
+    "an argument left out": _argument,
+    "the edits of a file left out": _file,
+    "past a neighbour": _order,
+}
+
+
+def _compiles(text: str | None) -> bool:
+    try:
+        ast.parse(text or "")
+    except SyntaxError:
+        return False
+    return True
+
+
+def spoilt(
+    draw: random.Random, series: list[State], kind: str
+) -> tuple[str, list[State]] | None:
+    """What was done to a series, and its states then; None where it cannot be."""
+    number = draw.randrange(len(series))
+    state = series[number]
+    edits = parse(state.patch)
+    which = draw.randrange(len(edits))
+    new = KINDS[kind](draw, state, edits, which)
+    if new is None:
+        return None
+    files = apply(state.before, new)
+    file = edits[which].file
+    if files == state.after or (file.endswith(".py") and not _compiles(files[file])):
+        return None
+    if not _changes(files.get(file), state.after.get(file)):
+        return None
+    found = [*series[:number], replace(state, after=files)]
+    for later in series[number + 1 :]:
+        merged = merge(later.before, later.after, files)
+        found.append(replace(later, before=files, after=merged.after))
+        files = dict(merged.after)
+    line = next((t for t in edits[which].added if t.strip()), "removed lines")
+    return f"{state.patch.name[:4]} {file}, {kind}: {line.strip()}", found
+
+
+def _changes(one: str | None, other: str | None) -> bool:
+    """Whether more than blank lines differ."""
+    sides = [
+        [t for t in (text or "").splitlines() if t.strip()] for text in (one, other)
+    ]
+    return sides[0] != sides[1]
+
+
+def mutate(layout: Layout, each: int) -> Counter[str]:
+    """Spoil every series so many times, and count which check notices.
 
     Raises:
-        ToolError: a file does not compile any more.
+        ToolError: something was noticed by none.
     """
-    texts = {}
-    for state in series:
-        moved = carry(parse(state.patch), state.before, state.after, files)
-        texts[state.patch.name] = state.patch.header + diff(moved.before, moved.after)
-        files = moved.after
-    return texts
-
-
-def _noticed(layout: Layout, tag: str) -> str:
-    """Which check says that something is wrong; empty if none does."""
-    for name, check in (("seams", seams.check), ("places", places.check)):
-        try:
-            check(layout, tag)
-        except ToolError:
-            return name
-    return ""
-
-
-def mutate(layout: Layout, tag: str) -> Counter[str]:
-    """Spoil a copy of the series in each way; how often which check noticed.
-
-    Raises:
-        ToolError: something was noticed by none, or the series itself is wrong.
-    """
-    series = states(layout, tag)
-    scratch = Layout(layout.build / "mutate", layout.cache)
-    shutil.rmtree(scratch.root, ignore_errors=True)
-    scratch.build.parent.mkdir(parents=True)
-    scratch.build.symlink_to(layout.build)
-    folder = scratch.patches / tag
-    shutil.copytree(layout.patches / tag, folder)
-    shutil.copyfile(layout.patches / seams.TABLE, scratch.patches / seams.TABLE)
-    if wrong := _noticed(scratch, tag):
-        raise ToolError(f"{tag}: {wrong} do not hold before anything is spoilt")
-    kept = {path: path.read_text() for path in folder.iterdir()}
-    found: Counter[str] = Counter()
+    count: Counter[str] = Counter()
     missed = []
-    for name, texts in mutants(series):
-        _write(folder, texts)
-        noticed = _noticed(scratch, tag) if texts else "the compiler"
-        found[noticed or "nothing"] += 1
-        if not noticed:
-            missed.append(name)
-        for path, text in kept.items():
-            path.write_text(text)
-    shutil.rmtree(scratch.root)
-    shown = ", ".join(f"{count} by {name}" for name, count in found.most_common())
-    say(f"{tag}: {found.total()} spoilt series, noticed: {shown}")
+    for tag in layout.tags():
+        draw = random.Random(tag)
+        others = differs.neighbours(layout, tag)
+        series = differs.read_states(layout, tag, others)
+        differs.check(layout, tag, series)
+        tries = (sorted(KINDS)[n % len(KINDS)] for n in range(TRIES * each))
+        drawn = ((kind, spoilt(draw, series, kind)) for kind in tries)
+        possible = ((kind, found) for kind, found in drawn if found)
+        for kind, (what, states) in itertools.islice(possible, each):
+            try:
+                differs.check(layout, tag, states)
+            except ToolError:
+                count[kind] += 1
+            else:
+                missed.append(f"{tag}: {what}")
+    shown = ", ".join(f"{n} of {kind}" for kind, n in sorted(count.items()))
+    say(f"{sum(count.values()) + len(missed)} spoilt series, noticed: {shown}")
     if missed:
-        raise ToolError(f"{tag}: nothing noticed\n  " + "\n  ".join(missed))
-    return found
-
-
-def _write(folder: Path, texts: dict[str, str]) -> None:
-    for name, text in texts.items():
-        (folder / name).write_text(text)
+        raise ToolError("nothing noticed\n  " + "\n  ".join(missed))
+    return count

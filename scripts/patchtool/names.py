@@ -1,52 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds names that a series uses, or no longer imports, and that its release lacks.
+"""Finds names that a series uses or imports wrongly, and that its release lacks.
 
-Python finds these when the line runs, which may be long after the import.
+Python finds these when the line runs, which may be long after the import, or never: an
+attribute that is only assigned is an attribute.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
-from .config import Patch, ToolError
+from .carrying import State
+from .config import Layout, ToolError, overlay_files
 from .hunks import parse
+from .source import read_source
+from .tree import upstream_tree
+
+WORD = re.compile(r"\w+")
 
 
-def undefined_names(ruff: Path, prefixes: list[Path], patches: list[Patch]) -> str:
-    """The first undefined name that a patch has to do with, as a message; or nothing.
-
-    prefixes: for each patch the folder of the files as it leaves them.
-
-    Raises:
-        ToolError: ruff fails.
-    """
-    files: dict[str, str] = {}
-    for patch in patches:
-        for edit in parse(patch):
-            if edit.file.endswith(".py"):
-                files[edit.file] = f"{files.get(edit.file, '')}\n{edit}"
-    paths = [folder / name for folder in prefixes for name in files]
-    command = [str(ruff), "check", "--isolated", "--no-cache", "--select", "F821"]
+def _ruff(ruff: Path, rules: str, root: Path, files: list[str]) -> dict[tuple, int]:
+    """What ruff says of files, as file, rule and message, with the line."""
+    command = [str(ruff), "check", "--isolated", "--no-cache", "--select", rules]
     command += ["--exit-zero", "--output-format", "json"]
+    paths = [file for file in files if (root / file).is_file()]
+    if not paths:
+        return {}
     result = subprocess.run(
-        [*command, *(str(path) for path in paths if path.is_file())],
-        capture_output=True,
-        text=True,
+        [*command, *paths], cwd=root, capture_output=True, text=True
     )
     if result.returncode:
         raise ToolError(f"ruff fails:\n{result.stderr[-2000:]}")
-    found = {(f["filename"], f["message"]): f for f in json.loads(result.stdout)}
-    for folder, patch in zip(prefixes, patches):
-        for name, lines in files.items():
-            for (path, message), place in found.items():
-                what = re.search(r"`(.*)`", message)
-                # Those of lines that no patch touches are upstream's.
-                if Path(path) == (folder / name).resolve() and (
-                    what and re.search(rf"\b{re.escape(what[1])}\b", lines)
-                ):
-                    line = place["location"]["row"]
-                    return f"prefix up to {patch.name}: {name}:{line}: {message}"
+    found = {}
+    for each in json.loads(result.stdout):
+        file = Path(each["filename"]).resolve().relative_to(root.resolve())
+        message = re.sub(r" from line \d+| on line \d+|:\d+:\d+", "", each["message"])
+        found[file.as_posix(), each["code"], message] = each["location"]["row"]
+    return found
+
+
+def lint(ruff: Path, upstream: Path, prefixes: list[Path], series: list[State]) -> str:
+    """What ruff finds in a series and not upstream, as a message; or nothing. Of every
+    prefix names that are not defined; of the whole series imports that are not used or
+    made twice.
+
+    prefixes: for each patch the folder of the files as it leaves them.
+    """
+    files = sorted({f for s in series for f in s.patch.files if f.endswith(".py")})
+    known = _ruff(ruff, "F821,F811,F401", upstream, files)
+    for folder, state in zip(prefixes, series):
+        rules = "F821,F811,F401" if state is series[-1] else "F821"
+        for (file, code, message), row in _ruff(ruff, rules, folder, files).items():
+            if (file, code, message) not in known:
+                return f"prefix up to {state.patch.name}: {file}:{row}: {message}"
     return ""
+
+
+def _added_rows(series: list[State]) -> Iterator[tuple[State, str, set[int]]]:
+    """For each patch and file the rows, from 1, that the patch adds."""
+    for state in series:
+        rows: dict[str, set[int]] = {}
+        shift: dict[str, int] = {}
+        for edit in parse(state.patch):
+            first = edit.first + shift.get(edit.file, 0) + 1
+            rows.setdefault(edit.file, set()).update(
+                range(first, first + len(edit.added))
+            )
+            change = len(edit.added) - len(edit.removed)
+            shift[edit.file] = shift.get(edit.file, 0) + change
+        for file, found in rows.items():
+            if file.endswith(".py") and state.after.get(file):
+                yield state, file, found
+
+
+def _uses(tree: ast.AST, rows: set[int]) -> Iterator[tuple[str, bool]]:
+    """Attributes and keywords in some rows, and whether one is only assigned."""
+    for node in ast.walk(tree):
+        if getattr(node, "lineno", 0) not in rows:
+            continue
+        if isinstance(node, ast.Attribute):
+            is_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+            stored = isinstance(node.ctx, ast.Store)
+            yield node.attr, stored and not is_self
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.arg, False
+
+
+def unknown(layout: Layout, tag: str, series: list[State]) -> list[str]:
+    """Attributes and arguments that a series uses and that neither its release nor the
+    overlay has; of those that it assigns on objects of others its own do not count."""
+    own: set[str] = set()
+    used: dict[tuple[str, bool], str] = {}
+    for state, file, rows in _added_rows(series):
+        text = state.after[file] or ""
+        lines = text.splitlines()
+        for name, foreign in _uses(read_source(file, text).tree, rows):
+            used.setdefault((name, foreign), f"{state.patch.name[:4]} {file}")
+        for row in rows:
+            line = lines[row - 1]
+            own.update(re.findall(r"(?:def |self\.|^\s*)(\w+)\s*(?:[:(=]|$)", line))
+            own.update(re.findall(r"(\w+): ", line))
+    known: set[str] = set()
+    for path in overlay_files(layout).values():
+        if path.suffix == ".py":
+            known.update(WORD.findall(path.read_text()))
+    for before in series[0].before.values() if series else ():
+        known.update(WORD.findall(before or ""))
+    left = {k for k in used if k[0] not in known and (k[1] or k[0] not in own)}
+    if left:
+        words = "|".join(sorted({name for name, _ in left}))
+        command = ["grep", "-rhowE", "--include=*.py", words, "vllm"]
+        tree = upstream_tree(layout, tag)
+        result = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+        left = {key for key in left if key[0] not in set(result.stdout.split())}
+    return sorted(f"{used[key]}: `{key[0]}`" for key in left)

@@ -1,149 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make new-tag`: carries a series from one upstream release to another."""
+"""`make new-tag`: carries the series of an upstream release's neighbours to it."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 
-from . import compare, places
-from .carrying import (
-    Carried,
-    State,
-    carry,
-    carry_series,
-    missing_lines,
-    read_files,
-    review,
-    states,
-)
-from .config import (
-    Layout,
-    Patch,
-    Pins,
-    ToolError,
-    load_pins,
-    read_series,
-    say,
-    version_key,
-)
-from .hunks import diff, parse
+from . import differs
+from .carrying import State, definitions, read_files, states
+from .config import Layout, Patch, ToolError, load_pins, read_series, say, version_key
+from .hunks import Files, diff, parse
+from .merge import Conflict, Merged, merge, renames
 from .pins import find_pins, pins_text
 from .quilt import applied, quilt
 from .series import set_date
-from .stops import describe, write_rejects
+from .source import read_source
 from .tree import apply_patches, pristine_tree, upstream_tree
 
-
-def _work(layout: Layout, tag: str) -> Path:
-    return layout.build / "new-tag" / tag
+MARKER = "<<<<<<< "
 
 
-def report_file(layout: Layout, tag: str) -> Path:
-    """Every edit that has another place than its neighbours say, for review."""
-    return _work(layout, tag) / "report.md"
+def _noted(layout: Layout, tag: str) -> Path:
+    """A file with the tags of the series that one is carried from."""
+    return layout.build / "new-tag" / tag / "from"
 
 
-def _note(layout: Layout, tag: str, text: str) -> None:
-    with report_file(layout, tag).open("a") as file:
-        file.write(text)
+def _names(layout: Layout, sources: list[str]) -> dict[str, str]:
+    """All patches of some series in order, with the first series that has each."""
+    names = {patch.name: sources[0] for patch in read_series(layout, sources[0])}
+    for source in sources[1:]:
+        order = list(names)
+        before = ""
+        for patch in read_series(layout, source):
+            if patch.name not in names:
+                order.insert(order.index(before) + 1 if before else 0, patch.name)
+                names[patch.name] = source
+            before = patch.name
+        names = {name: names[name] for name in order}
+    return names
 
 
-def choose_source(layout: Layout, pins: Pins) -> str:
-    """The kept series of which the fewest edits stop on a release, then the fewest need
-    a look, then the nearest."""
-    tree = upstream_tree(layout, pins.tag, pins)
-    found = []
-    for source in layout.tags():
-        if source == pins.tag:
-            continue
-        stops, looks = try_series(states(layout, source), tree)
-        newer = version_key(source) > version_key(pins.tag)
-        distance = sum(
-            newer == (version_key(t) > version_key(pins.tag))
-            and (version_key(t) < version_key(source)) == newer
-            for t in layout.tags()
-        )
-        found.append(((stops, looks, distance), source))
-        say(f"  from {source}: {stops} edits stop, {looks} are relocated")
-    if not found:
-        raise ToolError("there is no series to start from")
-    return min(found)[1]
-
-
-def try_series(series: list[State], tree: Path) -> tuple[int, int]:
-    """How many edits of a series stop on a release, and how many are relocated."""
-    names = {file for state in series for file in state.patch.files}
-    tried = [c for _, c in carry_series(series, read_files(tree, names))]
-    return sum(len(c.stopped) for c in tried), sum(len(c.relocated) for c in tried)
-
-
-def _begin(layout: Layout, source: str | None, tag: str) -> str:
-    near = min(
-        layout.tags(),
-        key=lambda t: [abs(a - b) for a, b in zip(version_key(t), version_key(tag))],
-    )
+def _begin(layout: Layout, source: str | None, tag: str) -> list[str]:
     if source is not None and version_key(source) == version_key(tag):
         raise ToolError(f"FROM={source} and TAG={tag} are the same release")
-    pins = find_pins(layout, load_pins(layout, source or near), tag)
-    if source is None:
-        say(f"trying all series on {tag}:")
-        source = choose_source(layout, pins)
-    series = read_series(layout, source)
+    sources = [source] if source else differs.neighbours(layout, tag)
+    if not sources:
+        raise ToolError("there is no series to start from")
+    pins = find_pins(layout, load_pins(layout, sources[0]), tag)
     # Of an attempt whose series was removed.
     shutil.rmtree(layout.tree(tag), ignore_errors=True)
     target = layout.patches / tag
     target.mkdir(parents=True)
-    for path in [layout.series(source), *(patch.path for patch in series)]:
-        shutil.copyfile(path, target / path.name)
+    names = _names(layout, sources)
+    for name, origin in names.items():
+        shutil.copyfile(layout.patches / origin / name, target / name)
+    (target / "series").write_text("".join(f"{name}\n" for name in names))
     (target / "upstream.toml").write_text(pins_text(pins))
-    (_work(layout, tag) / "from").write_text(source)
-    report_file(layout, tag).write_text(f"# {tag}, carried from {source}\n")
-    say(f"patches/{tag}: pins and {len(series)} patches of {source}")
-    _overview(layout, source, tag)
-    return source
+    _noted(layout, tag).parent.mkdir(parents=True, exist_ok=True)
+    _noted(layout, tag).write_text(" ".join(sources))
+    say(f"patches/{tag}: pins, and {len(names)} patches of {' and '.join(sources)}")
+    return sources
 
 
-def _overview(layout: Layout, source: str, tag: str) -> None:
-    """All that will stop, and what the nearest older series has that this one lacks."""
-    series = states(layout, source)
-    names = {file for state in series for file in state.patch.files}
-    new = read_files(upstream_tree(layout, tag), names)
-    for state, carried in carry_series(series, new):
-        for place in carried.stopped:
-            where = f"{place.edit.file}, {place.scope or 'module'}"
-            say(f"will stop: {state.patch.name[:4]} {where}: {place.why}")
-    if other := compare.older_neighbour(layout, source, tag):
-        short, long = compare.series(layout, source, other)
-        say(short)
-        _note(layout, tag, long)
+def _merged(
+    layout: Layout, tag: str, name: str, series: dict[str, dict[str, State]]
+) -> tuple[str, Merged]:
+    """A patch in the files of a release, of the series that needs the fewest hands; of
+    the first one if several do. series: by tag and name of the patch."""
+    found = []
+    for source, patches in series.items():
+        if state := patches.get(name):
+            renamed = renames(layout, source, tag, state.patch.files)
+            files = [renamed.get(file, file) for file in state.patch.files]
+            ours = read_files(layout.tree(tag), files)
+            label = f"{name} of {source}"
+            found.append(
+                (source, merge(state.before, state.after, ours, renamed, label))
+            )
+    return min(found, key=lambda each: len(each[1].stopped))
 
 
-def _install(layout: Layout, tag: str, patch: Patch, carried: Carried) -> None:
-    """Write what has a place as the patch, and push it; `quilt refresh` does the rest.
+def _where(layout: Layout, tag: str, state: State, conflict: Conflict) -> str:
+    """Where that is now what a patch changes in a file that is gone."""
+    text = state.before.get(conflict.file) or ""
+    source = read_source(conflict.file, text)
+    edits = [edit for edit in parse(state.patch) if edit.file == conflict.file]
+    scopes = {source.scope_at(edit.first).name for edit in edits} - {""}
+    found = [
+        f for s in sorted(scopes) for f in definitions(upstream_tree(layout, tag), s)
+    ]
+    return (
+        f"{', '.join(sorted(scopes)) or 'it'} is in {', '.join(found[:4]) or 'no file'}"
+    )
 
-    Raises:
-        ToolError: quilt does not take it.
-    """
+
+def _stop(layout: Layout, tag: str, state: State, merged: Merged, source: str) -> str:
+    """The message of a stop; lines of files that are gone are in `.rej` files."""
     tree = layout.tree(tag)
-    header, changes = patch.header, diff(carried.before, carried.after)
-    # quilt pushes a patch without changes only if it has no header either.
-    patch.path.write_text(header + changes if changes else "")
-    result = quilt(layout, tag, tree, "push")
-    patch.path.write_text(header + changes)
-    if result.returncode:
-        raise ToolError(f"{patch.name}, as relocated:\n{result.stdout.rstrip()}")
+    lines: list[str] = []
+    for conflict in merged.stopped:
+        file = conflict.file
+        if (tree / file).is_file():
+            text = (tree / file).read_text().splitlines()
+            rows = [n for n, line in enumerate(text, 1) if line.startswith(MARKER)]
+            line = f"{file}: lines {', '.join(map(str, rows))}"
+        else:
+            path = tree / f"{file}.rej"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(diff({file: state.before[file]}, {file: state.after[file]}))
+            line = f"{file} is gone, {_where(layout, tag, state, conflict)}"
+        if line not in lines:
+            lines.append(line)
+    shown = "".join(f"\n  {line}" for line in lines)
+    name, where = state.patch.name, tree.relative_to(layout.root)
+    return (
+        f"{name} of {source} does not merge, in {where}:{shown}\n"
+        "Edit the lines between the markers, or put those of `.rej` files where they "
+        f"belong (`make quilt TAG={tag} ARGS='add FILE'` first) and delete these.\n"
+        f"  make new-tag TAG={tag} CONTINUE=1\n"
+        f"A patch that is not needed: `make quilt TAG={tag} ARGS='delete -r {name}'`."
+    )
 
 
-def _refresh(
-    layout: Layout, source: str, tag: str, patch: Patch, drop: Collection[int]
-) -> None:
-    """Refresh the top patch; it may not be empty, nor lack lines that FROM's has.
-
-    Raises:
-        ToolError: it would be, or it does; the patch stays as it was.
-    """
+def _refresh(layout: Layout, tag: str, patch: Patch) -> None:
     before = patch.text
     result = quilt(layout, tag, layout.tree(tag), "refresh")
     if result.returncode:
@@ -151,36 +130,15 @@ def _refresh(
     if not parse(patch):
         patch.path.write_text(before)
         raise ToolError(
-            f"{patch.name} would be empty; put its lines into the tree (`make quilt "
-            f"TAG={tag} ARGS='add FILE'` before editing a file that it does not change "
-            "yet), or if upstream made it superfluous, "
+            f"{patch.name} would be empty; put its lines into the tree, or "
             f"`make quilt TAG={tag} ARGS='delete -r {patch.name}'` and CONTINUE=1"
         )
-    origin = layout.patches / source / patch.name
-    if not origin.is_file():
-        return
-    lost = sorted(missing_lines(origin.read_text(), patch.text).elements())
-    left = [n for n in range(1, len(lost) + 1) if n not in drop]
-    if left:
-        shown = "".join(
-            f"\n  {n}  {file.rpartition('/')[2]}: {line}"
-            for n, (file, line) in enumerate(lost, 1)
-        )
-        raise ToolError(
-            f"{patch.name} lacks lines that it has for {source}:{shown}\n"
-            "Put them in, or name those that are dropped or written otherwise here: "
-            f"`make new-tag TAG={tag} CONTINUE=1 "
-            f"DROP={','.join(str(n) for n in range(1, len(lost) + 1))}`"
-        )
-    for _, line in lost:
-        _note(layout, tag, f"\nDropped from {patch.name}: `{line}`\n")
 
 
-def _resume(layout: Layout, source: str, tag: str, drop: Collection[int]) -> None:
+def _resume(layout: Layout, tag: str) -> None:
     """Refresh the patch that was mended by hand."""
     tree = layout.tree(tag)
-    done = applied(tree)
-    if not done:
+    if not (done := applied(tree)):
         return
     patch = next((p for p in read_series(layout, tag) if p.name == done[-1]), None)
     if patch is None:
@@ -188,58 +146,77 @@ def _resume(layout: Layout, source: str, tag: str, drop: Collection[int]) -> Non
             f"{done[-1]} is applied in {tree} but not in patches/{tag}/series; "
             f"remove {tree} and run it again"
         )
-    if left := sorted(path.relative_to(tree) for path in tree.rglob("*.rej")):
+    left = [path.relative_to(tree) for path in tree.rglob("*.rej")]
+    for file in patch.files:
+        if (tree / file).is_file() and f"\n{MARKER}" in (tree / file).read_text():
+            left.append(Path(file))
+    if left:
+        names = ", ".join(map(str, sorted(left)))
         raise ToolError(
-            f"{patch.name}: delete {', '.join(map(str, left))} in "
-            f"{tree.relative_to(layout.root)} once their lines are in"
+            f"{patch.name}: markers, or lines to place, are left in {names}"
         )
-    _refresh(layout, source, tag, patch, drop)
+    _refresh(layout, tag, patch)
+    set_date(patch)
     say(f"{patch.name}: as mended by hand")
 
 
-def _push(layout: Layout, source: str, tag: str, state: State, patch: Patch) -> None:
+def _leave_out(layout: Layout, tag: str, patch: Patch, why: str) -> None:
+    series = layout.series(tag)
+    names = [n for n in series.read_text().splitlines() if n != patch.name]
+    series.write_text("".join(f"{name}\n" for name in names))
+    patch.path.unlink()
+    say(f"{patch.name}: left out, {why}")
+
+
+def _share(state: State, files: Files) -> float:
+    """Which part of the lines that a patch adds other files have."""
+    found = []
+    for edit in parse(state.patch):
+        text = (files.get(edit.file) or "").splitlines()
+        found += [line in text for line in edit.added if len(line.strip()) > 9]
+    return sum(found) / max(len(found), 1)
+
+
+def _push(
+    layout: Layout, tag: str, patch: Patch, series: dict[str, dict[str, State]]
+) -> None:
     """Carry one patch to the tree.
 
     Raises:
-        ToolError: an edit has no place; the others are in, it is in a `.rej` file.
+        ToolError: upstream and the patch changed the same lines; markers are there.
     """
+    source, merged = _merged(layout, tag, patch.name, series)
+    state = series[source][patch.name]
+    if merged.marked == merged.before and not merged.stopped:
+        return _leave_out(layout, tag, patch, "upstream has its lines")
+    is_only = sum(patch.name in each for each in series.values()) < len(series)
+    if merged.stopped and is_only and (share := _share(state, merged.before)) > 0.5:
+        why = f"only {source} has it, and upstream {share:.0%} of its lines"
+        return _leave_out(layout, tag, patch, why)
     tree = layout.tree(tag)
-    new = read_files(tree, state.patch.files)
-    carried = carry(parse(state.patch), state.before, state.after, new)
-    for place in carried.placements:
-        if not place.exact:
-            _note(layout, tag, f"\n## {patch.name}\n")
-            _note(layout, tag, review(source, state, carried, place))
-    with (_work(layout, tag) / "unseen").open("a") as unseen:
-        for place in carried.relocated:
-            unseen.write(places.mark(patch.name, place.edit) + "\n")
-    _install(layout, tag, patch, carried)
-    if carried.stopped:
-        files = {place.edit.file for place in carried.stopped}
-        here = [name for name in sorted(files) if (tree / name).is_file()]
-        if here:
-            quilt(layout, tag, tree, "add", *here)
-        write_rejects(tree, state, carried.stopped)
-        raise ToolError(describe(layout, source, tag, state, carried))
-    if carried.relocated:
+    header, changes = state.patch.header, diff(merged.before, merged.marked)
+    # quilt pushes a patch without changes only if it has no header either.
+    patch.path.write_text(header + changes if changes else "")
+    result = quilt(layout, tag, tree, "push")
+    patch.path.write_text(header + changes)
+    if result.returncode:
+        raise ToolError(f"{patch.name}, as merged:\n{result.stdout.rstrip()}")
+    if merged.stopped:
+        raise ToolError(_stop(layout, tag, state, merged, source))
+    _refresh(layout, tag, patch)
+    if merged.conflicts:
         set_date(patch)
-    _refresh(layout, source, tag, patch, ())
-    moved = f", {len(carried.relocated)} edits relocated" if carried.relocated else ""
-    say(f"{patch.name}: applies{moved}")
+    for conflict in merged.conflicts:
+        where = f"{conflict.file}:{conflict.at + 1}"
+        say(f"  {where}: {conflict.why}")
+    say(f"{patch.name}: that of {source}")
 
 
-def new_tag(
-    layout: Layout,
-    source: str | None,
-    tag: str,
-    resume: bool,
-    drop: Collection[int] = (),
-) -> None:
-    """Copy a series to another tag and place it, patch by patch, on its tree.
+def new_tag(layout: Layout, source: str | None, tag: str, resume: bool) -> None:
+    """Merge the patches of the neighbours of a release into its files, one by one.
 
-    Stops at the first patch with an edit that has no place; resume goes on from there.
-    Without a source, the one is taken that a dry run likes best. drop: numbers of the
-    lines, as listed, that the patch mended by hand may lack.
+    Stops at the first one with a conflict; resume goes on from there. source: the only
+    series to take patches from.
 
     Raises:
         ToolError: something to mend by hand, or nothing to begin or to resume.
@@ -252,25 +229,22 @@ def new_tag(
         )
     if resume and not exists:
         raise ToolError(f"nothing to continue: patches/{tag} does not exist")
-    if not exists:
-        source = _begin(layout, source, tag)
-    if source is None:
-        noted = _work(layout, tag) / "from"
-        if not noted.is_file():
-            raise ToolError(f"name the tag that {tag} is carried from: FROM=")
-        source = noted.read_text()
+    if exists:
+        noted = _noted(layout, tag)
+        sources = noted.read_text().split() if noted.is_file() else []
+        sources = [source] if source else sources or differs.neighbours(layout, tag)
+    else:
+        sources = _begin(layout, source, tag)
     tree = pristine_tree(layout, tag)
     if resume:
-        _resume(layout, source, tag, drop)
-    by_name = {state.patch.name: state for state in states(layout, source)}
+        _resume(layout, tag)
+    series = {s: {e.patch.name: e for e in states(layout, s)} for s in sources}
     for patch in read_series(layout, tag)[len(applied(tree)) :]:
-        if patch.name in by_name:
-            _push(layout, source, tag, by_name[patch.name], patch)
-        elif quilt(layout, tag, tree, "push").returncode:
-            raise ToolError(f"{patch.name}, which {source} has not, does not apply")
-    noted = _work(layout, tag) / "unseen"
-    places.write(layout, tag, noted.read_text().splitlines() if noted.exists() else ())
+        _push(layout, tag, patch, series)
     apply_patches(layout, tag)
-    say(f"{tag}: all patches apply. Then `make tags-page env check-patches TAG={tag}`")
-    where = report_file(layout, tag).relative_to(layout.root)
-    say(f"Look at what was relocated, in {where}, then `make places TAG={tag}`")
+    asked = differs.write(layout, tag)
+    say(
+        f"{tag}: all patches apply. {len(asked)} questions in patches/{tag}/differs: "
+        f"write why behind each `= ?`, or change the patch. Then\n"
+        f"  make tags-page env check-patches TAG={tag}"
+    )

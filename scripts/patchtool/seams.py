@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from . import differs, names
 from .carrying import State, read_files, states
 from .config import Layout, ToolError, tomllib, version_key
 from .hunks import Edit, parse
@@ -28,8 +29,8 @@ class Seam:
     file, scope: where; several where releases differ. code: a pattern that one line
     matches that is added there. needs: `file:name` of what upstream must define for it.
     test: what fails without it. since, until: the oldest and the newest release that
-    have it; why: what would be wrong with it in later ones. twice: tags of releases
-    with two such places.
+    have it; why: what would be wrong with it in later ones. twice: a pattern;
+    where upstream has it in the file, there are two such places.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Seam:
     needs: tuple[str, ...] = ()
     since: str = "v0.0.0"
     until: str = ""
-    twice: tuple[str, ...] = ()
+    twice: str = ""
 
     def matches(self, edit: Edit) -> list[int]:
         """The added lines of an edit that are this seam's, by number."""
@@ -78,7 +79,7 @@ def load(layout: Layout) -> tuple[list[Seam], list[Needed]]:
     path = layout.patches / TABLE
     try:
         data = tomllib.loads(path.read_text()) if path.is_file() else {}
-        several = ("file", "scope", "needs", "names", "twice")
+        several = ("file", "scope", "needs", "names")
         rows: dict[str, list[dict[str, Any]]] = {
             kind: [
                 {k: _tuple(v) if k in several else v for k, v in row.items()}
@@ -156,44 +157,63 @@ def _missing(
 ) -> list[str]:
     """Names that none of their files defines."""
     lost = []
-    for alternatives, names in wanted.items():
+    for alternatives, needed in wanted.items():
         known: set[str] = set()
         for file in alternatives:
             if (text := files.get(file)) is not None:
                 known |= defined(file, text)
-        lost += [f"{alternatives[0]}:{name}" for name in sorted(names - known)]
+        lost += [f"{alternatives[0]}:{name}" for name in sorted(needed - known)]
     return lost
 
 
-def check(layout: Layout, tag: str) -> str:
-    """Compare a series, and its release, with the table.
+def _lines(layout: Layout, tag: str, seam: Seam) -> str:
+    """How the nearest other series has a seam."""
+    for other in differs.neighbours(layout, tag):
+        if seam.is_in(other):
+            for state, edit in _edits(states(layout, other), seam):
+                lines = [edit.added[n].strip() for n in seam.matches(edit)]
+                scope = _scope(state, edit, seam)
+                shown = f"{other} has in {edit.file}, {scope or 'module'}:"
+                return "\n      ".join([shown, *lines])
+    return "no neighbour has it"
+
+
+def _wrong(layout: Layout, tag: str, series: list[State], seam: Seam) -> str:
+    """What is wrong with a seam of a series; empty if nothing is."""
+    found = list(_edits(series, seam))
+    if seam.is_past(tag):
+        return f"is for releases up to {seam.until}: {seam.why}" if found else ""
+    if not seam.is_in(tag):
+        return ""
+    count = sum(len(seam.matches(edit)) for _, edit in found)
+    upstream = (series[0].before.get(file) or "" for file in seam.file if series)
+    most = 1 + bool(seam.twice and any(re.search(seam.twice, t) for t in upstream))
+    where = f"{' or '.join(seam.file)}, {' or '.join(seam.scope) or 'module'}"
+    if count != most:
+        return f"is there {count} times and not {most}, in {where}: `{seam.code}`"
+    if scopes := ({_scope(*each, seam) for each in found} - set(seam.scope)):
+        return f"is in {', '.join(scopes)} and not in {where}: `{seam.code}`"
+    return ""
+
+
+def check(layout: Layout, tag: str, series: list[State] | None = None) -> str:
+    """Compare a series, and its release, with the table. series: instead of the one
+    that is kept.
 
     Raises:
-        ToolError: a seam is missing, there twice, or in another scope; or a name of
-            upstream is missing.
+        ToolError: seams are missing, there twice, or in another scope; or names of
+            upstream are missing. The message has all of them.
     """
     seams, needed = load(layout)
-    series = states(layout, tag)
+    series = states(layout, tag) if series is None else series
+    errors = []
     for seam in seams:
-        if seam.is_past(tag) and list(_edits(series, seam)):
-            raise ToolError(
-                f"{tag}: the seam `{seam.name}` of {seam.patch} is for releases up to "
-                f"{seam.until}: {seam.why}"
+        if wrong := _wrong(layout, tag, series, seam):
+            errors.append(
+                f"the seam `{seam.name}` of {seam.patch} {wrong}\n"
+                f"    {_lines(layout, tag, seam)}\n    {seam.test} fails without it"
             )
     seams = [seam for seam in seams if seam.is_in(tag)]
-    for seam in seams:
-        found = list(_edits(series, seam))
-        count = sum(len(seam.matches(edit)) for _, edit in found)
-        if count != 1 + (tag in seam.twice):
-            raise ToolError(
-                f"{tag}: the seam `{seam.name}` of {seam.patch} is there {count} "
-                f"times; {seam.test} fails without it"
-            )
-        if scope := ({_scope(*each, seam) for each in found} - set(seam.scope)):
-            raise ToolError(
-                f"{tag}: the seam `{seam.name}` of {seam.patch} is in "
-                f"{', '.join(scope)} and not in {' or '.join(seam.scope)}"
-            )
     wanted: dict[tuple[str, ...], set[str]] = {}
     for seam in seams:
         for need in seam.needs:
@@ -208,10 +228,14 @@ def check(layout: Layout, tag: str) -> str:
         k: v for k, v in (series[-1].after if series else {}).items() if k in files
     }
     if lost := _missing(wanted, files):
-        raise ToolError(f"{tag}: the series or the overlay needs {', '.join(lost)}")
-    names = sum(len(found) for found in wanted.values())
+        errors.append(f"the series or the overlay needs {', '.join(lost)}")
+    if lost := names.unknown(layout, tag, series):
+        errors.append(f"neither {tag} nor the overlay has {', '.join(lost)}")
+    if errors:
+        raise ToolError(f"{tag}: " + "\n  ".join(errors))
+    count = sum(len(found) for found in wanted.values())
     return (
-        f"{len(seams)} seams once and in their scopes, {names} names of upstream there"
+        f"{len(seams)} seams once and in their scopes, {count} names of upstream there"
     )
 
 

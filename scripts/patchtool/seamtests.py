@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import seams
-from .carrying import State, carry_series, states
+from .carrying import State, states
 from .config import Layout, ToolError, say
 from .env import site_packages, sync
 from .hunks import apply, parse
+from .merge import merge
 from .seams import Seam
 from .tree import locked
 
@@ -38,8 +39,7 @@ def without(series: list[State], seam: Seam) -> dict[str, str]:
         elif files == state.before:
             files = dict(state.after)
         else:
-            [(_, carried)] = carry_series([state], files)
-            files = dict(carried.after)
+            files = dict(merge(state.before, state.after, files).after)
     last = series[-1].after
     return {name: text for name, text in files.items() if text and text != last[name]}
 

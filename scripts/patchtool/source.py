@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scopes and blocks of a Python file, by line.
+"""The scopes of a Python file, by line.
 
 The standard library's `ast` knows where everything stands, and the lines themselves
 keep comments and white space: trees are read here and never printed.
@@ -15,7 +15,6 @@ from functools import cached_property, lru_cache
 from .config import ToolError
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-BODIES = ("body", "orelse", "finalbody", "handlers")
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,6 @@ def _start(node: ast.AST) -> int:
 
 def _end(node: ast.AST) -> int:
     return node.end_lineno  # type: ignore[attr-defined, no-any-return]
-
-
-def _blocks(node: ast.AST) -> Iterator[tuple[str, list[ast.AST]]]:
-    for field in BODIES:
-        if isinstance(found := getattr(node, field, None), list) and found:
-            yield field, found
 
 
 class Source:
@@ -101,38 +94,6 @@ class Source:
             if not inner:
                 return scope
             scope = inner[0]
-
-    def blocks_at(self, line: int) -> tuple[str, ...]:
-        """What the line stands in, outermost first: for each statement round it what it
-        is, and where that is not the body, which part. A line inside of a statement of
-        several lines has that statement too, by its first line."""
-        found: list[str] = []
-        node: ast.AST = self.tree
-        while True:
-            for field, children in _blocks(node):
-                child = next((c for c in children if _start(c) <= line < _end(c)), None)
-                if child is not None:
-                    break
-            else:
-                return tuple(found)
-            if field != "body":
-                found.append(field)
-            if line == _start(child):
-                return tuple(found)
-            if isinstance(child, SCOPES):
-                found.append(f"def {child.name}")
-            else:
-                found.append(self.lines[_start(child)].strip())
-            node = child
-
-    def statement_at(self, line: int) -> ast.AST | None:
-        """The innermost statement that has the line."""
-        found = [
-            node
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.stmt) and _start(node) <= line < _end(node)
-        ]
-        return min(found, key=lambda n: _end(n) - _start(n), default=None)
 
 
 @lru_cache(maxsize=512)

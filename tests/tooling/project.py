@@ -12,7 +12,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from patchtool import places
+from patchtool import differs
 from patchtool.config import CpuPins, Layout, Pin, Pins
 from patchtool.pins import pins_text
 
@@ -172,7 +172,7 @@ class Project:
         )
         project.write_pins(pins)
         shutil.copyfile(REPOSITORY / "patches" / "quiltrc", project.layout.quiltrc)
-        places.write(project.layout, TAG)
+        differs.write(project.layout, TAG)
         return project
 
     @property

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from patchtool import importcheck, places
+from patchtool import importcheck
+from patchtool.carrying import State
 from patchtool.check import check_patches, check_tag
 from patchtool.config import Patch, ToolError, check_tag_name
 from patchtool.hunks import diff
-from patchtool.names import undefined_names
+from patchtool.names import lint
 from patchtool.series import refresh
 from tests.tooling.project import TAG, Project
 
@@ -153,21 +154,32 @@ def test_refresh_mends_what_it_can_and_keeps_headers(project: Project) -> None:
     [
         ("def f(a):\n", ["    return b"], "vllm/a.py:2: Undefined name `b`"),
         ("def f(a):\n", ["    return a"], ""),
-        ("import os\n\n\ndef f():\n    return c, os\n", ["    x = 1"], ""),
+        # Upstream's own.
+        ("import os\n\n\ndef f():\n    return c\n", ["    x = 1"], ""),
+        ("A = 1\n", ["import os"], "vllm/a.py:2: `os` imported but unused"),
+        (
+            "import os\nA = os.sep\n",
+            ["from os import sep", "from os import sep", "B = sep"],
+            "vllm/a.py:4: Redefinition of unused `sep`",
+        ),
     ],
 )
-def test_names_that_are_not_there(
+def test_names_that_are_not_there_or_not_needed(
     tmp_path: Path, before: str, added: list[str], message: str
 ) -> None:
-    """The last: `c` is undefined in a line that no patch has to do with."""
     after = before + "".join(f"{line}\n" for line in added)
-    (tmp_path / "1" / "vllm").mkdir(parents=True)
-    (tmp_path / "1" / "vllm" / "a.py").write_text(after)
+    texts = {"upstream": before, "1": after}
+    for folder, text in texts.items():
+        (tmp_path / folder / "vllm").mkdir(parents=True)
+        (tmp_path / folder / "vllm" / "a.py").write_text(text)
     patch = tmp_path / "1.patch"
-    patch.write_text(diff({"vllm/a.py": before}, {"vllm/a.py": after}))
+    sides = ({"vllm/a.py": before}, {"vllm/a.py": after})
+    patch.write_text(diff(*sides))
     ruff = Path(sys.executable).with_name("ruff")
-    found = undefined_names(ruff, [tmp_path / "1"], [Patch(patch)])
-    assert found == (f"prefix up to 1.patch: {message}" if message else "")
+    state = State(Patch(patch), *sides)
+    found = lint(ruff, tmp_path / "upstream", [tmp_path / "1"], [state])
+    assert found.startswith(f"prefix up to 1.patch: {message}" if message else "")
+    assert bool(found) == bool(message)
 
 
 def test_names_are_looked_for_without_an_environment(project: Project) -> None:
@@ -176,7 +188,6 @@ def test_names_are_looked_for_without_an_environment(project: Project) -> None:
     path.parent.mkdir(parents=True)
     path.symlink_to(Path(sys.executable).with_name("ruff"))
     edit(project, 1, "+    return 22", "+    return TWO")
-    places.accept(project.layout, TAG)
     (error,) = check_tag(project.layout, TAG)
     assert "0001-first.patch: vllm/count.py:6: Undefined name `TWO`" in error
 

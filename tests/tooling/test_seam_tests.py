@@ -13,7 +13,7 @@ from patchtool.carrying import states
 from patchtool.config import Layout, ToolError
 from patchtool.seamtests import replaced, seam_tests, without
 from tests.tooling.project import COUNT, TAG, Project
-from tests.tooling.test_places import SEAMS
+from tests.tooling.test_seams import SEAMS
 
 WITH_ALL = COUNT.replace("return 2\n", "return 22\n")
 

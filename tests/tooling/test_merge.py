@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches in the files of another release: git's merge, and what it leaves open."""
+
+from pathlib import Path
+
+import pytest
+
+from patchtool.config import Layout
+from patchtool.merge import merge, renames
+from tests.tooling.project import COUNT
+
+BASE = (
+    "from a import a\nfrom c import c\n\n\n"
+    "def f():\n    one()\n    two()\n    three()\n"
+)
+
+
+def merged(old: str, new: str, ours: str) -> tuple[str | None, list[str]]:
+    found = merge({"x.py": old}, {"x.py": new}, {"x.py": ours})
+    return found.after["x.py"], [c.why for c in found.conflicts]
+
+
+@pytest.mark.parametrize(
+    "mine, upstream, both, why",
+    [
+        # Far from each other: nothing to decide.
+        (
+            ("one()", "1()"),
+            ("three()", "3()"),
+            (("one()", "1()"), ("three()", "3()")),
+            None,
+        ),
+        (
+            ("    two()", "    new()\n    two()"),
+            ("two()", "2()"),
+            (("    two()", "    new()\n    2()"),),
+            "upstream changed what follows",
+        ),
+        (
+            ("one()", "one()\n    new()"),
+            ("one()", "1()"),
+            (("one()", "1()\n    new()"),),
+            "upstream changed what stands before",
+        ),
+        (
+            ("from c", "from b import b\nfrom c"),
+            ("from c import c", "from bb import x\nfrom c import d"),
+            (
+                (
+                    "from c import c",
+                    "from b import b\nfrom bb import x\nfrom c import d",
+                ),
+            ),
+            "upstream changed what follows",
+        ),
+        (
+            ("from c import c\n", "from c import c\nfrom d import d\n"),
+            (
+                "from c import c\n",
+                "from c import c\nfrom b import b\nfrom e import e\n",
+            ),
+            (
+                (
+                    "from c import c\n",
+                    "from c import c\nfrom b import b\nfrom d import d\n"
+                    "from e import e\n",
+                ),
+            ),
+            "upstream changed lines round it",
+        ),
+        # Who comes first, and whether a line is still needed, is for a person.
+        (
+            ("one()", "one()\n    new()"),
+            ("one()", "one()\n    more()"),
+            (("one()", "one()\n    more()"),),
+            "",
+        ),
+        (("two()", "2()"), ("two()", "zwei()"), (("two()", "zwei()"),), ""),
+    ],
+)
+def test_changes_of_upstream_and_of_a_patch(
+    mine: tuple[str, str],
+    upstream: tuple[str, str],
+    both: tuple[tuple[str, str], ...],
+    why: str | None,
+) -> None:
+    expected = BASE
+    for old, new in both:
+        expected = expected.replace(old, new)
+    found = merged(BASE, BASE.replace(*mine), BASE.replace(*upstream))
+    assert found == (expected, [] if why is None else [why])
+
+
+def test_markers_are_where_a_person_must_decide() -> None:
+    new, ours = BASE.replace("two()", "2()"), BASE.replace("two()", "zwei()")
+    found = merge({"x.py": BASE}, {"x.py": new}, {"x.py": ours}, label="0001 of v1")
+    text = found.marked["x.py"] or ""
+    assert "<<<<<<< upstream\n    zwei()\n" in text and ">>>>>>> 0001 of v1\n" in text
+
+
+def test_files_that_are_not_there() -> None:
+    found = merge({"x.py": BASE}, {"x.py": BASE + "x\n"}, {})
+    assert len(found.stopped) == 1 and "x.py" not in found.after
+    added = merge({"x.py": None}, {"x.py": "x\n"}, {"x.py": None})
+    assert added.after == {"x.py": "x\n"} and not added.conflicts
+
+
+def test_files_that_upstream_renamed(tmp_path: Path) -> None:
+    layout = Layout(tmp_path, tmp_path)
+    for tag, name in (("v1.0.0", "count"), ("v1.1.0", "numbers")):
+        path = layout.build / tag / "upstream" / "vllm" / f"{name}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(COUNT)
+    found = renames(layout, "v1.0.0", "v1.1.0", ["vllm/count.py", "vllm/none.py"])
+    assert found == {"vllm/count.py": "vllm/numbers.py"}
