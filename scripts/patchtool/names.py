@@ -52,10 +52,16 @@ def lint(ruff: Path, upstream: Path, prefixes: list[Path], series: list[State]) 
     """
     files = sorted({f for s in series for f in s.patch.files if f.endswith(".py")})
     known = _ruff(ruff, "F821,F811,F401", upstream, files)
+    added: dict[str, set[str]] = {}
+    for edit in (edit for state in series for edit in parse(state.patch)):
+        added.setdefault(edit.file, set()).update(edit.added)
     for folder, state in zip(prefixes, series):
         rules = "F821,F811,F401" if state is series[-1] else "F821"
         for (file, code, message), row in _ruff(ruff, rules, folder, files).items():
-            if (file, code, message) not in known:
+            # An import that only lost its users is upstream's.
+            line = (state.after.get(file) or "").splitlines()[row - 1]
+            mine = code == "F821" or line in added.get(file, ())
+            if mine and (file, code, message) not in known:
                 return f"prefix up to {state.patch.name}: {file}:{row}: {message}"
     return ""
 
