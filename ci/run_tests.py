@@ -234,6 +234,34 @@ def e2e(run: Run) -> Counts:
     return pytest(run, "e2e", "tests/e2e")
 
 
+TURN = ["tests/e2e/test_answers.py", "tests/e2e/test_faults.py"]
+"""What runs on one older release in each submission: minutes, not the whole hour."""
+
+
+def turn(layout: Layout) -> str:
+    """The older release whose turn it is, by the number of commits; newest first."""
+    older = [tag for tag in layout.tags() if tag not in layout.newest_tags()][::-1]
+    command = ["git", "-C", str(layout.root), "rev-list", "--count", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return older[int(result.stdout or 0) % len(older)]
+
+
+def older(run: Run) -> Counts:
+    """One older release end to end, by turns, in part. What to note in ci/tested.toml
+    is printed at the end."""
+    if run.tag != run.layout.newest_tags()[0]:
+        return Counts()
+    tag = turn(run.layout)
+    say(f"the turn of {tag}")
+    counts = run.patchtool("env", tag)
+    if not counts.failed:
+        other = Run(run.layout, tag, first=False)
+        ran = pytest(other, "older", *TURN)
+        say(f'ci/tested.toml, ["{tag}"]: turn = "{time.strftime("%Y-%m-%d")}: {ran}"')
+        counts += ran
+    return counts
+
+
 # Ways to run upstream's tests, and the lists of those that rightly differ then.
 UPSTREAM_MODES: dict[str, list[str]] = {
     "off": [],
@@ -303,6 +331,7 @@ STAGES: dict[str, Callable[[Run], Counts]] = {
     "unit": unit,
     "sim": sim,
     "e2e": e2e,
+    "older": older,
     "upstream": upstream,
 }
 EXTRA: dict[str, Callable[[Run], Counts]] = {

@@ -33,6 +33,8 @@ class Results:
     sim: str = "not run"
     e2e: str = "not run"
     gpu: str = "not run"
+    turn: str = "not yet"
+    """The last time that CI ran test_answers and test_faults on it, by turns."""
     notes: tuple[str, ...] = field(default=())
 
 
@@ -86,12 +88,13 @@ def page(layout: Layout) -> str:
                 found.unit,
                 found.sim,
                 found.e2e,
+                found.turn,
                 found.gpu,
                 found.date,
             ]
         )
     head = ["release", "lines touched", "CPU engine"]
-    head += ["unit", "simulator", "end to end, CPU", "GPU", "when"]
+    head += ["unit", "simulator", "end to end, CPU", "last turn in CI", "GPU", "when"]
     text = f"{HEAD}\n## What was tested\n\n{_table(head, tested)}"
 
     titles: dict[str, str] = {}
@@ -121,16 +124,20 @@ def readme(layout: Layout) -> str:
     results = load_results(layout)
     rows = []
     for tag in layout.tags()[::-1]:
+        found = results.get(tag, Results("–"))
         adds = [_topic(p) for p in read_series(layout, tag) if PREREQUISITE in p.name]
         rows.append(
             [
                 tag,
                 str(num_counted_lines(layout, tag)),
                 ", ".join(["the tier", *adds]),
-                results.get(tag, Results("–")).summary,
+                f"{found.summary}, {found.date}",
+                found.turn,
             ]
         )
-    table = _table(["release", "lines of upstream", "the series adds", "tested"], rows)
+    head = ["release", "lines of upstream", "the series adds", "tested"]
+    head.append("last turn in CI")
+    table = _table(head, rows)
     text = (layout.root / README).read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
