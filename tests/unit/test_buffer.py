@@ -118,8 +118,9 @@ def test_memory_is_there_exact_zero_and_given_back(log: list[str]) -> None:
     before = resident()
     buffer = HostBuffer(130, MiB, pin=False, piece_bytes=16 * MiB)
     assert num_resident(buffer.slots) == 130 * MiB
-    # Tests before this one may leave threads that give memory back.
-    assert resident() - before < 132 * MiB
+    # The process has more than its slots: threads that tests before this one left, or
+    # that this one starts. A second copy of a piece would be 16 MiB.
+    assert resident() - before < 138 * MiB
     assert buffer.slots.shape == (130, MiB) and buffer.slots.is_contiguous()
     assert buffer.slots.untyped_storage().nbytes() == 130 * MiB
     assert not buffer.pinned and not buffer.slots.any()
