@@ -305,6 +305,11 @@ class Soak:
             finally:
                 server.kill()
         failures = worse(found["server"], found["reference"])
+        failures += [
+            f"the {name} served none of the requests"
+            for name in found
+            if not report[name]["counts"].get("served")
+        ]
         grown = report["server"]["growth"]
         failures += [
             f"memory of {name} grew by {100 * growth:.2f}%"

@@ -404,7 +404,7 @@ def test_clients_who_send_what_nobody_should(doors: Doors) -> None:
         server, secret = doors.server, {"Authorization": "Bearer secret"}
         async with Hostile(server.url, server.model, **secret) as hostile:
             found = await hostile.look()
-            await hostile.press(time.monotonic() + 3, salt_bytes=1 << 16)
+            await hostile.press(time.monotonic() + 3)
             return found, hostile.counts
 
     found, counts = asyncio.run(press())
@@ -417,7 +417,7 @@ def test_clients_who_send_what_nobody_should(doors: Doors) -> None:
     assert not {name: status for name, status in ours.items() if status >= 500}
     hints = {status for name, status in ours.items() if name.startswith("hint ")}
     assert hints == {400}
-    assert counts["200"] > 3
+    assert counts["served"] > 3
     doors.server.get("/health")
     assert doors.hits("completions", prompt := doors.prompt()) == 0
     assert doors.hits("completions", prompt) == FULL

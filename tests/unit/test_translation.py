@@ -206,6 +206,16 @@ def test_a_bad_hint_ends_the_request() -> None:
         frontend.with_hints(config(), params({"kv_tier": {"relase": True}}))
 
 
+@pytest.mark.parametrize("given", [5, [], "kv_tier", {"kv_tier": {"release": 1}}])
+def test_a_bad_hint_is_the_clients_fault(given: Any) -> None:
+    """Newer releases answer a plain ValueError of an engine with a status of 500."""
+    with pytest.raises(frontend.VLLMValidationError) as error:
+        frontend.with_hints(config(), params(given))
+    assert isinstance(error.value, ValueError)
+    with pytest.raises(frontend.VLLMValidationError, match="action 'a1'"):
+        frontend.with_hints(config(), params(), envelope({"release": 1}))
+
+
 def test_the_clients_own_words_count_most() -> None:
     own = params({"kv_tier": {"retain": {"priority": 1}}, "do_remote_prefill": True})
     said = {"retain": retain(5), "tenant": "t", "store": False, "prewarm": True}

@@ -16,9 +16,25 @@ from vllm.v1.kv_tier.hints import KEY, Hints, for_tier
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+try:
+    from vllm.exceptions import VLLMValidationError
+except ImportError:
+
+    class VLLMValidationError(Exception):  # type: ignore[no-redef]
+        """Releases before it answer any ValueError with a status of 400."""
+
+
 logger = init_logger(__name__)
 
 PARAMS = "kv_transfer_params"
+
+
+class HintError(VLLMValidationError, ValueError):
+    """A hint is not as the schema says.
+
+    It is the client's fault. Newer releases tell that by the class, and answer a plain
+    ValueError with a status of 500.
+    """
 
 
 def with_hints(
@@ -35,7 +51,7 @@ def with_hints(
         envelope: Upstream's `KvHintsEnvelope`, if the request has one.
 
     Raises:
-        ValueError: A hint is not as the schema says. The message names field, value
+        HintError: A hint is not as the schema says. The message names field, value
             and mend; upstream makes an HTTP status 400 of it.
 
     """
@@ -46,13 +62,17 @@ def with_hints(
         return params
     extra = params.extra_args or {}
     given, said = extra.get(PARAMS), heard.get()
+    try:
+        # Over HTTP that was checked before, but for bodies that only Python reads.
+        if not isinstance(given, dict) or said.checked != for_tier(given):
+            Hints.from_params(given)
+        envelope_hints = from_envelope(envelope)
+    except ValueError as e:
+        raise HintError(str(e)) from None
     if given is None:
         given = {}
-    # Over HTTP that was checked before.
-    if not isinstance(given, dict) or said.checked != for_tier(given):
-        Hints.from_params(given)
     own = given.get(KEY) or {}
-    hints = {**said.hints, **from_envelope(envelope), **own}
+    hints = {**said.hints, **envelope_hints, **own}
     prewarms = hints.get("prewarm", False)
     if hints == own and not prewarms:
         return params
