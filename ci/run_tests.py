@@ -331,11 +331,11 @@ STAGES: dict[str, Callable[[Run], Counts]] = {
     "unit": unit,
     "sim": sim,
     "e2e": e2e,
-    "older": older,
     "upstream": upstream,
 }
 EXTRA: dict[str, Callable[[Run], Counts]] = {
     "fast": fast,
+    "older": older,
     "upstream-diff": upstream_diff,
 }
 """Stages that run when they are asked for."""
