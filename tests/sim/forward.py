@@ -11,6 +11,7 @@ from . import upstream
 from .content import EMPTY, GARBAGE, VOCAB, Sequence, Violation
 from .layouts import Group, Layout
 from .pages import DeviceMemory
+from .real_ranks import RealRanks
 from .step import Step
 
 
@@ -49,6 +50,10 @@ class ForwardPasses:
         """Tokens that are guessed after each step of a request."""
         self.pools = False
         """Whether requests end with their prompts, as those of pooling models."""
+        self.real_ranks: RealRanks | None = None
+        """Do the same on real memory."""
+        # What blocks held before the step, for them.
+        self._before: list[list[int]] = []
         self._roots = roots
         self.embedded: dict[str, list[int]] = {}
         """By request id, what the embeddings of its prompt stand for."""
@@ -209,6 +214,9 @@ class ForwardPasses:
             target = (start + num_tokens - 1) // size
             request.state_index = target
             offset = request.state_offset
+            if start > 0:
+                want = request.sequence.values[g][start - 1]
+                self._real_read(table[source + offset], 0, [want])
             if source not in (-1, target):
                 self.device[table[target]] = self.device[table[source + offset]].copy()
                 offset = 0
@@ -231,8 +239,17 @@ class ForwardPasses:
                 have = self.device[table[index]][offset : offset + end - position]
                 if have != values[position:end]:
                     return False
+                self._real_read(table[index], offset, have)
                 position = end
         return True
+
+    def _real_read(self, block: int, offset: int, values: list[int]) -> None:
+        """Real ranks have what is read, unless this step has written it."""
+        if self.real_ranks is None:
+            return
+        end = offset + len(values)
+        if self._before[block][offset:end] == values:
+            self.real_ranks.check(block, offset, values)
 
     def _write(self, request: _Request, start: int, end: int, is_spoiled: bool) -> None:
         for group, table, values in zip(

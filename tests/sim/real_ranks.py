@@ -2,9 +2,9 @@
 """Real ranks behind the simulated one: its plans are carried out on real memory, too.
 
 The code of a rank runs on a CPU: copies, checksums, slots that ranks share. Forward
-passes leave what those of the simulated rank leave. Each load must bring what the
-simulated one brings, which all other checks are about; where that one fails, a slot of
-the real ones is damaged, which they must refuse to load.
+passes leave what those of the simulated rank leave, and must find what that one finds.
+Where a load of the simulated rank fails, a slot of the real ones is damaged, which they
+must refuse to load.
 """
 
 import torch
@@ -108,18 +108,14 @@ class RealRanks:
                 if not (self._share and rank):
                     tier.buffer.slots[slot, 3] ^= 1
         self.num_refused += bool(damaged)
+        self.num_loads += len(loads)
 
-    def check(self, pairs: list[tuple[int, int]], device: list[list[int]]) -> None:
-        """What the simulated rank has loaded the real ones have, too."""
-        for slot, block in pairs:
-            if slot < 0:
-                continue
-            self.num_loads += 1
-            values = device[block]
-            for rank, real in enumerate(self._devices):
-                found = real[block, : len(values)]
-                if not torch.equal(found, self._value(rank, values)):
-                    raise Violation("rank", f"rank {rank} loads {found} from {slot}")
+    def check(self, block: int, offset: int, values: list[int]) -> None:
+        """What a forward pass reads of a block is there on all ranks."""
+        for rank, real in enumerate(self._devices):
+            found = real[block, offset : offset + len(values)]
+            if not torch.equal(found, self._value(rank, values)):
+                raise Violation("rank", f"{found} in block {block} of rank {rank}")
 
     def wrote(self, before: list[list[int]], after: list[list[int]]) -> None:
         """Forward passes, and what comes before them, have changed blocks."""

@@ -16,6 +16,8 @@ if not upstream.KNOWS_ALL_FEATURES:
 
 from .content import Violation
 from .pairs import draw, drawn, meet
+from .real_ranks import RealRanks
+from .step import Step
 from .worker import Worker
 
 MAX_SCRIPTS = 150
@@ -48,3 +50,20 @@ def test_wrong_bytes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         for seed in range(5):
             rng = Random(seed)
             meet(draw(rng, drawn()), rng)
+
+
+def test_wrong_bytes_of_a_real_rank_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same on real memory only."""
+    check = RealRanks.begin
+
+    def begin(self: RealRanks, step: Step) -> None:
+        check(self, step)
+        for block in step.plan.load_blocks:
+            self._devices[-1][block] += 1
+
+    monkeypatch.setattr(RealRanks, "begin", begin)
+    with pytest.raises(Violation, match="rank 1"):
+        for seed in range(20):
+            meet({"WB", "TP"}, Random(seed))

@@ -32,7 +32,6 @@ from .below import Below, Memory
 from .content import EMPTY, GARBAGE, Violation
 from .forward import ForwardPasses
 from .layouts import Layout
-from .real_ranks import RealRanks
 from .step import Step
 
 
@@ -124,8 +123,6 @@ class Worker(ForwardPasses):
         below: Below | None = None,
     ) -> None:
         super().__init__(layout, num_blocks, roots)
-        self.real_ranks: RealRanks | None = None
-        """Do the same on real memory."""
         self.host = [[EMPTY] * self._width for _ in range(num_slots)]
         self._steps: deque[Step] = deque()
         # Steps whose stores, loads or loads ahead have not been executed yet.
@@ -215,11 +212,8 @@ class Worker(ForwardPasses):
             # The output of a step that computes nothing waits for nothing.
             self._pay(step.plan.seq)
         self._steps.popleft()
-        before: list[list[int]] = []
         if self.real_ranks is not None:
-            late = step.ahead if step not in self._ahead else []
-            self.real_ranks.check([*step.loads, *late], self.device)
-            before = [block.copy() for block in self.device]
+            self._before = [block.copy() for block in self.device]
         for block in upstream.blocks_to_zero(step.output):
             self.device[block] = [EMPTY] * self._width
         for source, target in upstream.block_copies(step.output):
@@ -229,7 +223,7 @@ class Worker(ForwardPasses):
             vector = torch.zeros(1)
             step.result.pooler_output = [vector if p else None for p in step.pooled]
         if self.real_ranks is not None:
-            self.real_ranks.wrote(before, self.device)
+            self.real_ranks.wrote(self._before, self.device)
         step.is_done = True
         self._computed = step.plan.seq
         return step
