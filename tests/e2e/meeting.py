@@ -106,13 +106,9 @@ def meet(engine: Engine) -> dict[str, Any]:
         engine.on_ranks(spoil_first_load, range(engine.pool.host.num_slots))
         spoilt = requests.ask("plain")
         num_spoilt = engine.on_ranks(stop_spoiling)
-        # What the tier has not, a connector may have.
-        assert engine.reset()
-        again = requests.ask("plain")
     return {
         "computed": computed,
         "found": found,
         "spoilt": spoilt,
         "num_spoilt": num_spoilt,
-        "again": again,
     }
