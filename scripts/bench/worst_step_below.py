@@ -2,7 +2,7 @@
 """The longest step in situations with tiers below, loads ahead, KV events and device
 memory that is given back.
 
-    PYTHONPATH=. python scripts/bench/worst_step_below.py [--slots 200000] [NAME …]
+    PYTHONPATH=.:scripts python scripts/bench/worst_step_below.py [NAME …]
 
 As `worst_step.py`, which says what is timed.
 """
@@ -10,7 +10,7 @@ As `worst_step.py`, which says what is timed.
 import sys
 from types import SimpleNamespace
 
-from scripts.bench.worst_step import SITUATIONS, Steps, main, situation
+from bench.worst_step import SITUATIONS, Steps, main, situation
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
 
@@ -148,7 +148,7 @@ def idle_device_is_given_back(num_slots: int) -> Steps:
 
     elastic.NUM_BLOCKS = num_slots // 2
     tier = elastic.ElasticTier()
-    tier.elastic.mapper.unmapped = []
+    tier.elastic.mapper.unmapped = []  # type: ignore[attr-defined]
     tier.run_idle()
     tier.now = 5.0
     while tier.elastic.is_busy and len(tier.elastic.unmapped) < num_slots // 8 - 1:

@@ -296,7 +296,8 @@ class Soak:
         """Instead of `run`: clients who send what nobody should."""
         self.out.mkdir(parents=True, exist_ok=True)
         model = make_model(self.out)
-        found, report = {}, {}
+        found: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         for name, num_slots in (("reference", 0), ("server", self.sizes.host_slots)):
             server = self._serve(model, name, self.sizes.device_blocks, num_slots)
             try:

@@ -75,7 +75,7 @@ class RealRanks:
         ]
         found: list[SharedSlots | None] = []
         for index, memory in enumerate(memories):
-            nodes = None if index else set()
+            nodes: set[int] | None = None if index else set()
             buffer = HostBuffer(
                 num_slots, slot_bytes, pin=False, shared=memory, nodes=nodes
             )

@@ -50,8 +50,10 @@ def _attributes(each: Any) -> Iterator[tuple[str, Any]]:
 
 def put_in(table: Any, item: Any) -> None:
     """Leave `item` in a container."""
-    if isinstance(table, WeakKeyDictionary | WeakSet):
-        table[item] = None if isinstance(table, WeakKeyDictionary) else table.add(item)
+    if isinstance(table, WeakKeyDictionary):
+        table[item] = None
+    elif isinstance(table, WeakSet):
+        table.add(item)
     elif isinstance(table, dict | WeakValueDictionary):
         table[item] = item
     elif isinstance(table, set):

@@ -93,7 +93,7 @@ def test_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
 class Play(Protocol):
     """A run of the real streams."""
 
-    def __call__(self, cuda: FakeCuda, luck: Luck, seed: int) -> None: ...
+    def __call__(self, cuda: FakeCuda, luck: Luck, seed: int) -> object: ...
 
 
 def _luck(seed: int) -> Luck:

@@ -193,10 +193,10 @@ def test_a_running_request_keeps_its_load(path: Path) -> None:
     assert running.block_hashes == same.block_hashes
 
 
-CHANGES: dict[str, Callable[[Path], None]] = {
+CHANGES: dict[str, Callable[[Path], object]] = {
     "a reload in place": lambda path: note_adapter_load(lora(path, load_inplace=True)),
     "a reload by a request": lambda path: [
-        write(path, "other"),
+        write(path, "other"),  # type: ignore[func-returns-value]
         keys(lora(path, load_inplace=True)),
     ],
     "dropped": lambda path: note_adapter_unload(1),

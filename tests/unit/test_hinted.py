@@ -365,7 +365,7 @@ def test_ends_are_told_in_order_however_often_they_change() -> None:
         found = []
         while ends.is_due(now):
             if (popped := ends.pop()) is not None:
-                found.append((until.pop(popped), popped))
+                found.append((until.pop(popped), popped))  # type: ignore[call-overload]
         assert found == due
         assert len(ends) == len(until) and ends.num_entries < 1000
 

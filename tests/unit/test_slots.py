@@ -205,7 +205,7 @@ def test_no_victim_is_searched_for_among_all_that_is_being_written() -> None:
     slots = [inserted(host, str(i)) for i in range(20_000)]
     held = slots[:19_000]
     host.hold(0, [s.index for s in held], [s.keys[0] for s in held])
-    num_passed = []
+    num_passed: list[int] = []
     while host.insert((key(f"x{len(num_passed)}"),), 32, 2) is None:
         num_passed.append(len(host._passed))
         host.unpin_all()
