@@ -145,8 +145,8 @@ def script(rng: Random) -> tuple[list[StepPlan], dict[int, int]]:
 
 
 def play(cuda: FakeCuda, seed: int) -> int:
-    """Let ranks take the same plans. Returns how many of their loads found other bytes
-    than they should."""
+    """Let ranks take the same plans. Returns how many of their loads were refused, or
+    found other bytes than they should."""
     memory = SharedMemory.create(NUM_SLOTS, BLOCK_BYTES, NUM_RANKS)
     plans, expected = script(Random(seed))
     ranks = [Rank(index, memory, cuda, seed) for index in range(NUM_RANKS)]
@@ -164,8 +164,9 @@ def play(cuda: FakeCuda, seed: int) -> int:
             raise rank.error
     cuda.wait_for_all()
     reports = [rank.tier.report._report for rank in ranks]
-    assert not any(report.failures for report in reports if report is not None)
-    return sum(
+    # A rank that comes too early may find that the slot is not filled yet.
+    refused = sum(len(report.failures) for report in reports if report is not None)
+    return refused + sum(
         set(rank.blocks[block].tolist()) != {value}
         for rank in ranks
         for block, value in expected.items()

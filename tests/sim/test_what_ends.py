@@ -22,7 +22,7 @@ from .tables import put_in, sizes, tables
 
 CACHED = re.compile(
     r"pool\.(host\.(_free|_slots|_next|_released|_policy\b.*|listeners\[\d\]\._known)"
-    r"|backing\.fetching\._learns.*"
+    r"|backing\.fetching\._learns.*|backing\._not_hit"
     r"|admission\b.*|releasing\._owners\b.*|retaining\.(said|hinted)\b.*"
     r"|releasing\._turns\b.*|storer\.(released|forbidden)|elastic\.(unmapped|mapper\._unmapped)"
     r"|cached_block_hashes_by_block.*|retaining\.on_device|releasing\.prewarms\.pending"
@@ -34,7 +34,8 @@ MEASURED = re.compile(
     r"|releasing\.(_turns\b.*|_owners\b.*|prewarms\.pending)"
     r"|retaining\.(on_device|(said|hinted)\b.*)|host\._held_by|backing\._jobs\.evicted_bytes"
     r"|backing\._stats\b.*|backing\._sources\[\d\]\.(_fetched_s|_waits\b.*)"
-    r"|admission\b.*|elastic\.(unmapped|mapper\._unmapped))"
+    r"|admission\b.*|elastic\.(unmapped|mapper\._unmapped)"
+    r"|host\._policy\._ends\._(young|old))"
 )
 """What was measured, and what is remembered of so many names or keys at most: a reset
 leaves it."""
