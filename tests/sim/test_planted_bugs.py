@@ -12,9 +12,9 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_tier.eviction.ends import Ends
 from vllm.v1.kv_tier.eviction.hinted import Hinted
 from vllm.v1.kv_tier.eviction.kept import Kept
-from vllm.v1.kv_tier.eviction.said import Said
 from vllm.v1.kv_tier.pool import TieredBlockPool
 from vllm.v1.kv_tier.scheduling.draft import PlanDraft
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
@@ -113,12 +113,7 @@ def never_give_up_what_is_retained(patch: pytest.MonkeyPatch) -> None:
 
 def protect_what_has_expired(patch: pytest.MonkeyPatch) -> None:
     """A hint holds for ever."""
-
-    def is_retained(self: Said, key: object) -> bool:
-        about = self.get(key)
-        return about is not None and about.priority > 50
-
-    patch.setattr(Said, "is_retained", is_retained)
+    patch.setattr(Ends, "is_due", lambda self, now: False)
 
 
 def miss_fence(name: str) -> Callable[[pytest.MonkeyPatch], None]:
