@@ -55,7 +55,7 @@ class Table:
         messages = sorted(set(self.refusals.values()))
         numbers = {message: i for i, message in enumerate(messages, 1)}
         codes = list(self.names)
-        lines = [f"## {TITLE}", "", _INTRODUCTION, ""]
+        lines = [f"## {TITLE}", "", *_INTRODUCTION.splitlines(), ""]
         lines += [f"- {code}: {name}" for code, name in self.names.items()]
         lines += ["", f"| | {' | '.join(codes[:-1])} |", "|---" * len(codes) + "|"]
         for i, code in enumerate(codes[1:], 1):

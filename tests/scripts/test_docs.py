@@ -90,12 +90,28 @@ def names_of(tree: ast.Module, module: str) -> dict[str, str]:
     return names
 
 
+def is_none(node: ast.AST | None) -> bool:
+    return node is None or isinstance(node, ast.Constant) and node.value is None
+
+
 def messages(path: Path) -> Iterator[str]:
     """Texts of the errors of settings, and of whatever is logged as not well."""
     tree = ast.parse(path.read_text())
     names = names_of(tree, module_of(path))
+    faults = [
+        node
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef) and outer.name == "_fault"
+        for node in ast.walk(outer)
+    ]
+    for node in faults:
+        # Raised by who asks for it.
+        if isinstance(node, ast.Return) and not is_none(node.value):
+            yield text_of(node.value, names)  # type: ignore[arg-type]
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not node.args:
+            continue
+        if faults and "fault" in ast.unparse(node.args[0]):
             continue
         called = ast.unparse(node.func)
         if called == "ValueError" or re.fullmatch(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from vllm.config import (
     CacheConfig,
@@ -172,15 +172,8 @@ def _elastic(
     )
 
 
-def make_scheduler(
-    setup: Setup,
-    below: Below | None = None,
-    device: Callable[[], DeviceMemory] | None = None,
-) -> Scheduler:
-    """A scheduler with a host tier, maybe one below it, and no engine.
-
-    `device` has the memory of its rank, where that comes and goes.
-    """
+def _vllm_config(setup: Setup) -> tuple[Any, Any]:
+    """Settings of the engine, and the manager that goes with them."""
     layout = setup.layout
     base, structured_output_manager = _base()
     config = copy(base)
@@ -208,6 +201,20 @@ def make_scheduler(
     config.cache_config.num_gpu_blocks = setup.num_blocks
     config.cache_config.block_size = layout.block_size
     config.cache_config.mamba_cache_mode = layout.mamba_cache_mode
+    return config, structured_output_manager
+
+
+def make_scheduler(
+    setup: Setup,
+    below: Below | None = None,
+    device: Callable[[], DeviceMemory] | None = None,
+) -> Scheduler:
+    """A scheduler with a host tier, maybe one below it, and no engine.
+
+    `device` has the memory of its rank, where that comes and goes.
+    """
+    layout = setup.layout
+    config, structured_output_manager = _vllm_config(setup)
     tier = KVTierConfig(
         size_bytes=setup.num_slots * SLOT_BYTES,
         store_policy=setup.store_policy,  # type: ignore[arg-type]

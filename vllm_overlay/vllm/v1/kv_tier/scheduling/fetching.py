@@ -176,6 +176,9 @@ class Fetching:
             return False
         if wait.questions and self._awaits_answers(request, wait, now):
             return True
+        return self._awaits_jobs(wait, now)
+
+    def _awaits_jobs(self, wait: _Wait, now: float) -> bool:
         # What turns out to be slower than computing is not waited for.
         is_patient = now < wait.since + self._tuning.patience_s
         awaited = {

@@ -101,8 +101,8 @@ class RedisConfig(StoreConfig):
             self.check_whole("ttl_s")
         if self.password_env is not None and not isinstance(self.password_env, str):
             raise ValueError(
-                f"{self.setting('password_env')} must be a text. Give the name of an "
-                "environment variable, like VALKEY_PASSWORD."
+                f"{self.setting('password_env')} must be a text, but its value is not "
+                "shown. Give the name of an environment variable, like VALKEY_PASSWORD."
             )
         if self.password_env is not None:
             self.check_text("password_env", like="VALKEY_PASSWORD")
