@@ -97,7 +97,11 @@ class Engine:
         self._pool = tier
         tier.costs.clock = lambda: float(self._num_steps)
         tier.costs.join_s = {0: setup.join_time}
-        self._hasher = get_request_block_hasher(setup.layout.hash_block_size, sha256)
+        # With EAGLE some releases hash the token behind a block, too.
+        lookahead = getattr(self._scheduler, "num_hash_lookahead_tokens", 0)
+        self._hasher = get_request_block_hasher(
+            setup.layout.hash_block_size, sha256, *([lookahead] if lookahead else [])
+        )
         self._invariants = Invariants(
             setup.layout, self._scheduler.kv_cache_manager.coordinator
         )

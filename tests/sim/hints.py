@@ -27,20 +27,16 @@ class WatchedHints:
 
     def _watch_uses(self) -> None:
         releasing, users = self._releasing, self._users
-        computed, hit = releasing.computed, releasing.hit
+        computed, hit = releasing._owners.computed, releasing.hit
         put_first = releasing._put_first
 
-        def watched_computed(request: Any, blocks: Any, *others: Any) -> None:
-            computed(request, blocks, *others)
-            if (speaker := releasing.follow(request)) is None:
-                return
-            for block in blocks:
-                if (key := block.block_hash) is not None:
-                    users.setdefault(key, set()).add(speaker.owner)
-                    self._begin_anew(key)
-            # Of too many owners the oldest are forgotten.
-            for key in [key for key in users if key not in releasing._owners]:
-                del users[key]
+        def watched_computed(key: Hashable, owner: Hashable) -> None:
+            if key not in releasing._owners:
+                # Of too many owners the oldest are forgotten.
+                users.pop(key, None)
+            computed(key, owner)
+            users.setdefault(key, set()).add(owner)
+            self._begin_anew(key)
 
         def watched_hit(request: Any, groups: Any, managers: Any) -> None:
             hit(request, groups, managers)
@@ -62,7 +58,7 @@ class WatchedHints:
                 if key not in releasing._owners:
                     del users[key]
 
-        releasing.computed = watched_computed  # type: ignore[method-assign]
+        releasing._owners.computed = watched_computed  # type: ignore[method-assign]
         releasing.hit = watched_hit  # type: ignore[method-assign]
         releasing._put_first = watched_put_first  # type: ignore[method-assign]
 

@@ -130,9 +130,9 @@ def _fits(codes: set[str], code: str) -> bool:
     if {"PP", "MB"} <= together and together & {"NG", "EA"}:
         # All three are refused: stages hear too late which guesses were right.
         return False
-    if {"EV", "PB", "EA"} <= together:
-        # Open: events describe a state in two ways, and the follower takes it for a
-        # change. Any two of the three have met.
+    if {"EV", "PB", "EA"} <= together and not upstream.HASHES_LOOKAHEAD:
+        # Upstream describes a state by the whole block or by its last tokens, and the
+        # follower takes that for a change. Any two of the three meet.
         return False
     return not any(pair in EXCLUDED for pair in _pairs(together))
 

@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
+    get_request_block_hasher,
 )
 from vllm.v1.core.sched.output import (
     CachedRequestData,
@@ -69,6 +70,11 @@ except ModuleNotFoundError:
 def _has(cls: Any, name: str) -> bool:
     return name in {field.name for field in fields(cls)}
 
+
+HASHES_LOOKAHEAD = (
+    "num_hash_lookahead_tokens" in signature(get_request_block_hasher).parameters
+)
+"""Whether keys have the token behind a block, where EAGLE needs it."""
 
 HAS_ASYNC = AsyncScheduler is not None
 """Steps are scheduled before the tokens of the last one are there. Older releases have

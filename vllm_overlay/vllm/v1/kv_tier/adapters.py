@@ -162,8 +162,8 @@ def _rename(request: "Request") -> None:
     computed keep theirs on the device: they were computed before."""
     # The first releases have the hashes elsewhere.
     hashes: list[Any] = getattr(request, "block_hashes", [])
-    start = os.urandom(24)
-    hashes[:] = [start + index.to_bytes(8, "big") for index in range(len(hashes))]
+    # Random throughout: KV events have the last bytes only.
+    hashes[:] = [os.urandom(32) for _ in hashes]
 
 
 def _replaces(lora: "LoRARequest") -> bool:
