@@ -23,6 +23,8 @@ pytestmark = NEEDS_KEYS
 PROMPTS = prompts(700, 4)
 NUM_OTHERS = NUM_SLOTS // 5 + 8
 """Prompts after which the host has forgotten those before."""
+NUM_OTHERS_ON_DEVICE = 8
+"""Prompts after which the device has forgotten those before, and the host has not."""
 CHANGED = "do not hold what was stored in them"
 
 
@@ -49,8 +51,8 @@ def change_slots(process: psutil.Process) -> None:
         del slots
 
 
-def forget(server: Server, first: int) -> None:
-    for i in range(NUM_OTHERS):
+def forget(server: Server, first: int, num_others: int = NUM_OTHERS) -> None:
+    for i in range(num_others):
         server.complete(text(first + i, 5 * BLOCK_TOKENS), max_tokens=2)
 
 
@@ -86,6 +88,7 @@ def test_what_is_killed_or_stopped_costs_time_only(
         assert server.log().count("counts as not done") == 2
         assert CHANGED not in server.log()
         # What they fill is checked as what is stored: the device gets nothing of it.
+        forget(server, 1200, NUM_OTHERS_ON_DEVICE)
         change_slots(second[0])
         assert [ask(server, prompt)[0] for prompt in PROMPTS] == right
         assert CHANGED in server.log()
