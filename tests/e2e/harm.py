@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Harm that is done on a rank. `wrapper` is a `WorkerWrapperBase` with a `HostTier`."""
 
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import Any
 
 from .jobs import SMALL
@@ -15,6 +15,19 @@ def spoil_slot(wrapper: Any, index: int) -> None:
     """
     slots = wrapper.kv_tier.buffer.slots
     slots[index].copy_(slots[index].roll(slots.shape[1] // 3 // 8 * 8))
+
+
+def checks_slots(wrapper: Any) -> bool:
+    """Whether a rank compares each slot with its checksum before it loads it."""
+    tier = wrapper.kv_tier
+    return tier._copier._slots.checksums is not None
+
+
+def spoil_slots(wrapper: Any, indices: Collection[int]) -> int:
+    """`spoil_slot` of each; how many they are."""
+    for index in indices:
+        spoil_slot(wrapper, index)
+    return len(indices)
 
 
 def host_memory(wrapper: Any) -> dict[str, Any]:

