@@ -9,11 +9,15 @@ Each stands between two marks of its page; the rest of the page is written by ha
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
-from vllm.v1.kv_tier.config import KVTierConfig
+from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig
 from vllm.v1.kv_tier.metrics import METRICS, PREFIX, Metric
+from vllm.v1.kv_tier.options import DEBUG, keys_of
+from vllm.v1.kv_tier.stores.by_name import STORES
+from vllm.v1.kv_tier.stores.settings import StoreConfig, StoreDebug
 
 try:
     from vllm.config.utils import get_attr_docs
@@ -25,15 +29,58 @@ END = "<!-- end -->"
 
 
 def settings() -> str:
-    """A row for each key of `--kv-offloading-config`."""
-    docs = get_attr_docs(KVTierConfig)
-    lines = ["| key | default | meaning |", "|---|---|---|"]
-    for field in dataclasses.fields(KVTierConfig):
-        if field.name != "size_bytes":
-            default = json.dumps(field.default)
-            meaning = " ".join(docs[field.name].split())
-            lines.append(f"| `{field.name}` | `{default}` | {meaning} |")
+    """A row for each key of `--kv-offloading-config` but those of `debug`."""
+    return "\n".join([*_HEAD, *_rows(KVTierConfig, "size_bytes", DEBUG)])
+
+
+def store_settings() -> str:
+    """A row for each key of an entry of `secondary_tiers` but those of `debug`."""
+    lines = ["| type | key | default | meaning |", "|---|---|---|---|"]
+    common = set(keys_of(StoreConfig)) - {"type"}
+    lines += [f"| all {row}" for row in _rows(StoreConfig, *common)]
+    for name, store in STORES.items():
+        rows = _rows(store, *keys_of(StoreConfig))
+        lines += [f"| `{name}` {row}" for row in rows]
     return "\n".join(lines)
+
+
+def debug_settings() -> str:
+    """A row for each key of `debug`."""
+    return "\n".join([*_HEAD, *_rows(DebugConfig)])
+
+
+def store_debug_settings() -> str:
+    """A row for each key of `debug` of an entry of `secondary_tiers`."""
+    lines = ["| type | key | default | meaning |", "|---|---|---|---|"]
+    lines += [f"| all {row}" for row in _rows(StoreDebug)]
+    for name, store in STORES.items():
+        rows = _rows(get_type_hints(store)[DEBUG], *keys_of(StoreDebug))
+        lines += [f"| `{name}` {row}" for row in rows]
+    return "\n".join(lines)
+
+
+_HEAD = "| key | default | meaning |", "|---|---|---|"
+
+
+def _rows(cls: type, *left_out: str) -> Iterator[str]:
+    """A row for each key of an object, with its default and its docstring."""
+    docs = {k: v for c in reversed(cls.__mro__[:-1]) for k, v in _docs(c).items()}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name not in left_out:
+            meaning = " ".join(docs[field.name].split())
+            yield f"| `{field.name}` | {_default(field)} | {meaning} |"
+
+
+def _docs(cls: type) -> dict[str, str]:
+    """The docstrings of the fields that a class itself declares."""
+    return get_attr_docs(cls) if "__annotations__" in vars(cls) else {}
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is dataclasses.MISSING:
+        return "required"
+    # All types but those by import path have names of their own.
+    return f"`{json.dumps(field.default)}`" if field.name != "type" else "required"
 
 
 def metrics() -> str:
@@ -53,26 +100,35 @@ def _row(metric: Metric) -> str:
     return f"| `{name}` | {metric.kind} | {label} | {metric.text} |"
 
 
-TABLES: dict[str, tuple[str, Callable[[], str]]] = {
-    "configuration.md": ("<!-- from KVTierConfig, by `make docs` -->", settings),
-    "metrics.md": ("<!-- from METRICS, by `make docs` -->", metrics),
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "configuration.md": {
+        "<!-- keys, by `make docs` -->": settings,
+        "<!-- keys of secondary_tiers, by `make docs` -->": store_settings,
+        "<!-- keys of debug, by `make docs` -->": debug_settings,
+        "<!-- keys of debug of secondary_tiers, by `make docs` -->": (
+            store_debug_settings
+        ),
+    },
+    "metrics.md": {"<!-- from METRICS, by `make docs` -->": metrics},
 }
-"""By page of docs/: the mark before the table, and what makes it."""
+"""By page of docs/: the mark before each table, and what makes it."""
 
 
 def with_reference(page: Path) -> str:
-    """The text of a page, with the table of this code between its marks.
+    """The text of a page, with the tables of this code between its marks.
 
     Raises:
         ValueError: The page has no such marks.
 
     """
-    begin, make = TABLES[page.name]
-    marked = re.compile(f"{re.escape(begin)}.*?{re.escape(END)}", re.DOTALL)
     text = page.read_text()
-    if not marked.search(text):
-        raise ValueError(f"{page} lacks {begin} and {END}")
-    return marked.sub(lambda _: f"{begin}\n\n{make()}\n\n{END}", text)
+    for begin, make in TABLES[page.name].items():
+        marked = re.compile(f"{re.escape(begin)}.*?{re.escape(END)}", re.DOTALL)
+        if not marked.search(text):
+            raise ValueError(f"{page} lacks {begin} and {END}")
+        table = f"{begin}\n\n{make()}\n\n{END}"
+        text = marked.sub(lambda _, table=table: table, text)  # type: ignore[misc]
+    return text
 
 
 def main() -> None:

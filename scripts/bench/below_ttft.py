@@ -80,9 +80,12 @@ class Bench:
             *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
         ]
         if entry is not None:
-            entry = {"store_from_use": 1} | entry
-            # At once, so that what is below does not depend on what is evicted.
-            config = {"store_policy": "write_through", "secondary_tiers": [entry]}
+            entry = entry | {"debug": {"store_from_use": 1, **entry.get("debug", {})}}
+            config = {
+                "secondary_tiers": [entry],
+                # At once, so that what is below does not depend on what is evicted.
+                "debug": {"store_policy": "write_through"},
+            }
             options += ["--kv-offloading-backend", "core", "--kv-offloading-size"]
             options += [repr(HOST_BLOCKS * block_bytes / GiB)]
             options += ["--kv-offloading-config", json.dumps(config)]
@@ -97,7 +100,8 @@ class Bench:
 
     def files(self, name: str) -> dict[str, Any]:
         root = str(self.folder / name)
-        return {"type": "fs", "root_dir": root, "max_gib": 2, "deadline_ms": 20_000}
+        debug = {"deadline_ms": 20_000}
+        return {"type": "fs", "root_dir": root, "max_gib": 2, "debug": debug}
 
     def prompt(self, *seed: int | str) -> list[int]:
         """Of full blocks and a token."""
@@ -181,7 +185,7 @@ def slow(bench: Bench) -> None:
     entry = bench.files("slow") | {
         "type": "slow_store.SlowConfig",
         "delay_file": str(delay_file),
-        "deadline_ms": 5000,
+        "debug": {"deadline_ms": 5000},
     }
     parts = (0.0, 0.5, 1.5, 4.0, 30.0, 0.0)
     stored = [(p, i) for p in range(len(parts)) for i in range(bench.rounds)]
@@ -226,7 +230,7 @@ def stopped(bench: Bench) -> None:
     valkey.start()
     steps = bench.folder / "steps"
     deadline_s = 1.0
-    entry = valkey.entry | {"deadline_ms": deadline_s * 1e3}
+    entry = valkey.entry | {"debug": {"deadline_ms": deadline_s * 1e3}}
     timed = ("--scheduler-cls", "timed_scheduler.TimedScheduler")
     env = {"KV_TIER_STEPS": str(steps)}
     try:

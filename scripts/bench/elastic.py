@@ -131,7 +131,7 @@ class Bench:
                 "kv_offloading_size": host_gib,
                 "kv_offloading_config": {
                     "shrink_after_s": SHRINK_S,
-                    "store_from_use": 1,
+                    "debug": {"store_from_use": 1},
                 },
             }
         elif name == "offload":

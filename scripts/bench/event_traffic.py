@@ -42,7 +42,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     maybe_convert_block_hash,
 )
-from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
+from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, KVTierLayout, StorePolicy
 from vllm.v1.kv_tier.scheduling.events import TierEvents
 from vllm.v1.request import RequestStatus
 
@@ -165,7 +165,9 @@ def bytes_kept(events: TierEvents) -> int:
 
 
 def run(num_slots: int, store_policy: StorePolicy) -> dict[str, object]:
-    config = KVTierConfig(num_slots * BLOCK_BYTES, store_policy=store_policy)
+    config = KVTierConfig(
+        num_slots * BLOCK_BYTES, debug=DebugConfig(store_policy=store_policy)
+    )
     scheduler = make_scheduler(
         NUM_BLOCKS,
         MAX_NUM_SEQS,

@@ -49,7 +49,8 @@ from suite.plants import (
 TIER = {"kv_offloading_backend": "core"}
 
 
-def tier(**options: Any) -> dict[str, Any]:
+def tier(share_replicas: bool = False, **debug: Any) -> dict[str, Any]:
+    options = {"share_replicas": share_replicas, "debug": debug}
     return {"llm": TIER | {"kv_offloading_config": options}}
 
 

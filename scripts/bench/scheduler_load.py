@@ -19,7 +19,7 @@ from scheduler_step import WINDOW
 
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
+from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, KVTierLayout, StorePolicy
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -220,7 +220,9 @@ def _prefix(number: int) -> list[int]:
 def _tier_layout(setup: Setup) -> KVTierLayout | None:
     if setup.store_policy is None:
         return None
-    config = KVTierConfig(NUM_SLOTS * BLOCK_BYTES, store_policy=setup.store_policy)
+    config = KVTierConfig(
+        NUM_SLOTS * BLOCK_BYTES, debug=DebugConfig(store_policy=setup.store_policy)
+    )
     if not setup.has_store:
         return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES)
     from vllm.v1.kv_tier.scheduling.asking import Asker

@@ -3,13 +3,14 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic.dataclasses import dataclass
 
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SlowConfig(FsConfig):
     """`{"type": "slow_store.SlowConfig", …}` of `secondary_tiers`."""
 
@@ -24,7 +25,7 @@ class SlowStore(FsStore):
     def __init__(self, config: SlowConfig, *args: object) -> None:
         super().__init__(config, *args)  # type: ignore[arg-type]
         self._delay_file = Path(config.delay_file)
-        self._longest_s = config.deadline_ms / 1e3
+        self._longest_s = config.debug.deadline_ms / 1e3
 
     def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         seconds = len(keys) * float(self._delay_file.read_text()) / 1e3

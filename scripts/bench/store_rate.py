@@ -44,7 +44,7 @@ from store_busy import Rows, measure_busy, new_keys
 
 from vllm.v1.kv_tier.memory.shared import SharedMemory
 from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
-from vllm.v1.kv_tier.stores.by_name import check_entry
+from vllm.v1.kv_tier.stores.by_name import parse_entry
 from vllm.v1.kv_tier.stores.format import CHECKSUMS
 from vllm.v1.kv_tier.stores.space import COUNTER
 
@@ -170,7 +170,7 @@ def plain_ways(config: Any, store: BlockStore, kind: str) -> dict[str, Way]:
     if kind == "fs":
         folder = Path(config.root_dir).parent / f"plain-{os.getpid()}"
         folder.mkdir(exist_ok=True)
-        return {"plain files": PlainFiles(folder, config.num_threads)}
+        return {"plain files": PlainFiles(folder, config.debug.num_threads)}
     if kind == "mooncake":
         return {"batch calls": PlainMooncake(store)}
     ways: dict[str, Way] = {}
@@ -226,7 +226,8 @@ def one_round(
 
 def measure(entry: dict[str, Any], args: argparse.Namespace) -> bool:
     """Print the rates of a store. Returns whether it clears its bars."""
-    config = check_entry(entry | {"deadline_ms": 600_000})
+    debug = entry.get("debug", {}) | {"deadline_ms": 600_000}
+    config, _ = parse_entry(entry | {"debug": debug})
     config.check()
     num_bytes = args.mib << 20
     shared = SharedMemory.create(2 * args.objects, num_bytes, num_ranks=1)
@@ -274,7 +275,7 @@ def measure_start(folder: Path, num_objects: int) -> bool:
     """Print how long it takes to open a directory of so many objects. Returns whether
     it clears its bar."""
     entry = {"type": "fs", "root_dir": str(folder / "kv"), "max_gib": 4}
-    config = check_entry(entry)
+    config, _ = parse_entry(entry)
 
     def opened() -> BlockStore:
         config.check()

@@ -36,7 +36,7 @@ from timed_costs import Costs, Ends
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
+from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, KVTierLayout, StorePolicy
 from vllm.v1.kv_tier.plan import CopyTime, StepPlan, StepReport, Times
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -288,7 +288,7 @@ def _scheduler(costs: Costs, policy: StorePolicy | None) -> AsyncScheduler:
     layout = None
     if policy is not None:
         size = int(SCALE.host_gib * (1 << 30))
-        config = KVTierConfig(size, store_policy=policy)
+        config = KVTierConfig(size, debug=DebugConfig(store_policy=policy))
         num_slots = size // SLOT_BYTES
         layout = KVTierLayout(
             config, num_slots, SLOT_BYTES, costs.load, BLOCK_SIZE, layerwise=True

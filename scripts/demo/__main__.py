@@ -98,7 +98,7 @@ class Sizes:
         if files is not None:
             below = {"type": "fs", "root_dir": str(files), "max_gib": self.files_gib}
             # All that the host has, however slow the machine is.
-            below |= {"store_from_use": 1, "deadline_ms": 10_000}
+            below |= {"debug": {"store_from_use": 1, "deadline_ms": 10_000}}
             flags["--kv-offloading-config"] = json.dumps({"secondary_tiers": [below]})
         # No compilation: it would take longer than the conversations.
         switches = ["--enforce-eager", "--enable-prompt-tokens-details"]

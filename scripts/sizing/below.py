@@ -10,15 +10,15 @@ import heapq
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier, layout
 from vllm.v1.kv_tier.stats import SecondaryStats
-from vllm.v1.kv_tier.stores.fs import FsConfig
+from vllm.v1.kv_tier.stores.fs import FsDebug
 
-DEADLINE_MS = next(f.default for f in fields(FsConfig) if f.name == "deadline_ms")
-STORE_FROM_USE = next(f.default for f in fields(FsConfig) if f.name == "store_from_use")
+DEADLINE_MS = FsDebug().deadline_ms
+STORE_FROM_USE = FsDebug().store_from_use
 
 _MINUTE_S = 60.0
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout, StorePolicy
+from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, KVTierLayout, StorePolicy
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
 from vllm.v1.kv_tier.pool import make_block_pool
 from vllm.v1.kv_tier.scheduling.fetching import StoredBlock
@@ -156,10 +156,10 @@ class Replay:
         tier, engine = self.tier, self.engine
         config = KVTierConfig(
             tier.host_bytes,
-            tier.store_policy,
-            tier.store_from_use,
-            tier.eviction_policy,
-            max_load_stall_ms=None,
+            eviction_policy=tier.eviction_policy,
+            debug=DebugConfig(
+                tier.store_policy, tier.store_from_use, max_load_stall_ms=None
+            ),
             quotas={TENANT: tier.quota} if tier.quota else None,
         )
         load_s = engine.block_bytes / engine.link_bytes_per_s

@@ -35,7 +35,7 @@ class Faults:
     @property
     def entries(self) -> list[dict[str, Any]]:
         """Of `secondary_tiers`."""
-        more = {"store_from_use": 1}
+        more = {"debug": {"store_from_use": 1}}
         # Room for a part, so that files are evicted, too.
         files = {"type": "fs", "root_dir": str(self._root), "max_gib": 0.03}
         return [files | more, self._valkey.entry | more]

@@ -13,6 +13,7 @@ import pytest
 
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
+from ..settings import options, with_debug
 from .jobs import BLOCK_TOKENS
 from .server import Server
 from .test_http import CORE, SERVE, SIZE, server_environment
@@ -59,12 +60,12 @@ def serving(
     """
     # Slow machines are no part of these tests, and small models computed fast.
     more = {"store_from_use": 1, "deadline_ms": 20_000, "fetch": "always"}
-    tiers: dict[str, Any] = {"secondary_tiers": [more | entry for entry in entries]}
-    tiers["store_from_use"] = 1
-    options = ["--kv-offloading-config", json.dumps(tiers | settings)]
+    tiers = [with_debug(e, **more | e.get("debug", {})) for e in entries]
+    given = options(secondary_tiers=tiers, **{"store_from_use": 1} | settings)
+    config = ["--kv-offloading-config", json.dumps(given)]
     server = Server(
         model,
-        [*SERVE, *CORE, *SIZE, *options, *flags],
+        [*SERVE, *CORE, *SIZE, *config, *flags],
         server_environment() | {"PYTHONHASHSEED": "0"} | dict(env or {}),
         log,
     )

@@ -172,24 +172,6 @@ def asleep(engine: Engine) -> dict[str, Any]:
     return {"answers": answers, "filled": filled}
 
 
-@workload
-def kept_asleep(engine: Engine) -> dict[str, Any]:
-    """The engine sleeps on level 1: as it was, then while other weights come."""
-    prompts = [text(1700 + i, 5 * BLOCK + 5) for i in range(3)]
-    answers = ask_one_by_one(engine, prompts)
-    for seed in (None, 1):
-        fill_device(engine)
-        engine.llm.sleep(level=1)
-        if seed is not None:
-            with scratch_folder() as folder:
-                engine.reload_weights(make_llama(folder, seed=seed))
-        engine.llm.wake_up()
-        answers += ask_one_by_one(engine, prompts)
-    engine.reload_weights()
-    engine.reset()
-    return {"answers": answers}
-
-
 def picture(seed: int) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3))
     return Image.fromarray(pixels.astype(np.uint8))

@@ -3,12 +3,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from pydantic.dataclasses import dataclass
 
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HangingConfig(FsConfig):
     def open(self, namespace: str, rank: int, slot_bytes: int) -> FsStore:
         return HangingStore(self, namespace, rank, slot_bytes)

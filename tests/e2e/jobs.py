@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ..settings import options
 from .release import HAS_RAY_V2
 
 GiB = 1 << 30
@@ -113,7 +114,7 @@ def tier(num_slots: int, **config: Any) -> dict[str, Any]:
         "kv_offloading_backend": "core",
         "kv_offloading_size": BLOCK_BYTES * num_slots / GiB,
         # `auto` learns from the workloads before; `test_seen` and others have it.
-        "kv_offloading_config": {"store_from_use": 1} | config,
+        "kv_offloading_config": options(**{"store_from_use": 1} | config),
     }
 
 
@@ -155,7 +156,6 @@ JOBS = {
             "passed_on",
             "tier_load_fails_beside_a_connector",
             *FEATURES,
-            "kept_asleep",
         ],
     ),
     "small": Job(COMMON | CHUNKED | device(SMALL)),
@@ -256,9 +256,9 @@ JOBS = {
     "verify": Job(
         COMMON
         | device(SMALL)
-        | tier(1000, verify=True, keep_while_asleep=True)
+        | tier(1000, verify=True)
         | {"async_scheduling": True, "prefix_caching_hash_algo": "sha256_cbor"},
-        ["conversations", "overcommit", "hash_algorithm", "kept_asleep", *REFUSED],
+        ["conversations", "overcommit", "hash_algorithm", *REFUSED],
     ),
 }
 

@@ -51,9 +51,11 @@ class Kind:
         tier = {
             "kv_offloading_backend": "core",
             "kv_offloading_size": HOST_GIB,
-            "kv_offloading_config": every,
+            "kv_offloading_config": {"debug": every},
         }
-        through = {"kv_offloading_config": every | {"store_policy": "write_through"}}
+        through = {
+            "kv_offloading_config": {"debug": every | {"store_policy": "write_through"}}
+        }
         workloads = [*self.workloads, self.control]
         return {
             "large": Job(common | {"num_gpu_blocks_override": 2000}, self.workloads),

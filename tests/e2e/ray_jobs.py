@@ -53,10 +53,12 @@ def below(model: str, root: str) -> None:
         "type": "fs",
         "root_dir": root,
         "max_gib": 0.1,
-        "store_from_use": 1,
-        "deadline_ms": 20_000,
-        "fetch": "always",
-        "flush_s": 60,
+        "debug": {
+            "store_from_use": 1,
+            "deadline_ms": 20_000,
+            "fetch": "always",
+            "flush_s": 60,
+        },
     }
     llm = COMMON | device(SMALL, 2) | RANKS | tier(100, secondary_tiers=[directory])
     engine = Engine(model=model, **known(llm))

@@ -169,7 +169,6 @@ def lacking(llm: dict[str, Any]) -> dict[str, str]:
         or "weights_path" not in signature(reload_weights).parameters
     ):
         found["new_weights"] = "this release reloads no weights from another path"
-        found["kept_asleep"] = found["new_weights"]
     if "sha256_cbor" not in _hash_algorithms():
         found["hash_algorithm"] = "this release has other algorithms"
     if "load_inplace" not in LoRARequest.__struct_fields__:

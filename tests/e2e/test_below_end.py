@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ..settings import with_debug
 from .below import (
     HIT,
     NEEDS_KEYS,
@@ -42,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def entry(root: Path, **more: object) -> dict[str, Any]:
-    return directory(root) | {"store_from_use": NEVER} | more
+    return with_debug(directory(root), store_from_use=NEVER, **more)
 
 
 def answers(server: Server) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ..settings import with_debug
 from .below import NEEDS_KEYS, objects
 from .compare import assert_same_answers
 from .conftest import run_engine
@@ -38,8 +39,8 @@ def test_another_engine_finds_what_one_has_written(
     # The load format makes its weights, which a file must stand for.
     (model / "model.safetensors").write_bytes(b"sharp")
     root = tmp_path / "kv"
-    entry = {"type": "fs", "root_dir": str(root), "max_gib": 0.5, "store_from_use": 1}
-    entry |= {"fetch": "always", "deadline_ms": 20_000}
+    entry = {"type": "fs", "root_dir": str(root), "max_gib": 0.5}
+    entry = with_debug(entry, store_from_use=1, fetch="always", deadline_ms=20_000)
     job = KINDS[kind].jobs()["write_through"]
     config = job.llm["kv_offloading_config"] | {"secondary_tiers": [entry]}
     job = replace(

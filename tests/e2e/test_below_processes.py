@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
+from ..settings import with_debug
 from .below import HIT, NEEDS_KEYS, ask, counted, directory, prompts, serving, writes
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS
 from .model import make_llama, make_tokenizer
@@ -62,7 +63,7 @@ def test_what_is_killed_or_stopped_costs_time_only(
 ) -> None:
     model = make_llama(tmp_path_factory.mktemp("processes"))
     make_tokenizer(model)
-    entry = directory(tmp_path / "kv") | {"deadline_ms": 2000, "max_gib": 1}
+    entry = with_debug(directory(tmp_path / "kv") | {"max_gib": 1}, deadline_ms=2000)
     with serving(model, [entry], tmp_path / "log", verify=True) as server:
         right = [ask(server, prompt)[0] for prompt in PROMPTS]
         writes(server, 5 * len(PROMPTS), before=0)

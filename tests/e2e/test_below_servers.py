@@ -17,6 +17,7 @@ import pytest
 
 from tests.unit.store_servers import Mooncake, Servers, Valkey
 
+from ..settings import with_debug
 from .below import (
     HIT,
     NEEDS_KEYS,
@@ -118,7 +119,7 @@ def test_a_server_that_stops_and_dies_in_the_middle_of_gets_and_puts(
     servers = kind()
     ends, done = Event(), list[str]()
     all_harm = {f"{name} {how}" for name in servers.names for how in HARM}
-    entry = servers.entry | {"deadline_ms": 3000}
+    entry = with_debug(servers.entry, deadline_ms=3000)
     try:
         servers.start()
         with serving(model, [entry], tmp_path / "log") as server:

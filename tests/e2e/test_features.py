@@ -141,18 +141,6 @@ def test_nothing_is_served_after_sleep(results: Results, workload: str) -> None:
         assert ours["tokens"] != theirs["tokens"]
 
 
-@pytest.mark.engines("large", "verify")
-@compat("engine modes", "`keep_while_asleep`", note="a CPU keeps its memory")
-def test_the_host_outlives_a_sleep_and_not_new_weights(results: Results) -> None:
-    found = results("verify")["workloads"]["kept_asleep"]
-    expected = results("large")["workloads"]["kept_asleep"]["answers"]
-    assert_same_answers(found["answers"], expected)
-    assert cached(found) == 3 * [0] + 3 * [5 * BLOCK_TOKENS] + 3 * [0]
-    # What was kept would have shown.
-    for ours, theirs in zip(found["answers"][6:], found["answers"][:3]):
-        assert ours["tokens"] != theirs["tokens"]
-
-
 @pytest.mark.engines("lora")
 @compat("engine modes", "LoRA", note="also reloaded in place, or under another id")
 def test_a_reloaded_adapter_finds_nothing_of_the_old_one(results: Results) -> None:

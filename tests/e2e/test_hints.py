@@ -21,7 +21,7 @@ NUM_BLOCKS = 5
 """Full blocks of each prompt. The next one is never full, and never kept."""
 ALL = NUM_BLOCKS * BLOCK_TOKENS
 CONFIG = json.dumps(
-    {"store_from_use": 1, "quotas": {"small": NUM_BLOCKS / NUM_SLOTS}},
+    {"debug": {"store_from_use": 1}, "quotas": {"small": NUM_BLOCKS / NUM_SLOTS}},
 )
 SERVE = [
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),

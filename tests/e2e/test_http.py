@@ -172,7 +172,11 @@ WRONG = {
     ),
     "an unknown key": (
         [*CORE, *SIZE, "--kv-offloading-config", '{"evict": "arc"}'],
-        ["--kv-offloading-config", "unknown key 'evict'", "Known keys: store_policy"],
+        [
+            "--kv-offloading-config",
+            "unknown key 'evict'",
+            "Known keys: secondary_tiers",
+        ],
     ),
     "less than a block": (
         [*CORE, "--kv-offloading-size", "0.00001"],

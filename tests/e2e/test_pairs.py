@@ -15,6 +15,7 @@ import pytest
 
 from tests.unit.store_servers import Mooncake, Servers, Valkey
 
+from ..settings import with_debug
 from .compare import assert_same_answers
 from .conftest import run_engine
 from .jobs import BLOCK_TOKENS, COMMON, NGRAM, SMALL, Job, connector, device, tier
@@ -100,11 +101,11 @@ MEETINGS = {
         COMMON | device(SMALL) | tier(1000, verify=True) | WHOLE,
         has_stores=True,
     ),
-    "ngram and sleep": Meeting(
-        "WB VE QU EL NG SL",
+    "ngram and quotas": Meeting(
+        "WB VE QU EL NG",
         COMMON
         | device(SMALL)
-        | tier(1000, verify=True, keep_while_asleep=True, **SETTINGS)
+        | tier(1000, verify=True, **SETTINGS)
         | {**WHOLE, "speculative_config": NGRAM},
     ),
 }
@@ -115,13 +116,15 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, 
     """One of each, for all that the host has."""
     more = {"store_from_use": 1, "deadline_ms": 20_000, "fetch": "always"}
     root = tmp_path_factory.mktemp("stores") / "kv"
-    entries = [{"type": "fs", "root_dir": str(root), "max_gib": 0.1}]
+    entries: list[dict[str, Any]] = [
+        {"type": "fs", "root_dir": str(root), "max_gib": 0.1}
+    ]
     servers: list[Servers] = [Valkey(), Mooncake()]
     try:
         for each in servers:
             each.start()
             entries.append(each.entry)
-        yield [more | entry for entry in entries]
+        yield [with_debug(e, **more | e.get("debug", {})) for e in entries]
     finally:
         for each in servers:
             each.close()

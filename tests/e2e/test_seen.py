@@ -151,7 +151,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         *("--kv-events-config", json.dumps(events)),
         *("--scheduler-cls", "tests.e2e.open_scheduler.OpenScheduler"),
         # Nobody is deferred for long, but some loads come ahead.
-        *("--kv-offloading-config", '{"max_load_stall_ms": 0}'),
+        *("--kv-offloading-config", '{"debug": {"max_load_stall_ms": 0}}'),
     ]
     env = environment() | {
         "HF_HUB_OFFLINE": "1",

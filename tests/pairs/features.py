@@ -122,7 +122,6 @@ FEATURES = [
         "prefill context parallel",
         path=("parallel_config", "prefill_context_parallel_size", 2),
     ),
-    Feature("SL", "sleep, `keep_while_asleep`", tier={"keep_while_asleep": True}),
     Feature("EV", "KV events", {"kv_events_config": {"enable_kv_cache_events": True}}),
     Feature("PO", "pooling", {"runner": "pooling"}),
 ]

@@ -29,6 +29,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_tier.config import KVTierConfig
 
+from ..settings import options
 from .features import BY_CODE, FEATURES, PAIRS, Feature, Pair
 
 VALUES: dict[Pair, dict[str, Any]] = {
@@ -94,7 +95,7 @@ def _ask(pair: Pair, model: Path, draft: Path) -> None:
         skip_tokenizer_init=True,
         kv_offloading_backend="core",
         kv_offloading_size=0.125,
-        kv_offloading_config=tier,
+        kv_offloading_config=options(**tier),
         **settings,
     ).create_engine_config()
     for feature in (a, b):

@@ -34,7 +34,6 @@ from .layouts import (
 from .pages import Elastic
 from .scheduler import NUM_DRAFTS, Setup
 from .scripts import DOCUMENTS, MAX_MODEL_LEN, random_setup
-from .test_asleep import Sleeper
 from .test_events import FollowedEngine
 
 STORES = frozenset(("FS", "RD", "MC"))
@@ -85,7 +84,7 @@ CHUNKED_AS_FULL = Layout("chunked as full", (chunked_as_full(8),), 4)
 OF_KINDS = frozenset().union(*KINDS)
 OF_RANKS = frozenset({"VE", "SH", "TP"})
 OF_ENGINES = (
-    frozenset({"WB", "WT", "QU", "EL", "NG", "EA", "PD", "PP", "SL", "EV", "PO"})
+    frozenset({"WB", "WT", "QU", "EL", "NG", "EA", "PD", "PP", "EV", "PO"})
     | STORES
     | OF_KINDS
     | OF_RANKS
@@ -101,7 +100,6 @@ _EXCLUDE: list[tuple[set[str], set[str]]] = [
     ({"WB"}, {"WT"}),
     ({"NG"}, {"EA"}),
     # Refused, see `tests.pairs.refusals`.
-    ({"SL"}, {"EV", *STORES}),
     ({"PO"}, {"NN", "PL", *_HINTS}),
     ({"DC"}, {"SW", "CL"}),
     # Refused as well.
@@ -160,7 +158,7 @@ def draw(rng: Random, missing: set[Pair]) -> set[str]:
         codes.add("TP")
     if not codes & {"WB", "WT"}:
         codes.add(rng.choice(["WB", "WT"]))
-    if codes & STORES and not codes & {"SL"}:
+    if codes & STORES:
         codes |= STORES
     fits = all(_fits(codes, code) for code in codes)
     return codes if fits else draw(rng, missing)
@@ -223,7 +221,7 @@ class _Meeting:
         if "EV" in codes:
             self.engine = FollowedEngine(setup)
         else:
-            self.engine = Sleeper(setup) if "SL" in codes else Engine(setup)
+            self.engine = Engine(setup)
         self._requests: list[tuple[Request, set[str]]] = []
 
     def play(self, num_actions: int) -> None:
@@ -232,8 +230,6 @@ class _Meeting:
             kind = rng.random()
             if kind < 0.45:
                 self._ask()
-            elif kind < 0.5 and isinstance(engine, Sleeper):
-                engine.sleep(rng)
             elif kind < 0.55 and "LR" in self._codes:
                 engine.reload_adapter()
             else:
@@ -302,7 +298,6 @@ class _Meeting:
             # Whoever pools has nothing to guess.
             "NG": bool(events["accepted"]) or "PO" in codes,
             "EA": bool(events["accepted"]) or "PO" in codes,
-            "SL": bool(events["kept"]),
             "PD": engine._worker.num_remote > 0,
             "VE": ranks is not None and ranks.num_refused > 0,
             "TP": has_loaded,

@@ -91,7 +91,11 @@ class RealRanks:
         """A step runs: its copies come first."""
         plan = step.plan
         loads = [*plan.load_slots, *plan.ahead_slots]
-        damaged = loads[:1] if step.fail == "load" and self._verifies else []
+        # What this plan stores first would undo the damage.
+        stored = {*plan.store_slots, *plan.clean_slots}
+        damaged = [slot for slot in loads if slot not in stored][:1]
+        if step.fail != "load" or not self._verifies:
+            damaged = []
         for rank, tier in enumerate(self._tiers):
             for slot in damaged:
                 if not (self._share and rank):

@@ -17,7 +17,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, KVTierLayout
 from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
@@ -217,10 +217,12 @@ def make_scheduler(
     config, structured_output_manager = _vllm_config(setup)
     tier = KVTierConfig(
         size_bytes=setup.num_slots * SLOT_BYTES,
-        store_policy=setup.store_policy,  # type: ignore[arg-type]
-        store_from_use=setup.store_from_use,
         eviction_policy=setup.eviction_policy,
-        max_load_stall_ms=1e3 * setup.max_stall,
+        debug=DebugConfig(
+            store_policy=setup.store_policy,  # type: ignore[arg-type]
+            store_from_use=setup.store_from_use,
+            max_load_stall_ms=1e3 * setup.max_stall,
+        ),
         quotas=dict(setup.quotas),
     )
     # Followers are not told of what came from below and was forgotten on its way, which

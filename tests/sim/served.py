@@ -22,6 +22,8 @@ from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.pool import TieredBlockPool
 from vllm.v1.request import Request
 
+from ..settings import options
+
 STEP_S = 0.02
 """How long a step takes."""
 
@@ -46,7 +48,9 @@ class Served:
     def __post_init__(self) -> None:
         layout = None
         if self.num_slots:
-            config = KVTierConfig(self.num_slots * BLOCK_BYTES, **self.config)
+            config = KVTierConfig(
+                self.num_slots * BLOCK_BYTES, **options(**self.config)
+            )
             layout = KVTierLayout(
                 config,
                 self.num_slots,

@@ -114,7 +114,7 @@ class Valkey(Servers):
         self._options = options
         self.port = free_port()
         self.entry = {"type": "redis", "url": f"redis://127.0.0.1:{self.port}"}
-        self.entry["timeout_ms"] = 700
+        self.entry["debug"] = {"timeout_ms": 700}
         self.client = redis.Redis(port=self.port)
 
     def start(self) -> None:

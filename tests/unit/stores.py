@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore, GiB
+from vllm.v1.kv_tier.stores.fs import FsConfig, FsDebug, FsStore, GiB
 from vllm.v1.kv_tier.stores.space import COUNTER
 
 NAMESPACE = "0123456789abcdef" * 2
@@ -35,7 +35,7 @@ def open_fs(
 ) -> FsStore:
     """A store with room for so many objects."""
     max_gib = (objects * OBJECT_BYTES + OWN_BYTES) / GiB
-    config = FsConfig(str(root), max_gib=max_gib, num_threads=3)
+    config = FsConfig(root_dir=str(root), max_gib=max_gib, debug=FsDebug(num_threads=3))
     config.check()
     return FsStore(config, namespace, rank, ROW_BYTES)
 

@@ -192,7 +192,7 @@ def test_a_tier_that_chooses_stores_from_the_first_use(policy: str) -> None:
 
 def test_all_is_stored_above_a_tier_below() -> None:
     """It would never get what comes once, and may have room for it."""
-    config = KVTierConfig(8, store_from_use="auto")
+    config = KVTierConfig(8)
     alone = KVTierLayout(config, 8, 1)
     below: Any = object()
     assert make_admission(replace(alone, secondary=below), 4, 16, bool) is None

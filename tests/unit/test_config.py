@@ -2,8 +2,10 @@
 """Every wrong setting gives one clear message, through the real engine config."""
 
 import json
+import logging
 import math
 import os
+import pickle
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -16,9 +18,18 @@ import vllm
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.v1.kv_tier.config import GiB, KVTierConfig, check_memory_of_engines
+from vllm.v1.kv_tier.config import (
+    DebugConfig,
+    GiB,
+    KVTierConfig,
+    check_memory_of_engines,
+    tier_config,
+)
 from vllm.v1.kv_tier.memory import limits
+from vllm.v1.kv_tier.options import keys_of
 from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.stores.by_name import STORES
+from vllm.v1.kv_tier.stores.fs import FsConfig
 
 from ..names import FlexibleArgumentParser, KVOffloadingBackend
 
@@ -90,60 +101,133 @@ def names_all(text: str, *parts: str) -> None:
 def test_defaults(model: str) -> None:
     assert tier(model) == KVTierConfig(
         size_bytes=GiB // 2,
-        store_policy="write_back",
-        store_from_use="auto",
+        secondary_tiers=(),
+        share_replicas=False,
+        quotas=None,
+        shrink_after_s=None,
         eviction_policy="proven",
-        max_load_stall_ms=2.0,
-        copy_engine="auto",
-        layerwise_loads=True,
-        verify=False,
-        check_memory=True,
+        debug=DebugConfig(
+            store_policy="write_back",
+            store_from_use="auto",
+            max_load_stall_ms=2.0,
+            copy_engine="auto",
+            layerwise_loads=True,
+            verify=False,
+            check_memory=True,
+        ),
     )
+
+
+DIRECTORY: dict[str, Any] = {"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}
+DEBUG: dict[str, Any] = {
+    "store_policy": "write_through",
+    "store_from_use": 2,
+    "max_load_stall_ms": 0.25,
+    "copy_engine": "dma",
+    "layerwise_loads": False,
+    "verify": True,
+    "check_memory": False,
+}
 
 
 def test_every_key_is_taken(model: str) -> None:
     options = {
-        "store_policy": "write_through",
-        "store_from_use": 2,
-        "eviction_policy": "arc",
-        "max_load_stall_ms": 0.25,
-        "copy_engine": "dma",
-        "layerwise_loads": False,
-        "verify": True,
+        "secondary_tiers": [DIRECTORY],
         "share_replicas": True,
-        "secondary_tiers": [{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}],
         "quotas": {"tenant-a": 0.5},
         "shrink_after_s": 5.0,
-        "keep_while_asleep": True,
-        "check_memory": False,
+        "eviction_policy": "arc",
+        "debug": DEBUG,
     }
-    # Not all releases take the first, which the second cannot stand beside.
-    left: dict[str, Any] = {"keep_while_asleep": False}
-    if not keys_are_bytes():
-        left = {"secondary_tiers": None}
-    taken = {key: value for key, value in options.items() if key not in left}
-    found = tier(model, kv_offloading_config=taken)
-    assert found == KVTierConfig(size_bytes=GiB // 2, **options | left)
     assert options.keys() == {f.name for f in fields(KVTierConfig)} - {"size_bytes"}
+    assert DEBUG.keys() == {f.name for f in fields(DebugConfig)}
+    # Not all releases take it.
+    if not keys_are_bytes():
+        del options["secondary_tiers"]
+    found = tier(model, kv_offloading_config=options)
+    stores = [FsConfig(root_dir="/mnt/kv", max_gib=200)] * (
+        "secondary_tiers" in options
+    )
+    others = options | {"secondary_tiers": tuple(stores), "debug": DebugConfig(**DEBUG)}
+    assert found == KVTierConfig(GiB // 2, **others)
+    assert found == tier_config(engine_config(model, kv_offloading_config=options))
+
+
+def test_few_keys_are_outside_of_debug() -> None:
+    entries = {key for store in STORES.values() for key in keys_of(store, "index")}
+    keys = {*keys_of(KVTierConfig, "size_bytes"), *entries} - {"debug"}
+    assert len(keys) <= 12
+
+
+def test_old_places_are_accepted_with_one_warning(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {**DEBUG, "eviction_policy": "arc"}
+    if keys_are_bytes():
+        options["secondary_tiers"] = [DIRECTORY | {"flush_s": 7}]
+    with caplog.at_level(logging.WARNING, logger="vllm.v1.kv_tier"):
+        found = tier(model, kv_offloading_config=options)
+    assert found is not None and found.debug == DebugConfig(**DEBUG)
+    assert [store.debug.flush_s for store in found.secondary_tiers] == [7] * bool(
+        found.secondary_tiers
+    )
+    (line,) = {r.getMessage() for r in caplog.records if "debug" in r.getMessage()}
+    for key in DEBUG:
+        assert f" debug.{key}" in line
+    assert ("secondary_tiers[0].debug.flush_s" in line) == keys_are_bytes()
+    assert "in this version only" in line
+
+
+def test_a_setting_in_both_places(model: str) -> None:
+    text = message(
+        model, kv_offloading_config={"verify": True, "debug": {"verify": False}}
+    )
+    names_all(text, "verify is given in debug and outside of it", "Keep the one in deb")
+
+
+def test_a_process_parses_once(model: str) -> None:
+    config = engine_config(model, kv_offloading_config={"debug": {"verify": True}})
+    found = tier_config(config)
+    assert found is not None and tier_config(config) is found
+    # What is changed later counts.
+    config.cache_config.kv_offloading_config["debug"]["verify"] = False
+    again = tier_config(config)
+    assert again is not None and not again.debug.verify
+
+
+def test_settings_are_the_same_in_another_process(model: str) -> None:
+    config = engine_config(model, kv_offloading_config={"debug": DEBUG})
+    assert pickle.loads(pickle.dumps(tier_config(config))) == tier_config(config)
 
 
 @pytest.mark.parametrize(
     "limit, seconds", [(0, 0.0), (2, 0.002), (2.5, 0.0025), (None, math.inf)]
 )
 def test_limits_of_a_stall(model: str, limit: float | None, seconds: float) -> None:
-    found = tier(model, kv_offloading_config={"max_load_stall_ms": limit})
+    found = tier(model, kv_offloading_config={"debug": {"max_load_stall_ms": limit}})
     assert found is not None and found.max_load_stall_s == seconds
 
 
-def test_settings_from_the_command_line(model: str) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["", '{"eviction_policy": "arc", "debug": {"copy_engine": "dma"}}'],
+        [".eviction_policy", "arc", ".debug.copy_engine", "dma"],
+    ],
+    ids=["JSON", "dots"],
+)
+def test_settings_from_the_command_line(model: str, flags: list[str]) -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    keys, values = flags[::2], flags[1::2]
     flags = ["--kv-offloading-size", "0.25", "--kv-offloading-backend", "core"]
-    flags += ["--kv-offloading-config", '{"eviction_policy": "arc"}']
+    for key, value in zip(keys, values):
+        flags += [f"--kv-offloading-config{key}", value]
     args = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
     args.skip_tokenizer_init = True
     args.kv_cache_memory_bytes = 1 << 20
     found = KVTierConfig.from_vllm_config(args.create_engine_config())
-    assert found == KVTierConfig(size_bytes=GiB // 4, eviction_policy="arc")
+    debug = DebugConfig(copy_engine="dma")
+    assert found == KVTierConfig(GiB // 4, eviction_policy="arc", debug=debug)
 
 
 def test_no_tier_without_the_backend(model: str) -> None:
@@ -180,7 +264,7 @@ def test_settings_of_the_tier_do_not_change_compiled_graphs(model: str) -> None:
 
 
 def test_the_memory_check_can_be_turned_off(model: str) -> None:
-    options = {"check_memory": False}
+    options = {"debug": {"check_memory": False}}
     settings = {"kv_offloading_size": 1e6, "kv_offloading_config": options}
     found = tier(model, **settings)
     assert found is not None and found.size_bytes == 10**6 * GiB
@@ -200,7 +284,7 @@ def test_a_size_that_is_none(model: str, size: float | None) -> None:
 def test_a_size_above_the_machines_memory(model: str) -> None:
     text = message(model, kv_offloading_size=1e6)
     names_all(text, "--kv-offloading-size 1e+06", "larger than the memory", "Lower it")
-    names_all(text, '{"check_memory": false}')
+    names_all(text, '{"debug": {"check_memory": false}}')
 
 
 def test_data_parallel_engines_that_do_not_fit_together(
@@ -222,26 +306,75 @@ def test_data_parallel_engines_that_do_not_fit_together(
 
 # ----------------------------------------------------------------------- config
 
+WRONG_NUMBERS: list[tuple[Any, str]] = [
+    (-1.5, "0 or more"),
+    ("2", "a number"),
+    (True, "a number"),
+    (math.nan, "a finite number"),
+    (math.inf, "a finite number"),
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shrink_after_s": None},
+        {"quotas": {"a": 1}},
+        {"quotas": {}},
+        {"quotas": {"a": 0.5, "b": 0.5}},
+        {"quotas": {"c" * 256: 1e-3}},
+    ],
+    ids=lambda options: str(options)[:30],
+)
+def test_a_right_option(model: str, options: dict[str, Any]) -> None:
+    found = tier(model, kv_offloading_config=options)
+    assert found is not None
+    assert {key: getattr(found, key) for key in options} == options
+
 
 @pytest.mark.parametrize(
     "options, parts",
     [
         (
             {"evictoin_policy": "arc"},
-            ["unknown key 'evictoin_policy' (value 'arc')", "Known keys: store_policy"],
+            [
+                "unknown key 'evictoin_policy'.",
+                "Did you mean eviction_policy?",
+                "Known keys: secondary_tiers",
+            ],
         ),
-        ({"size_bytes": 5}, ["unknown key 'size_bytes'"]),
+        ({"copy_engin": "dma"}, ["Did you mean debug.copy_engine?"]),
         (
-            {"store_policy": "write_behind"},
-            ["unknown store_policy 'write_behind'", "one of write_back, write_through"],
+            {"debug": {"verfy": 1}},
+            [": debug: unknown key 'verfy' (value 1).", "verify?"],
         ),
-        ({"store_policy": None}, ["unknown store_policy None"]),
-        ({"store_policy": ["write_back"]}, ["unknown store_policy ['write_back']"]),
-        ({"store_from_use": 0}, ["store_from_use must be a whole number", "got 0"]),
-        ({"store_from_use": 1.5}, ["store_from_use", "got 1.5"]),
-        ({"store_from_use": True}, ["store_from_use", "got True"]),
-        ({"store_from_use": "all"}, ["store_from_use", '"auto"', "got 'all'"]),
-        ({"store_from_use": None}, ["store_from_use", "got None"]),
+        ({"debug": {"quotas": {}}}, ["debug: unknown key 'quotas'", "mean quotas?"]),
+        ({"size_bytes": 5}, ["unknown key 'size_bytes' (value 5)"]),
+        ({"debug": None}, ["debug must be an object, got None"]),
+        *(
+            (
+                {"debug": {"store_policy": value}},
+                [
+                    ": debug.store_policy must be 'write_back' or 'write_through', "
+                    f"got {said}"
+                ],
+            )
+            for value, said in (
+                ("write_behind", "'write_behind'"),
+                (None, "None"),
+                (["write_back"], "a list"),
+            )
+        ),
+        *(
+            (
+                {"debug": {"store_from_use": value}},
+                [
+                    "debug.store_from_use must be a whole number from 1",
+                    f"got {value!r}",
+                ],
+            )
+            for value in (0, 1.5, True, "all", None)
+        ),
         (
             {"eviction_policy": "newest"},
             ["unknown eviction_policy 'newest'", "one of s3fifo, lru, arc, proven"],
@@ -249,34 +382,69 @@ def test_data_parallel_engines_that_do_not_fit_together(
         ({"eviction_policy": 3}, ["unknown eviction_policy 3"]),
         ({"eviction_policy": ["lru"]}, ["unknown eviction_policy ['lru']"]),
         ({"eviction_policy": "no.Such"}, ["'no.Such' cannot be imported"]),
+        *(
+            (
+                {"debug": {"max_load_stall_ms": value}},
+                [f"debug.max_load_stall_ms must be {word}, got {value!r}"],
+            )
+            for value, word in WRONG_NUMBERS
+        ),
+        *(
+            (
+                {"shrink_after_s": value},
+                [f"shrink_after_s must be {word}, got {value!r}"],
+            )
+            for value, word in WRONG_NUMBERS
+        ),
         (
-            {"max_load_stall_ms": -1.5},
+            {"debug": {"copy_engine": "cuda"}},
             [
-                "max_load_stall_ms must be a number of milliseconds from 0 on",
-                "got -1.5",
+                "debug.copy_engine must be 'auto', 'dma', 'kernel' or 'torch', "
+                "got 'cuda'"
             ],
         ),
-        ({"max_load_stall_ms": "2"}, ["or null (no limit)", "got '2'"]),
-        ({"max_load_stall_ms": True}, ["max_load_stall_ms", "got True"]),
-        ({"max_load_stall_ms": math.nan}, ["max_load_stall_ms", "got nan"]),
-        ({"max_load_stall_ms": math.inf}, ["max_load_stall_ms", "got inf"]),
-        (
-            {"copy_engine": "cuda"},
-            ["unknown copy_engine 'cuda'", "one of auto, dma, kernel, torch"],
-        ),
-        ({"copy_engine": None}, ["unknown copy_engine None"]),
-        ({"copy_engine": ["dma"]}, ["unknown copy_engine ['dma']"]),
-        ({"layerwise_loads": 1}, ["layerwise_loads must be true or false", "got 1"]),
-        ({"keep_while_asleep": 0}, ["keep_while_asleep must be true", "got 0"]),
+        ({"debug": {"layerwise_loads": 1}}, ["layerwise_loads must be true or false"]),
         ({"load_budget_gib": 2}, ["unknown key 'load_budget_gib'"]),
-        ({"check_memory": "no"}, ["check_memory must be true or false", "got 'no'"]),
-        ({"verify": "on"}, ["verify must be true or false", "got 'on'"]),
+        ({"debug": {"check_memory": "no"}}, ["must be true or false, got 'no'"]),
+        ({"share_replicas": 1}, ["share_replicas must be true or false, got 1"]),
+        ({"keep_while_asleep": True}, ["(value True) was removed", "Take the key out"]),
+        ({"keep_while_asleep": False}, ["keep_while_asleep (value False) was removed"]),
+        ({"secondary_tiers": {"type": "fs"}}, ["secondary_tiers must be a list"]),
+        ({"quotas": ["a"]}, ["quotas must be an object", "got a list"]),
+        ({"quotas": 0.5}, ["quotas must be an object, got 0.5"]),
+        ({"quotas": {str(i): 0.001 for i in range(101)}}, ["have 100 entries or less"]),
+        (
+            {"quotas": {"": 0.5}},
+            ["quotas: a name must have 1 characters or more", "''"],
+        ),
+        ({"quotas": {"c" * 257: 0.5}}, ["a name must have 256 characters or less"]),
+        ({"quotas": {"a": 0}}, [": quotas.a must be above 0, got 0"]),
+        (
+            {"quotas": {"tenant-a": 1.5}},
+            ["quotas['tenant-a'] must be 1 or less, got 1.5"],
+        ),
+        ({"quotas": {"a": True}}, ["quotas.a must be a number, got True"]),
+        ({"quotas": {"a": "half"}}, ["quotas.a must be a number, got 'half'"]),
+        ({"quotas": {"a": math.nan}}, ["quotas.a must be a finite number, got nan"]),
+        (
+            {"quotas": {"a": 0.75, "b": 0.5}},
+            ["quotas are 1.25 of the slots together", "at most 1"],
+        ),
+        ({"quotas": {"a": object()}}, ["must be JSON", "not JSON serializable"]),
     ],
     ids=str,
 )
 def test_a_wrong_option(model: str, options: dict[str, Any], parts: list[str]) -> None:
     text = message(model, kv_offloading_config=options)
     names_all(text, "--kv-offloading-config", *parts)
+
+
+def test_each_wrong_option_has_a_line(model: str) -> None:
+    debug = {"verify": 1, "store_policy": "no"}
+    text = message(model, kv_offloading_config={"debug": debug, "share_replica": True})
+    lines = [line for line in text.splitlines() if "--kv-offloading-config: " in line]
+    assert len(lines) == 3
+    names_all(text, "debug.verify", "debug.store_policy", "Did you mean share_replicas")
 
 
 def test_options_without_the_backend(model: str) -> None:

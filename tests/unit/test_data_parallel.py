@@ -16,6 +16,7 @@ from vllm.v1.kv_tier.config import KVTierConfig, check_memory_of_engines
 from vllm.v1.kv_tier.stores.identity import namespace
 
 from ..e2e.release import known
+from ..settings import options
 from .test_config import LLAMA, engine_config
 from .test_config import _v1 as _v1
 from .test_store_identity import one_seed as one_seed
@@ -58,7 +59,9 @@ def test_a_data_parallel_engine_has_the_tier_of_one_alone(
     found = []
     for parallel in ({}, {"data_parallel_size": 2}):
         config = engine_config(
-            str(model), kv_offloading_config=dict(feature.tier), **known(llm | parallel)
+            str(model),
+            kv_offloading_config=options(**feature.tier),
+            **known(llm | parallel),
         )
         check_memory_of_engines(config, 2)
         tier = KVTierConfig.from_vllm_config(config)

@@ -79,7 +79,7 @@ def wrapper(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(device_memory, "KvcachedMemory", Made)
     config = KVTierConfig(size_bytes=1, shrink_after_s=1.0)
-    monkeypatch.setattr(KVTierConfig, "from_vllm_config", lambda _: config)
+    monkeypatch.setattr(device_memory, "tier_config", lambda _: config)
     found: Any = WorkerWrapperBase.__new__(WorkerWrapperBase)
     found.vllm_config = SimpleNamespace(
         compilation_config=SimpleNamespace(),

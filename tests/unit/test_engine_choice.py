@@ -134,7 +134,9 @@ def test_an_engine_that_cannot_run_here_is_refused(
     requested: str, device: torch.device, pinned: bool, reason: str
 ) -> None:
     machine = Machine(CPU, TorchCopyEngine)
-    message = f"--kv-offloading-config: copy_engine '{requested}' .*{reason}.*'auto'"
+    message = (
+        f"--kv-offloading-config: debug.copy_engine '{requested}' .*{reason}.*'auto'"
+    )
     with pytest.raises(ValueError, match=message):
         choose_engines(machine.regions, machine.slots, requested, device, pinned)
 

@@ -24,6 +24,7 @@ from vllm.v1.kv_tier.scheduling.publishing import PublishingBlockPool
 from vllm.v1.request import Request
 
 from ..names import init_none_hash, sha256
+from ..settings import options
 
 BLOCK = 4
 SLOT_BYTES = 1 << 20
@@ -33,7 +34,7 @@ def make_pool(
     num_blocks: int, num_slots: int, events: bool = True, **config: Any
 ) -> TieredBlockPool:
     layout = KVTierLayout(
-        KVTierConfig(num_slots * SLOT_BYTES, **config), num_slots, SLOT_BYTES
+        KVTierConfig(num_slots * SLOT_BYTES, **options(**config)), num_slots, SLOT_BYTES
     )
     pool = make_block_pool(
         SimpleNamespace(kv_tier=layout),

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from vllm.v1.kv_tier.memory.shared import SharedMemory
 from vllm.v1.kv_tier.stores import file_process, file_processes
 from vllm.v1.kv_tier.stores.base import MemoryFile
-from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore, GiB
+from vllm.v1.kv_tier.stores.fs import FsConfig, FsDebug, FsStore, GiB
 
 from .store_servers import until
 from .stores import (
@@ -36,9 +37,9 @@ NUM_ROWS = 40
 class Rank:
     """A store of files, and slots that its processes map."""
 
-    def __init__(self, root: Path, objects: float = 1000, **settings: float) -> None:
+    def __init__(self, root: Path, objects: float = 1000, **debug: Any) -> None:
         max_gib = (objects * OBJECT_BYTES + OWN_BYTES) / GiB
-        config = FsConfig(str(root), max_gib=max_gib, **settings)  # type: ignore[arg-type]
+        config = FsConfig(root_dir=str(root), max_gib=max_gib, debug=FsDebug(**debug))
         config.check()
         self.store = FsStore(config, NAMESPACE, 0, ROW_BYTES)
         memory = SharedMemory.create(NUM_ROWS, ROW_BYTES, 1)

@@ -15,6 +15,7 @@ from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.start import flush_kv_tier
 
+from ..settings import with_debug
 from .below import SETTLED, Below, key
 from .test_config import LLAMA, engine_config
 
@@ -161,10 +162,8 @@ def test_an_engine_has_time_to_end_only_with_a_tier_below(
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
 
     def time_s(*flush_s: float, **settings: object) -> float:
-        tiers = [
-            {"type": "fs", "root_dir": "/mnt/kv", "max_gib": 1, "flush_s": seconds}
-            for seconds in flush_s
-        ]
+        directory = {"type": "fs", "root_dir": "/mnt/kv", "max_gib": 1}
+        tiers = [with_debug(directory, flush_s=seconds) for seconds in flush_s]
         options = {"secondary_tiers": tiers} if tiers else {}
         return flush_time_s(
             engine_config(str(tmp_path), kv_offloading_config=options, **settings)

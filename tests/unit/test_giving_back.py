@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages that ranks give back, and the setting that asks for it."""
 
-import math
-
-import pytest
 import torch
 
 from vllm.v1.kv_tier.memory.giving_back import blocks_per_page, discard_blocks
 from vllm.v1.kv_tier.memory.pages import anonymous
 from vllm.v1.kv_tier.memory.regions import Region
-from vllm.v1.kv_tier.scheduling.pages import RankPages, check_shrink_after
+from vllm.v1.kv_tier.scheduling.pages import RankPages
 
 from .test_pages import num_resident
 
@@ -61,18 +58,6 @@ def test_others_need_memory() -> None:
     assert machine.pages.num_wanted() == 1
     machine.spare = -9 * PAGE_BYTES
     assert machine.pages.num_wanted() == 2
-
-
-@pytest.mark.parametrize("seconds", [None, 0, 2.5])
-def test_times(seconds: float | None) -> None:
-    check_shrink_after(seconds)
-
-
-@pytest.mark.parametrize("seconds", [-1, math.inf, math.nan, True, "5"])
-def test_wrong_times(seconds: object) -> None:
-    with pytest.raises(ValueError, match="shrink_after_s must be") as error:
-        check_shrink_after(seconds)  # type: ignore[arg-type]
-    assert repr(seconds) in str(error.value)
 
 
 def test_memory_goes_back_to_the_machine() -> None:

@@ -32,7 +32,7 @@ class Rank:
     """With slots that processes map, and a store of which it is noted what it does."""
 
     def __init__(self, root: Path, **tuning: float) -> None:
-        config = FsConfig(str(root), max_gib=1)
+        config = FsConfig(root_dir=str(root), max_gib=1)
         config.check()
         memory = SharedMemory.create(2, ROW_BYTES, 1)
         self.store = config.open(NAMESPACE, 0, ROW_BYTES)
@@ -121,7 +121,7 @@ def test_a_rank_whose_memory_cannot_be_shared_has_none(
         monkeypatch.setattr(os, "memfd_create", refuse)
     regions = build_regions([torch.zeros(4, 500)], 4)
     tier = HostTier.allocate(regions, 3, torch.device("cpu"), as_file=True)
-    config = FsConfig(str(root), max_gib=1)
+    config = FsConfig(root_dir=str(root), max_gib=1)
     config.check()
     store = config.open(NAMESPACE, 0, tier.buffer.slots.shape[1])
     tier.open_secondary([store])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from vllm.v1.kv_tier.stores import mooncake_client
-from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.mooncake_client import SharedClient
 
+from ..settings import store_config
 from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, logged_by
 
 
@@ -69,7 +69,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def entry() -> Iterator[Any]:
     with mooncake_client.socket.create_server(("127.0.0.1", 0)) as listening:
         master = f"127.0.0.1:{listening.getsockname()[1]}"
-        yield check_entry({"type": "mooncake", "master": master})
+        yield store_config({"type": "mooncake", "master": master})
 
 
 @pytest.fixture

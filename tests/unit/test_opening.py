@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which objects below the host are a rank's own, and which it has in common."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Bag
@@ -12,7 +11,7 @@ import torch
 from vllm.v1.kv_tier.rank.opening import common_objects, open_rank
 from vllm.v1.kv_tier.stores.elsewhere import WrittenElsewhere
 from vllm.v1.kv_tier.stores.fs import FsConfig
-from vllm.v1.kv_tier.stores.mooncake import MooncakeConfig
+from vllm.v1.kv_tier.stores.mooncake import MooncakeConfig, MooncakeDebug
 
 from .test_store_identity import NUM_BLOCKS, WORKERS, worker
 
@@ -101,5 +100,5 @@ def test_a_rank_that_reads_only_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_one_rank_of_a_group_gives_memory_to_mooncake() -> None:
-    entry = MooncakeConfig(master="a:1", global_segment_gib=2)
-    assert entry.of_a_reader() == dataclasses.replace(entry, global_segment_gib=0)
+    entry = MooncakeConfig(master="a:1", debug=MooncakeDebug(global_segment_gib=2))
+    assert entry.of_a_reader() == MooncakeConfig(master="a:1")

@@ -15,9 +15,9 @@ from vllm.v1.kv_tier.rank.secondary import SecondaryIO
 from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.outputs import ModelRunnerOutput
 
+from ..settings import store_config
 from ..sim.upstream import model_runner_output
 
 SLOT_BYTES = 4096
@@ -82,7 +82,7 @@ class Rank:
 @pytest.fixture
 def store(tmp_path: Path) -> BlockStore:
     entry = {"type": "fs", "root_dir": str(tmp_path / "kv"), "max_gib": 0.01}
-    config = check_entry(entry)
+    config = store_config(entry)
     config.check()
     return config.open("ab", 0, SLOT_BYTES)
 

@@ -17,6 +17,8 @@ from vllm.v1.kv_tier.memory import limits
 from vllm.v1.kv_tier.rank.layers import LayerWaits
 from vllm.v1.kv_tier.start import start_kv_tier
 
+from ..settings import options
+
 NUM_BLOCKS = 4
 BLOCK_BYTES = 256
 MAX_MODEL_LEN = 48 * 1024
@@ -50,10 +52,9 @@ def run(
     dcp_sharded: Sequence[bool] = (),
     **settings: Any,
 ) -> SimpleNamespace:
-    config = KVTierConfig(size_bytes=num_bytes, **settings)
-    monkeypatch.setattr(
-        start.KVTierConfig, "from_vllm_config", lambda vllm_config: config
-    )
+    config = KVTierConfig(num_bytes, **options(**settings))
+    monkeypatch.setattr(start, "tier_config", lambda vllm_config: config)
+    monkeypatch.setattr(KVTierConfig, "check_engine", lambda self, vllm_config: None)
     stage = SimpleNamespace(is_last_rank=is_last_stage)
     monkeypatch.setattr(start, "get_pp_group", lambda: stage)
     parallel = SimpleNamespace(
@@ -220,8 +221,6 @@ def test_each_machine_gives_what_its_own_ranks_take(
 def test_nothing_is_started_when_the_tier_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        start.KVTierConfig, "from_vllm_config", lambda vllm_config: None
-    )
+    monkeypatch.setattr(start, "tier_config", lambda vllm_config: None)
     executor: Any = None
     start_kv_tier(SimpleNamespace(), executor, SimpleNamespace())

@@ -1,33 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of stores: what is wrong says so, with the mend."""
+"""Settings of stores: a message for what is wrong, with the fix."""
 
 import os
+import pickle
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm.v1.kv_tier.stores import fs
-from vllm.v1.kv_tier.stores.by_name import check_entry
-from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore
+from vllm.v1.kv_tier.stores.by_name import parse_entry, parse_tiers
+from vllm.v1.kv_tier.stores.fs import FsConfig, FsDebug, FsStore
 
+from ..settings import store_config, with_debug
 from .stores import NAMESPACE, ROW_BYTES
 
 KNOWN = "must be one of fs, redis, mooncake, or the import path of a StoreConfig"
 GOOD: dict[str, Any] = {"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}
+WRONG_NUMBERS: list[tuple[Any, str]] = [
+    (0, "above 0"),
+    (-1, "above 0"),
+    (True, "a number"),
+    ("200", "a number"),
+    (None, "a number"),
+    (float("inf"), "a finite number"),
+    (float("nan"), "a finite number"),
+]
 
 
 def test_a_good_entry() -> None:
-    assert check_entry(GOOD) == FsConfig("/mnt/kv", 200)
-    more = {
+    assert store_config(GOOD) == FsConfig(root_dir="/mnt/kv", max_gib=200)
+    more: dict[str, Any] = {
         "store_from_use": 1,
         "num_threads": 2,
         "deadline_ms": 5.5,
         "fetch": "always",
     }
-    assert check_entry(GOOD | more, 1) == FsConfig("/mnt/kv", 200, **more, index=1)
-    assert FsConfig("/mnt/kv", 0.5).max_bytes == 1 << 29
+    found = store_config(with_debug(GOOD, **more), 1)
+    assert found == FsConfig(
+        root_dir="/mnt/kv", max_gib=200, debug=FsDebug(**more), index=1
+    )
+    assert FsConfig(root_dir="/mnt/kv", max_gib=0.5).max_bytes == 1 << 29
+
+
+def test_settings_reach_the_ranks_as_they_are() -> None:
+    config = store_config(with_debug(GOOD, num_threads=2))
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_keys_that_belong_into_debug_are_accepted_and_named() -> None:
+    found, moved = parse_entry(GOOD | {"flush_s": 1, "num_threads": 2}, 3)
+    assert found == FsConfig(
+        root_dir="/mnt/kv",
+        max_gib=200,
+        debug=FsDebug(flush_s=1, num_threads=2),
+        index=3,
+    )
+    place = "--kv-offloading-config: secondary_tiers[3].debug"
+    assert moved == [f"{place}.flush_s", f"{place}.num_threads"]
+    with pytest.raises(ValueError, match="flush_s is given in debug and outside of it"):
+        parse_entry(with_debug(GOOD | {"flush_s": 1}, flush_s=2))
+
+
+@dataclass(frozen=True)
+class Unchecked(FsConfig):
+    """A subclass whose fields pydantic does not see."""
+
+    more: str = ""
 
 
 @pytest.mark.parametrize(
@@ -37,39 +78,78 @@ def test_a_good_entry() -> None:
         ({}, f"[0].type {KNOWN}, got None."),
         (GOOD | {"type": "s3"}, f"[0].type {KNOWN}, got 's3'."),
         (GOOD | {"type": ["fs"]}, f"[0].type {KNOWN}, got ['fs']."),
+        (GOOD | {"type": f"{__name__}.Unchecked"}, "pydantic.dataclasses"),
         (GOOD | {"size": 1}, "[0]: unknown key 'size' (value 1). Known keys"),
-        ({"type": "fs", "max_gib": 1}, "[0].root_dir is missing. An entry of type"),
+        (GOOD | {"max_gb": 1}, "Did you mean max_gib? Known keys: type, debug, root_"),
+        (GOOD | {"num_thread": 1}, "Did you mean debug.num_threads? Known keys"),
+        (
+            with_debug(GOOD, num_thread=1),
+            "[0].debug: unknown key 'num_thread' (value 1). Did you mean "
+            "debug.num_threads? Known keys: store_from_use, deadline_ms, fetch",
+        ),
+        (with_debug(GOOD, root_dir="/a"), "Did you mean root_dir? Known keys: store"),
+        (GOOD | {"debug": [1]}, "[0].debug must be an object, got a list."),
+        ({"type": "fs", "max_gib": 1}, "[0].root_dir is missing. Give it, as in {"),
         ({"type": "fs", "root_dir": "/a"}, "[0].max_gib is missing."),
         (GOOD | {"root_dir": "kv"}, "[0].root_dir must be the absolute path"),
-        (GOOD | {"root_dir": 5}, "got 5. Give one like /mnt/kv."),
+        (GOOD | {"root_dir": 5}, "[0].root_dir must be a text, got 5."),
         *(
-            (GOOD | {name: value}, f"[0].{name} must be above 0, got {value!r}.")
-            for name in ("max_gib", "deadline_ms")
-            for value in (0, -1, True, "200", None, float("inf"), float("nan"))
+            (GOOD | {"max_gib": value}, f"[0].max_gib must be {word}, got {value!r}.")
+            for value, word in WRONG_NUMBERS
         ),
         *(
-            (GOOD | {"store_from_use": value}, "must be a whole number from 1 on")
-            for value in (0, 1.5, True, "2")
+            (
+                with_debug(GOOD, deadline_ms=value),
+                f"[0].debug.deadline_ms must be {word}, got {value!r}.",
+            )
+            for value, word in WRONG_NUMBERS
         ),
+        (with_debug(GOOD, flush_s=-1), "debug.flush_s must be 0 or more, got -1."),
         *(
-            (GOOD | {"fetch": value}, "[0].fetch must be one of if_faster, always, got")
+            (with_debug(GOOD, fetch=value), "must be 'if_faster' or 'always', got")
             for value in ("never", "", None, True)
         ),
         *(
-            (GOOD | {"num_threads": value}, "must be a whole number from 1 to 64")
-            for value in (0, 65, 1.5, True, "2")
+            (
+                with_debug(GOOD, num_threads=value),
+                f"debug.num_threads must be {word}, got {value!r}.",
+            )
+            for value, word in (
+                (0, "1 or more"),
+                (65, "64 or less"),
+                (1.5, "a whole number"),
+                (True, "a whole number"),
+                ("2", "a whole number"),
+            )
         ),
+        (with_debug(GOOD, num_processes=17), "must be 16 or less, got 17."),
     ],
 )
-def test_what_is_wrong_says_so(entry: Any, message: str) -> None:
+def test_a_wrong_entry(entry: Any, message: str) -> None:
     whole = "--kv-offloading-config: secondary_tiers"
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        check_entry(entry)
+        parse_entry(entry)
     assert str(error.value).startswith(whole)
 
 
+def test_each_wrong_setting_has_a_line() -> None:
+    wrong = {"type": "fs", "root_dir": "kv", "max_gib": 0, "size": 1}
+    with pytest.raises(ValueError) as error:
+        parse_tiers([with_debug(wrong, num_threads=0, fetc="always"), {"type": "s3"}])
+    start = "--kv-offloading-config: secondary_tiers"
+    lines = str(error.value).splitlines()
+    assert [line.removeprefix(start).split(" ")[0] for line in lines] == [
+        "[0]:",
+        "[0].debug:",
+        "[0].debug.num_threads",
+        "[0].root_dir",
+        "[0].max_gib",
+        "[1].type",
+    ]
+
+
 def check(path: Path, max_gib: float = 0.001) -> None:
-    FsConfig(str(path), max_gib).check()
+    FsConfig(root_dir=str(path), max_gib=max_gib).check()
 
 
 def test_the_directory_is_made_for_its_owner_alone(tmp_path: Path) -> None:
@@ -153,7 +233,7 @@ def test_more_than_the_disk_has(tmp_path: Path) -> None:
 
 def test_the_store_of_a_rank(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    config = check_entry(GOOD | {"root_dir": str(tmp_path), "max_gib": 0.001})
+    config = store_config(GOOD | {"root_dir": str(tmp_path), "max_gib": 0.001})
     store = config.open(NAMESPACE, rank=3, slot_bytes=ROW_BYTES)
     assert isinstance(store, FsStore)
     assert (tmp_path / NAMESPACE / "r3").is_dir()

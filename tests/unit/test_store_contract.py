@@ -15,8 +15,8 @@ import pytest
 
 from vllm.v1.kv_tier.stores import format as form
 from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.stores.by_name import check_entry
 
+from ..settings import store_config, with_debug
 from .store_servers import Mooncake, Servers, Valkey, until
 from .stores import KEYS, NAMESPACE
 
@@ -59,7 +59,7 @@ def servers(
         servers = Valkey() if request.param == "redis" else Mooncake()
     try:
         servers.start()
-        check_entry(servers.entry).check()
+        store_config(servers.entry).check()
         yield servers
     finally:
         servers.close()
@@ -71,7 +71,9 @@ class Client:
     def __init__(self, servers: Servers, **options: Any) -> None:
         place = {"namespace": NAMESPACE, "rank": 0}
         place |= {name: options.pop(name) for name in place if name in options}
-        config = check_entry(servers.entry | {"deadline_ms": 60_000} | options)
+        config = store_config(
+            with_debug(servers.entry, **{"deadline_ms": 60_000} | options)
+        )
         self.store: BlockStore = config.open(slot_bytes=ROW_BYTES, **place)
         self.memory = memoryview(mmap.mmap(-1, 2 * NUM_ROWS * ROW_BYTES))
         self.memory[: NUM_ROWS * ROW_BYTES] = random.Random(1).randbytes(

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.kv_tier.scheduling.below import check_tiers
 from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.stores.by_name import check_entry
+from vllm.v1.kv_tier.stores.by_name import parse_tiers
 from vllm.v1.kv_tier.stores.fs import FsConfig
 from vllm.v1.kv_tier.stores.redis import RedisConfig
 
+from ..settings import store_config, with_debug
 from .store_servers import Mooncake, Valkey, free_port
 from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, row
 
@@ -34,29 +34,50 @@ SECRET = "very-secret"
 @pytest.mark.parametrize(
     "entry, message",
     [
-        ({"type": "redis"}, "[0].url is missing. An entry of type 'redis' needs at"),
+        (
+            {"type": "redis"},
+            '[0].url is missing. Give it, as in {"type": "redis", "url":',
+        ),
         (REDIS | {"max_gib": 5}, "[0]: unknown key 'max_gib' (value 5). Known keys"),
         (REDIS | {"index": 5}, "[0]: unknown key 'index'"),
         (REDIS | {"url": f"http://:{SECRET}@a"}, "url must begin with redis:// or"),
         (REDIS | {"url": 6379}, "[0].url must begin with redis:// or rediss://. Give"),
-        (REDIS | {"ttl_s": 0.5}, "[0].ttl_s must be a whole number from 1 on, got"),
-        (REDIS | {"num_connections": 0}, "num_connections must be a whole number"),
-        (REDIS | {"timeout_ms": 0}, "[0].timeout_ms must be above 0, got 0."),
-        (REDIS | {"password_env": ""}, "[0].password_env must be a text, got ''."),
+        (
+            with_debug(REDIS, ttl_s=0.5),
+            "[0].debug.ttl_s must be a whole number, got 0.5",
+        ),
+        (
+            with_debug(REDIS, num_connections=0),
+            "num_connections must be 1 or more, got 0",
+        ),
+        (
+            with_debug(REDIS, timeout_ms=0),
+            "[0].debug.timeout_ms must be above 0, got 0.",
+        ),
+        (
+            REDIS | {"password_env": ""},
+            "[0].password_env must be a text that is not empty.",
+        ),
         (MOONCAKE | {"master": "host"}, "[0].master must be host:port, got 'host'."),
         (MOONCAKE | {"master": "a:0"}, "[0].master must be host:port, got 'a:0'."),
         (MOONCAKE | {"master": 1}, "[0].master must be a text, got 1."),
-        (MOONCAKE | {"protocol": "ib"}, "[0].protocol must be tcp or rdma, got 'ib'."),
-        (MOONCAKE | {"rdma_devices": 1}, "[0].rdma_devices must be a text, got 1."),
         (
-            MOONCAKE | {"global_segment_gib": -1},
-            "[0].global_segment_gib must be 0 or more, got -1.",
+            MOONCAKE | {"protocol": "ib"},
+            "[0].protocol must be 'tcp' or 'rdma', got 'ib'.",
+        ),
+        (
+            with_debug(MOONCAKE, rdma_devices=1),
+            "debug.rdma_devices must be a text, got 1.",
+        ),
+        (
+            with_debug(MOONCAKE, global_segment_gib=-1),
+            "[0].debug.global_segment_gib must be 0 or more, got -1.",
         ),
     ],
 )
 def test_what_is_wrong_says_so(entry: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        check_entry(entry)
+        store_config(entry)
     assert SECRET not in str(error.value)
 
 
@@ -67,7 +88,7 @@ def test_a_package_that_is_missing(
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(ValueError, match=r"cannot be imported .*\. pip install [rm]"):
-        check_entry(entry).check()
+        store_config(entry).check()
 
 
 @pytest.mark.parametrize("entry", [REDIS, MOONCAKE])
@@ -82,7 +103,7 @@ def test_a_server_that_is_not_there(entry: dict[str, Any]) -> None:
         except ImportError as e:
             pytest.skip(f"Mooncake, or what it needs, is not installed: {e}")
     with pytest.raises(ValueError, match="127.0.0.1.*Start .*correct the") as error:
-        check_entry(entry | wrong).check()
+        store_config(entry | wrong).check()
     assert SECRET not in str(error.value)
 
 
@@ -110,7 +131,8 @@ def closed_server() -> Iterator[Valkey]:
 
 
 def check_redis(server: Valkey, **options: Any) -> Any:
-    config = check_entry(server.entry | options)
+    debug = {k: options.pop(k) for k in ("ttl_s",) if k in options}
+    config = store_config(with_debug(server.entry | options, **debug))
     config.check()
     return config
 
@@ -186,14 +208,13 @@ def test_a_password_in_a_url_is_in_no_message(
 ) -> None:
     pytest.importorskip("redis")
     url = url.replace("{}", SECRET)
-    entry = {"type": "redis", "url": url, "timeout_ms": 200}
-    config = RedisConfig(url=url, timeout_ms=200)
-    with caplog.at_level(logging.DEBUG), pytest.raises(ValueError) as checked:
-        check_entry(entry).check()
-    with pytest.raises(ValueError) as error:
+    entry = {"type": "redis", "url": url, "debug": {"timeout_ms": 200}}
+    with caplog.at_level(logging.DEBUG), pytest.raises(ValueError) as error:
+        config = store_config(entry)
+        assert SECRET not in f"{config!r} {config.name}"
         config.check()
-    shown = [f"{each} {each.args}" for e in (checked, error) for each in chain(e.value)]
-    assert SECRET not in f"{shown} {config!r} {config.name} {caplog.text}"
+    shown = [f"{each} {each.args}" for each in chain(error.value)]
+    assert SECRET not in f"{shown} {caplog.text}"
 
 
 @pytest.mark.parametrize(
@@ -209,10 +230,10 @@ def test_a_password_in_a_url_is_in_no_message(
 def test_a_password_in_another_setting_is_in_no_message(entry: Any) -> None:
     pytest.importorskip("redis")
     with pytest.raises(ValueError) as error:
-        check_entry(entry).check()
+        store_config(entry).check()
     assert SECRET not in str(error.value) and "1234567" not in str(error.value)
     with pytest.raises(ValueError) as error:
-        check_tiers(entry)
+        parse_tiers(entry)
     assert SECRET not in str(error.value)
 
 
@@ -240,7 +261,9 @@ def test_a_password_that_a_server_repeats_is_not_shown(
             {"url": f"redis://{place}?password={password}"},
             {"url": f"redis://{place}", "password_env": "STORE_PASSWORD"},
         ):
-            config = check_entry({"type": "redis", "timeout_ms": 500} | more)
+            config = store_config(
+                {"type": "redis", "debug": {"timeout_ms": 500}} | more
+            )
             with pytest.raises(ValueError, match=r"\*\*\*") as error:
                 config.check()
             assert len(list(chain(error.value))) == 1
@@ -401,7 +424,7 @@ def test_an_engine_that_gives_memory() -> None:
     try:
         servers.start()
         servers.kill("node")
-        config = check_entry(servers.entry | {"global_segment_gib": 0.1})
+        config = store_config(with_debug(servers.entry, global_segment_gib=0.1))
         for rank, gives in ((1, False), (0, True)):
             store: Any = config.open(NAMESPACE, rank, ROW_BYTES)
             memory = memoryview(bytearray(2 * ROW_BYTES))
@@ -431,12 +454,12 @@ def test_a_type_by_its_import_path() -> None:
     entry = {"root_dir": "/a", "max_gib": 1}
     path = f"{__name__}.OwnConfig"
     for name in (path, f"{__name__}:OwnConfig"):
-        config = check_entry(entry | {"type": name})
+        config = store_config(entry | {"type": name})
         assert type(config) is OwnConfig and config.root_dir == "/a"
-    with pytest.raises(ValueError, match=f"keys of type '{path}': .*root_dir"):
-        check_entry(entry | {"type": path, "other": 1})
+    with pytest.raises(ValueError, match="unknown key 'other' .value 1.*root_dir"):
+        store_config(entry | {"type": path, "other": 1})
     with pytest.raises(ValueError, match=r"type 'no\.Such' cannot be imported"):
-        check_entry(entry | {"type": "no.Such"})
+        store_config(entry | {"type": "no.Such"})
     for name in ("NoConfig", "KEYS"):
         with pytest.raises(ValueError, match="or the import path of a StoreConfig"):
-            check_entry(entry | {"type": f"{__name__}.{name}"})
+            store_config(entry | {"type": f"{__name__}.{name}"})

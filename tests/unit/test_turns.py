@@ -15,8 +15,9 @@ from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.secondary import SecondaryIO
 from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.tuning import RankTuning
-from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.turns import TURN_S, short_turns
+
+from ..settings import store_config
 
 USUAL_S = 0.004
 
@@ -57,7 +58,7 @@ def test_who_has_shorter_ones_keeps_them() -> None:
 
 def test_a_store_is_written_and_read_in_short_turns(tmp_path: Path) -> None:
     entry = {"type": "fs", "root_dir": str(tmp_path / "kv"), "max_gib": 1}
-    config = check_entry(entry)
+    config = store_config(entry)
     config.check()
     store = config.open("0" * 32, 0, 4096)
     seen: list[float] = []

@@ -20,6 +20,7 @@ from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.kv_tier.scheduling.writing import Cleaner
 
 from ..names import block_hash
+from ..settings import options
 
 BLOCK = 32
 SLOT_BYTES = 1 << 20
@@ -61,7 +62,7 @@ class Tier:
         # What they do is the easiest to foretell.
         config = {"eviction_policy": "lru", "store_from_use": 1} | config
         layout = KVTierLayout(
-            KVTierConfig(size_bytes=num_slots * SLOT_BYTES, **config),
+            KVTierConfig(num_slots * SLOT_BYTES, **options(**config)),
             num_slots,
             SLOT_BYTES,
             load_s=load_s,

@@ -106,12 +106,11 @@ def configs(
         "type": "fs",
         "root_dir": f"{folder}/core",
         "max_gib": 4 * device_bytes / GIB,
-        "store_from_use": 1,
+        "debug": {"store_from_use": 1},
     }
     threads = {
         "root_dir": f"{folder}/threads",
-        "num_processes": 0,
-        "num_threads": 8,
+        "debug": {"store_from_use": 1, "num_processes": 0, "num_threads": 8},
     }
     small = {"kv_offloading_size": device_bytes / GIB}
     theirs = native(
@@ -125,9 +124,9 @@ def configs(
         # Other batches for the same requests: how often does that flip a token?
         "none-jitter": Config(jitter_s=0.05),
         "large": Config(device_scale=6),
-        "core-write_back": Config(core(store_policy="write_back")),
-        "core-write_through": Config(core(store_policy="write_through")),
-        "core-hints": Config(core(store_policy="write_back"), hints=True),
+        "core-write_back": Config(core(debug={"store_policy": "write_back"})),
+        "core-write_through": Config(core(debug={"store_policy": "write_through"})),
+        "core-hints": Config(core(debug={"store_policy": "write_back"}), hints=True),
         "core-fs": Config(core(secondary_tiers=[files]) | small, hashes),
         # As before there were processes that read and write.
         "core-fs-threads": Config(

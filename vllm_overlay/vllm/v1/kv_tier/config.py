@@ -2,29 +2,46 @@
 """Settings of the host tier, checked before anything is allocated."""
 
 import dataclasses
+import json
 import math
 import pkgutil
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from pydantic import Field, field_validator
+from pydantic.dataclasses import dataclass
 
 from vllm import envs
+from vllm.logger import init_logger
+from vllm.v1.kv_tier.hints import MAX_NAME
 from vllm.v1.kv_tier.memory.limits import check_fits, host_memory, total_host_bytes
+from vllm.v1.kv_tier.options import (
+    FLAG,
+    SETTINGS,
+    Flag,
+    From0,
+    Number,
+    Text,
+    Whole,
+    make,
+    with_debug,
+)
 from vllm.v1.kv_tier.policy import make_policy
-from vllm.v1.kv_tier.scheduling.asleep import check_asleep
-from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, check_engine, check_tiers
+from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, check_engine
 from vllm.v1.kv_tier.scheduling.connectors import offloading_claim
 from vllm.v1.kv_tier.scheduling.executors import refused_executor
 from vllm.v1.kv_tier.scheduling.gpu_pages import check_device
-from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, check_shrink_after
-from vllm.v1.kv_tier.scheduling.quotas import check_quotas
-from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
+from vllm.v1.kv_tier.scheduling.pages import ElasticLayout
 from vllm.v1.kv_tier.scheduling.side_objects import check_side_objects
 from vllm.v1.kv_tier.scheduling.takers import takes_plans
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
-from vllm.v1.kv_tier.stores.by_name import check_entry
+from vllm.v1.kv_tier.stores.by_name import parse_tiers
+from vllm.v1.kv_tier.stores.settings import StoreConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 
 BACKEND = "core"
 GiB = 1 << 30
@@ -32,11 +49,79 @@ GiB = 1 << 30
 # For the end of the step under way, and of the processes.
 _END_S = 5.0
 
+MAX_QUOTAS = 100
+"""Tenants with a quota: each has metrics of its own."""
+
+_REMOVED = {
+    "keep_while_asleep": "A sleep of the engine clears the host tier, as it clears the "
+    "prefix cache. Take the key out.",
+}
+"""Settings of earlier versions, and what to do."""
+
 StorePolicy = Literal["write_back", "write_through"]
-COPY_ENGINES = ("auto", "dma", "kernel", "torch")
+CopyEngineName = Literal["auto", "dma", "kernel", "torch"]
+COPY_ENGINES = get_args(CopyEngineName)
+_Tenant = Annotated[Text, Field(min_length=1, max_length=MAX_NAME)]
+_Part = Annotated[Number, Field(gt=0, le=1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=SETTINGS)
+class DebugConfig:
+    """`debug` of `--kv-offloading-config`. Its fields are the keys."""
+
+    store_policy: StorePolicy = "write_back"
+    """`write_back` stores blocks before the device evicts them: those that would go
+    first, at most three quarters of the device cache. What fits the rest is never
+    copied. `write_through` stores every block in the step after it was filled: more
+    copies, but evictions never wait."""
+
+    store_from_use: int | Literal["auto"] = "auto"
+    """Store a block only from its n-th use on: being computed is one, and so is a hit.
+    `2` saves slots and copies of blocks that are never used again; the others are
+    computed once more first. `auto` tries both on a sample, does what had more hits
+    recently, and fills empty slots; with `secondary_tiers` it is 1."""
+
+    max_load_stall_ms: From0 | None = 2.0
+    """How long a request that joins a step with others may make these wait for its
+    loads, in milliseconds, not counting the time in which layers compute while others
+    load. A request whose loads take longer waits in the queue while the others run;
+    later requests may overtake it. `0`: a step with other requests never waits. `null`:
+    no limit, every step waits for its loads."""
+
+    copy_engine: CopyEngineName = "auto"
+    """What copies on a GPU: `dma` (the copy engines, by block or by piece), `kernel`
+    (a Triton kernel), `torch` (one copy for each block and region; the only one for
+    host memory that is not pinned). `auto` measures them at start and takes the best
+    for each direction and size; the log line `KV tier: copy engines …` says which."""
+
+    layerwise_loads: Flag = True
+    """Let each attention layer wait for its own part of the loads of a step, instead of
+    the step for all of them. Where that is not possible the log line `KV tier: steps
+    wait for all their loads at once` gives the reason."""
+
+    verify: Flag = False
+    """Keep a checksum of every host slot, and do not load a slot whose bytes have
+    changed since it was filled (bad memory, a stray write): the error names the slots,
+    and what depended on them is computed again. Nor is it written to `secondary_tiers`.
+    Each stored or loaded byte is read once more by the CPU."""
+
+    check_memory: Flag = True
+    """Refuse a size above the memory that is available at start. `false` on machines
+    whose memory grows on demand (ballooning)."""
+
+    @field_validator("store_from_use", mode="plain")
+    @classmethod
+    def _check_uses(cls, uses: Any) -> Any:
+        is_whole = isinstance(uses, int) and not isinstance(uses, bool)
+        if uses != "auto" and not (is_whole and uses >= 1):
+            raise ValueError(
+                'must be a whole number from 1 (store every block) on, or "auto", got '
+                f"{uses!r}."
+            )
+        return uses
+
+
+@dataclass(frozen=True, config=SETTINGS)
 class KVTierConfig:
     """`--kv-offloading-backend core`: size and behaviour of the host tier.
 
@@ -45,161 +130,99 @@ class KVTierConfig:
     `--kv-offloading-config`.
     """
 
-    size_bytes: int
+    size_bytes: Whole
     """Host memory of all ranks of one engine together, in bytes."""
 
-    store_policy: StorePolicy = "write_back"
-    """`write_back` stores a block before the device evicts it (those that would go
-    first, three quarters at most), so that what fits the rest is never copied.
-    `write_through` stores every block in the step after it was filled: more copies,
-    but evictions never wait."""
+    secondary_tiers: tuple[StoreConfig, ...] = ()
+    """Where blocks go from the host, in the order in which they are looked up.
+    `[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}]` keeps them in files, which
+    outlive the engine and serve every engine with the same model and settings. The keys
+    of an entry are in the next table."""
 
-    store_from_use: int | Literal["auto"] = "auto"
-    """Store a block only from its n-th use on: being computed is one, and so is a hit.
-    `2` spares slots and copies of what never comes back; what does is computed once
-    more first. `auto` tries both on a sample, does what had more hits of late, and
-    fills empty slots; it is 1 where `secondary_tiers` get what comes by the host."""
+    share_replicas: Flag = False
+    """Hold KV that several tensor parallel ranks have (MLA, or fewer heads than ranks)
+    once on the host, in shared memory: with MLA on two ranks the same size holds twice
+    the tokens. With `secondary_tiers`, hold it once there, and on the host for each
+    rank. Off by default, since it has run on two GPUs only."""
+
+    quotas: Annotated[dict[_Tenant, _Part], Field(max_length=MAX_QUOTAS)] | None = None
+    """Parts of the slots by tenant: `{"tenant-a": 0.5, "tenant-b": 0.25}`. Blocks of a
+    tenant that has less than its part are not evicted for others. Nothing is reserved:
+    others use what it does not fill. A tenant is what a request names as `tenant` in
+    its hints, else its cache salt."""
+
+    shrink_after_s: From0 | None = None
+    """Give device memory back when the engine has run nothing for so many seconds, or
+    earlier when others run short of it; its blocks go to the host. On CPUs, and with
+    kvcached on one CUDA GPU, see [Giving memory back](giving-back.md). `null`:
+    never."""
 
     eviction_policy: str = "proven"
-    """Which host slot makes room: `proven`, `lru`, `s3fifo`, `arc`, or the import path
-    (`package.module.Class`) of a `vllm.v1.kv_tier.policy.EvictionPolicy`."""
+    """Which blocks the host evicts first: `proven`, `lru`, `s3fifo`, `arc`, or the
+    import path (`package.module.Class`) of a subclass of
+    `vllm.v1.kv_tier.policy.EvictionPolicy`."""
 
-    max_load_stall_ms: float | None = 2.0
-    """How long a step with other requests may wait for the loads of a request that
-    joins it, in milliseconds, beyond the time in which the step computes while layers
-    load. A request whose loads take longer waits for them outside, while the others run
-    on; those behind it may pass. `0`: a step with other requests never waits. `null`
-    (None): no limit, every load is waited for in its step."""
+    debug: DebugConfig = dataclasses.field(default_factory=DebugConfig)
+    """Everything else: for experiments, and to find out what is wrong."""
 
-    copy_engine: str = "auto"
-    """What copies on a GPU: `dma` (the copy engines, by block or by piece), `kernel`
-    (a Triton kernel), `torch` (one copy for each block and region; the only one for
-    host memory that is not pinned). `auto` measures them at start and takes the best
-    for each direction and size; the log line `KV tier: copy engines …` says which."""
+    @field_validator("secondary_tiers", mode="plain")
+    @classmethod
+    def _check_tiers(cls, tiers: Any) -> Any:
+        if isinstance(tiers, tuple) and all(isinstance(t, StoreConfig) for t in tiers):
+            return tiers
+        return parse_tiers(tiers)[0]
 
-    layerwise_loads: bool = True
-    """Let each attention layer wait for its own part of the loads of a step, instead of
-    the step for all of them. Where that is not possible the log line `KV tier: steps
-    wait for all their loads at once` gives the reason."""
+    @field_validator("eviction_policy", mode="plain")
+    @classmethod
+    def _check_policy(cls, name: Any) -> Any:
+        make_policy(name, num_slots=1)
+        return name
 
-    verify: bool = False
-    """Keep a checksum of every host slot, and refuse to load a slot whose bytes have
-    changed since it was filled (bad memory, a stray write): nothing of it reaches the
-    device, the error names the slots, and what depended on them is computed again. Nor
-    is it written to `secondary_tiers`. It reads every stored and loaded byte once more,
-    by the CPU, every byte that comes from a secondary tier once, and every byte that
-    is written to one twice."""
-
-    share_replicas: bool = False
-    """Hold KV that several tensor parallel ranks have (MLA, or fewer heads than ranks)
-    once on the host, in memory that they share: with MLA on two ranks the same size
-    holds twice the tokens. With `secondary_tiers`, hold it once in these, and on the
-    host for each rank. Off, since it has run on two GPUs only."""
-
-    secondary_tiers: list[dict[str, Any]] | None = None
-    """Where blocks go on to live below the host, in the order in which they are asked.
-    `[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}]` keeps them in
-    files, which outlive the engine and serve every engine with the same model and
-    settings. The page Below the host has all keys."""
-
-    quotas: dict[str, float] | None = None
-    """Parts of the slots, by tenant: `{"tenant-a": 0.5, "tenant-b": 0.25}`. The blocks
-    of a tenant that has less than its part make no room for others. Nothing is
-    reserved: others have what it does not fill. A tenant is what a request names as
-    `tenant` in its hints, else its cache salt. `null` (None): no quotas."""
-
-    shrink_after_s: float | None = None
-    """Give device memory back when the engine has run nothing for so many seconds, or
-    before when others run short of it; what it held goes to the host. On CPUs, and with
-    kvcached on one CUDA GPU. `null` (None): never. The page Giving memory back has the
-    rest."""
-
-    keep_while_asleep: bool = False
-    """Keep what the host has while the engine sleeps (level 1), for when it wakes up,
-    unless anything is called meanwhile that may change weights. What only the device
-    had is lost. Not together with `secondary_tiers`, KV events or fp8 KV yet."""
-
-    check_memory: bool = True
-    """Refuse a size above the memory that is available at start. `false` on machines
-    whose memory grows on demand (ballooning)."""
+    @field_validator("quotas")
+    @classmethod
+    def _check_quotas(cls, quotas: dict[str, float] | None) -> dict[str, float] | None:
+        if (total := sum((quotas or {}).values())) > 1 + 1e-9:
+            raise ValueError(
+                f"are {total:g} of the slots together, which must be at most 1. Lower "
+                "some of them."
+            )
+        return quotas
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "KVTierConfig | None":
-        """The tier's settings, or None when the tier is off.
+        """The tier's settings, checked against all others, or None when it is off.
+
+        For the one place where upstream's settings are made; others take `tier_config`.
 
         Raises:
-            ValueError: A setting is wrong. The message names the flag, the
-                value and the mend.
+            ValueError: A setting is wrong. The message names the flag, the value and
+                the fix.
 
         """
-        # Upstream's tests start engines with stand-ins for settings.
-        cache: Any = getattr(vllm_config, "cache_config", None)
-        if not hasattr(cache, "kv_offloading_config"):
+        if (found := _parsed_of(vllm_config)) is None:
             return None
-        options: dict[str, Any] = cache.kv_offloading_config
-        if cache.kv_offloading_backend != BACKEND:
-            if options:
-                raise ValueError(
-                    f"--kv-offloading-config {options} is for "
-                    f"--kv-offloading-backend {BACKEND}, but the backend is "
-                    f"{cache.kv_offloading_backend!r}. Remove it, or set "
-                    f"--kv-offloading-backend {BACKEND}."
-                )
-            return None
-        size = cache.kv_offloading_size
-        if size is None or not 0 < size < math.inf:
-            raise ValueError(
-                f"--kv-offloading-backend {BACKEND} needs a --kv-offloading-size "
-                f"above 0 (GiB of host memory, all ranks together), got {size}. "
-                "Give a size, or remove the backend to run without a host tier."
+        config, moved = found
+        if moved:
+            logger.warning_once(
+                "KV tier: these settings belong into the object debug: %s. Their old "
+                "place is accepted in this version only.",
+                ", ".join(moved),
             )
-        config = cls(size_bytes=int(size * GiB), **_known(options))
-        config._check_values()
-        config._check_engine(vllm_config)
+        config.check_engine(vllm_config)
         return config
 
     @property
     def max_load_stall_s(self) -> float:
-        limit = self.max_load_stall_ms
+        limit = self.debug.max_load_stall_ms
         return math.inf if limit is None else limit / 1e3
 
-    def _check_values(self) -> None:
-        flag = "--kv-offloading-config"
-        if self.store_policy not in get_args(StorePolicy):
-            raise ValueError(
-                f"{flag}: unknown store_policy {self.store_policy!r}. "
-                f"Use one of {', '.join(get_args(StorePolicy))}."
-            )
-        uses = self.store_from_use
-        is_number = isinstance(uses, int) and not isinstance(uses, bool)
-        if uses != "auto" and not (is_number and uses >= 1):
-            raise ValueError(
-                f"{flag}: store_from_use must be a whole number from 1 (store every "
-                f'block) on, or "auto", got {uses!r}.'
-            )
-        make_policy(self.eviction_policy, num_slots=1)
-        check_tiers(self.secondary_tiers)
-        check_quotas(self.quotas)
-        check_shrink_after(self.shrink_after_s)
-        stall = self.max_load_stall_ms
-        if stall is not None and not (_is_number(stall) and 0 <= stall < math.inf):
-            raise ValueError(
-                f"{flag}: max_load_stall_ms must be a number of milliseconds from 0 "
-                f"on, or null (no limit), got {stall!r}."
-            )
-        if self.copy_engine not in COPY_ENGINES:
-            raise ValueError(
-                f"{flag}: unknown copy_engine {self.copy_engine!r}. "
-                f"Use one of {', '.join(COPY_ENGINES)}."
-            )
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if field.type is bool and not isinstance(value, bool):
-                raise ValueError(
-                    f"{flag}: {name} must be true or false, got {value!r}."
-                )
+    def check_engine(self, vllm_config: "VllmConfig") -> None:
+        """Refuse an engine with which the tier does not work.
 
-    def _check_engine(self, vllm_config: "VllmConfig") -> None:
+        Raises:
+            ValueError: The message names the setting and the fix.
+
+        """
         backend = f"--kv-offloading-backend {BACKEND}"
         # The first releases have two engines. Those that have none but V1 say it is on,
         # or nothing.
@@ -242,10 +265,9 @@ class KVTierConfig:
             check_device(vllm_config)
         if self.secondary_tiers:
             check_engine(vllm_config)
-        check_asleep(self.keep_while_asleep, bool(self.secondary_tiers), vllm_config)
         self._check_stages(vllm_config)
         if (
-            self.check_memory
+            self.debug.check_memory
             and is_one_machine(vllm_config)
             and self.size_bytes > total_host_bytes()
         ):
@@ -253,8 +275,8 @@ class KVTierConfig:
                 f"--kv-offloading-size {self.size_bytes / GiB:g} is larger than the "
                 f"memory of this machine ({total_host_bytes() / GiB:.1f} GiB). "
                 "Lower it, or set "
-                "--kv-offloading-config '{\"check_memory\": false}' where memory "
-                "grows on demand."
+                '--kv-offloading-config \'{"debug": {"check_memory": false}}\' where '
+                "memory grows on demand."
             )
 
     @staticmethod
@@ -329,6 +351,63 @@ class KVTierConfig:
             )
 
 
+def tier_config(vllm_config: "VllmConfig") -> KVTierConfig | None:
+    """The tier's settings, or None when it is off. A process parses them once.
+
+    Raises:
+        ValueError: A setting is wrong.
+
+    """
+    found = _parsed_of(vllm_config)
+    return found and found[0]
+
+
+def _parsed_of(vllm_config: "VllmConfig") -> tuple[KVTierConfig, list[str]] | None:
+    """The tier's settings, and those keys that belong into `debug`."""
+    # Upstream's tests start engines with stand-ins for settings.
+    cache: Any = getattr(vllm_config, "cache_config", None)
+    if not hasattr(cache, "kv_offloading_config"):
+        return None
+    options: dict[str, Any] = cache.kv_offloading_config
+    if cache.kv_offloading_backend != BACKEND:
+        if options:
+            raise ValueError(
+                f"{FLAG} {options} is for "
+                f"--kv-offloading-backend {BACKEND}, but the backend is "
+                f"{cache.kv_offloading_backend!r}. Remove it, or set "
+                f"--kv-offloading-backend {BACKEND}."
+            )
+        return None
+    size = cache.kv_offloading_size
+    if size is None or not 0 < size < math.inf:
+        raise ValueError(
+            f"--kv-offloading-backend {BACKEND} needs a --kv-offloading-size "
+            f"above 0 (GiB of host memory, all ranks together), got {size}. "
+            "Give a size, or remove the backend to run without a host tier."
+        )
+    try:
+        text = json.dumps(options)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{FLAG} must be JSON: {e}. Give plain values.") from None
+    return _parsed(int(size * GiB), text)
+
+
+@lru_cache(maxsize=8)
+def _parsed(size_bytes: int, text: str) -> tuple[KVTierConfig, list[str]]:
+    """As `_parsed_of`, from the JSON text of `--kv-offloading-config`."""
+    options = json.loads(text)
+    for key, advice in _REMOVED.items():
+        if key in options:
+            raise ValueError(
+                f"{FLAG}: {key} (value {options[key]!r}) was removed. {advice}"
+            )
+    values, moved = with_debug(KVTierConfig, options)
+    tiers, moved_in_tiers = parse_tiers(values.get("secondary_tiers"))
+    values["secondary_tiers"] = tiers
+    config = make(KVTierConfig, values, size_bytes=size_bytes)
+    return config, moved + moved_in_tiers
+
+
 def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None:
     """Refuse a size that engines cannot all have, before they start.
 
@@ -343,8 +422,8 @@ def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None
         ValueError: Less is available than they ask for together.
 
     """
-    config = KVTierConfig.from_vllm_config(vllm_config)
-    if config is None or num_engines < 2 or not config.check_memory:
+    config = tier_config(vllm_config)
+    if config is None or num_engines < 2 or not config.debug.check_memory:
         return
     if not is_one_machine(vllm_config):
         return
@@ -359,9 +438,8 @@ def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None
 def flush_time_s(vllm_config: "VllmConfig") -> float:
     """How long an engine may take to end, in seconds, beyond the time that upstream
     gives to its requests: 0 without a tier below. It may write as an idle one first."""
-    config = KVTierConfig.from_vllm_config(vllm_config)
-    tiers = (config and config.secondary_tiers) or []
-    flush_s = [check_entry(tier, index).flush_s for index, tier in enumerate(tiers)]
+    config = tier_config(vllm_config)
+    flush_s = [tier.debug.flush_s for tier in config.secondary_tiers] if config else []
     return 2 * max(flush_s) + _END_S if any(flush_s) else 0.0
 
 
@@ -373,7 +451,7 @@ def is_one_machine(vllm_config: "VllmConfig") -> bool:
     return getattr(parallel, "nnodes", 1) == 1 and not parallel.use_ray
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class KVTierLayout:
     """The tier as it was allocated: what the scheduler must know of it."""
 
@@ -394,20 +472,3 @@ class KVTierLayout:
     """The tier below, if there is one."""
     elastic: ElasticLayout | None = None
     """Who maps device memory, if any of it is given back."""
-    rank_calls: RankCalls | None = None
-    """Tell of a sleep, if slots are kept meanwhile."""
-
-
-def _known(options: dict[str, Any]) -> dict[str, Any]:
-    keys = [f.name for f in dataclasses.fields(KVTierConfig) if f.name != "size_bytes"]
-    for key in options:
-        if key not in keys:
-            raise ValueError(
-                f"--kv-offloading-config: unknown key {key!r} (value "
-                f"{options[key]!r}). Known keys: {', '.join(keys)}."
-            )
-    return options
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier.config import GiB, KVTierConfig
+from vllm.v1.kv_tier.config import GiB, tier_config
 from vllm.v1.kv_tier.memory.device_pages import DevicePages
 from vllm.v1.kv_tier.memory.kvcached import KvcachedMemory
 from vllm.v1.kv_tier.memory.regions import build_regions
@@ -40,7 +40,7 @@ def kv_cache_memory(wrapper: Any, kv_cache_config: Any) -> Iterator[None]:
         ValueError: There is no memory at all, or kvcached cannot be used.
 
     """
-    config = KVTierConfig.from_vllm_config(wrapper.vllm_config)
+    config = tier_config(wrapper.vllm_config)
     if config is None or config.shrink_after_s is None or not _on_gpu(wrapper):
         yield
         return

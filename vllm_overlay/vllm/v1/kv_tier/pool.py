@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_tier.config import KVTierLayout
-from vllm.v1.kv_tier.scheduling.asleep import keep_while_asleep
 from vllm.v1.kv_tier.scheduling.block_pool import TieredBlockPool
 from vllm.v1.kv_tier.scheduling.elastic_pool import (
     ElasticBlockPool,
@@ -41,12 +40,8 @@ def make_block_pool(kv_cache_config: Any, *args: Any, **kwargs: Any) -> BlockPoo
     publishes = bool(kwargs.get("enable_kv_cache_events"))
     if layout.elastic is not None:
         elastic = ElasticPublishingBlockPool if publishes else ElasticBlockPool
-        pool: TieredBlockPool = elastic(layout, **kwargs)
-    else:
-        pool = (PublishingBlockPool if publishes else TieredBlockPool)(layout, **kwargs)
-    if layout.rank_calls is not None:
-        keep_while_asleep(pool, layout.rank_calls)
-    return pool
+        return elastic(layout, **kwargs)
+    return (PublishingBlockPool if publishes else TieredBlockPool)(layout, **kwargs)
 
 
 def kv_tier_of(pool: BlockPool) -> "TieredBlockPool | None":

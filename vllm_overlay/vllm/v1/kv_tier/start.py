@@ -19,6 +19,7 @@ from vllm.v1.kv_tier.config import (
     KVTierConfig,
     KVTierLayout,
     is_one_machine,
+    tier_config,
 )
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.device_memory import device_pages, num_mapped
@@ -45,8 +46,6 @@ from vllm.v1.kv_tier.scheduling.group_blocks import (
     tokens_per_block,
 )
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, pages_of_ranks
-from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
-from vllm.v1.kv_tier.stores.by_name import check_entry
 from vllm.v1.kv_tier.stores.format import advice
 from vllm.v1.kv_tier.stores.identity import (
     files_of_models,
@@ -54,7 +53,7 @@ from vllm.v1.kv_tier.stores.identity import (
     states_before_loading,
     youngest_s,
 )
-from vllm.v1.kv_tier.stores.settings import ALWAYS, StoreConfig
+from vllm.v1.kv_tier.stores.settings import ALWAYS
 from vllm.v1.kv_tier.stores.weights import FileStates
 from vllm.v1.kv_tier.worker import HostTier
 
@@ -75,7 +74,7 @@ def states_of_files(vllm_config: "VllmConfig") -> FileStates | None:
         ValueError: KV of this engine cannot be named.
 
     """
-    config = KVTierConfig.from_vllm_config(vllm_config)
+    config = tier_config(vllm_config)
     if config is None or not config.secondary_tiers:
         return None
     return states_before_loading(vllm_config)
@@ -101,10 +100,12 @@ def start_kv_tier(
         ValueError: The size does not fit the machine, or not one block fits it.
 
     """
-    config = KVTierConfig.from_vllm_config(vllm_config)
+    config = tier_config(vllm_config)
     set_adapter_loads(None)
     if config is None:
         return
+    # Upstream may have changed its own settings since they were made.
+    config.check_engine(vllm_config)
     set_adapter_loads(AdapterLoads(by_content=bool(config.secondary_tiers)))
     num_blocks = kv_cache_config.num_blocks
     per_rank = executor.collective_rpc(_block_bytes, args=(num_blocks,))
@@ -117,10 +118,10 @@ def start_kv_tier(
         args=(
             num_blocks,
             num_slots,
-            config.copy_engine,
-            config.layerwise_loads,
-            config.verify,
-            any(entry.uses_memory_file for entry in _entries(config)),
+            config.debug.copy_engine,
+            config.debug.layerwise_loads,
+            config.debug.verify,
+            any(tier.uses_memory_file for tier in config.secondary_tiers),
         ),
     )
     if len(per_rank) > 1:
@@ -137,7 +138,6 @@ def start_kv_tier(
             config, vllm_config, executor, kv_cache_config, groups, num_slots, states
         ),
         elastic=_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
-        rank_calls=_rank_calls(config, executor),
     )
     logger.info(
         "KV tier: %d host slots (%.2f GiB on %d ranks%s) behind %d device blocks; "
@@ -147,18 +147,9 @@ def start_kv_tier(
         len(per_rank),
         f", of which each {replicas} share theirs" if replicas > 1 else "",
         num_blocks,
-        config.store_policy,
+        config.debug.store_policy,
         config.eviction_policy,
     )
-
-
-def _rank_calls(config: KVTierConfig, executor: Any) -> RankCalls | None:
-    """Calls of `executor`, if slots are kept while the engine sleeps."""
-    if not config.keep_while_asleep:
-        return None
-    calls = RankCalls()
-    calls.listen(executor)
-    return calls
 
 
 def flush_kv_tier(scheduler: Any, executor: Any) -> None:
@@ -224,7 +215,7 @@ def _take_slots(
         found = may_share(executor, num_blocks, told, one_machine, below)
     replicas, facts = found or (1, [])
     num_slots = _num_slots(config, held_once(sizes, replicas), num_blocks)
-    if config.check_memory:
+    if config.debug.check_memory:
         # Those that share are on one machine.
         takes = [(memory, num_slots * size // replicas) for memory, size in per_rank]
         check_hosts(config.size_bytes, takes)
@@ -281,11 +272,6 @@ def _elastic(
     )
 
 
-def _entries(config: KVTierConfig) -> list[StoreConfig]:
-    tiers = config.secondary_tiers or []
-    return [check_entry(tier, index) for index, tier in enumerate(tiers)]
-
-
 def _open_secondary(
     config: KVTierConfig,
     vllm_config: "VllmConfig",
@@ -301,9 +287,8 @@ def _open_secondary(
         ValueError: It cannot be used. The message names the setting and the mend.
 
     """
-    if not (entries := _entries(config)):
+    if not (entries := config.secondary_tiers):
         return None
-    kinds = [tier["type"] for tier in config.secondary_tiers or []]
     for entry in entries:
         entry.check()
     space = _namespace(vllm_config, executor, kv_cache_config, states)
@@ -317,7 +302,7 @@ def _open_secondary(
     if (hint := advice()) is not None:
         logger.info("KV tier: %s", hint)
     opened = []
-    for entry, label in zip(entries, labels(kinds)):
+    for entry, label in zip(entries, labels([entry.type for entry in entries])):
         logger.info("KV tier: below the host, %s, as %s.", entry.name, space)
         opened.append(
             SecondaryTier(
@@ -326,12 +311,12 @@ def _open_secondary(
                 locality=entry.locality,
                 asker=Asker(
                     exists_on_all(entry, ranks[::replicas], replicas),
-                    deadline_s=entry.deadline_ms / 1e3,
+                    deadline_s=entry.debug.deadline_ms / 1e3,
                 ),
-                store_from_use=entry.store_from_use,
-                deadline_s=entry.deadline_ms / 1e3,
-                fetches_always=entry.fetch == ALWAYS,
-                flush_s=entry.flush_s,
+                store_from_use=entry.debug.store_from_use,
+                deadline_s=entry.debug.deadline_ms / 1e3,
+                fetches_always=entry.debug.fetch == ALWAYS,
+                flush_s=entry.debug.flush_s,
             )
         )
     with_kv = [num_bytes for _, num_bytes in ranks if num_bytes]

@@ -221,7 +221,8 @@ class HostTier:
                 "KV tier: a layer did not wait for its loads. The step is computed "
                 "again, and from now on steps wait for all their loads at once. "
                 "Please report it with the model and the attention backend; "
-                "--kv-offloading-config '{\"layerwise_loads\": false}' avoids it."
+                '--kv-offloading-config \'{"debug": {"layerwise_loads": false}}\' '
+                "avoids it."
             )
             self._layer_waits = None
             self.report.void_since("layer_wait", self._seq)

@@ -226,8 +226,8 @@ def _refused(requested: str, error: Exception) -> Exception:
     if not isinstance(error, CopyEngineUnavailable):
         return error
     refusal = ValueError(
-        f"--kv-offloading-config: copy_engine {requested!r} cannot be used here. "
-        f"{error} Or set copy_engine to 'auto'."
+        f"--kv-offloading-config: debug.copy_engine {requested!r} cannot be used here. "
+        f"{error} Or set it to 'auto'."
     )
     refusal.__cause__ = error
     return refusal

@@ -16,8 +16,8 @@ class WrongBytes(RuntimeError):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"{what} come out wrong with this engine, memory layout and driver. Set "
-            f"copy_engine to 'auto' in --kv-offloading-config, which takes another "
-            f"one, and report it."
+            "debug.copy_engine to 'auto' in --kv-offloading-config, which takes "
+            "another one, and report it."
         )
 
 

@@ -55,8 +55,8 @@ def check_fits(
     raise ValueError(
         f"--kv-offloading-size {size_bytes / _GiB:g} does not fit: {who}"
         f"{available / _GiB:.1f} GiB of host memory are available "
-        f"(of {total / _GiB:.1f} GiB). Lower it, free memory, or "
-        "set --kv-offloading-config '{\"check_memory\": false}' where memory "
+        f"(of {total / _GiB:.1f} GiB). Lower it, free memory, or set "
+        '--kv-offloading-config \'{"debug": {"check_memory": false}}\' where memory '
         "grows on demand."
     )
 

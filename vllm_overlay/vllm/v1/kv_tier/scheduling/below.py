@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
-from vllm.v1.kv_tier.stores.by_name import check_entry
+from vllm.v1.kv_tier.stores.settings import SECONDARY_TIERS as _FLAG
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_FLAG = "--kv-offloading-config: secondary_tiers"
 
 # Of all ranks together: enough for all threads of a rank, and little to wait for.
 _MAX_JOB_BYTES = 64 << 20
@@ -139,24 +137,6 @@ def labels(types: Sequence[str]) -> list[str]:
         kind if types.count(kind) == 1 else f"{kind}-{types[: i + 1].count(kind)}"
         for i, kind in enumerate(types)
     ]
-
-
-def check_tiers(tiers: Any) -> None:
-    """Refuse settings of a tier below that are wrong.
-
-    Raises:
-        ValueError: The message names the setting, the value and the mend.
-
-    """
-    if tiers is None:
-        return
-    if not isinstance(tiers, list):
-        raise ValueError(
-            f"{_FLAG} must be a list of tiers, got a {type(tiers).__name__}. Use "
-            '[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}].'
-        )
-    for index, entry in enumerate(tiers):
-        check_entry(entry, index)
 
 
 def keys_are_bytes() -> bool:

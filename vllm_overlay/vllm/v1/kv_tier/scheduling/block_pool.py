@@ -83,9 +83,7 @@ class TieredBlockPool(BlockPool):
             layout, self.num_gpu_blocks, num_keys, self.host.has_room
         )
         self.storer = BlockStorer(self, self.host, self._draft, self.admission, stats)
-        self.forget_slots = self.storer.drop_all
-        """What a reset does to the slots. Public, since `Asleep` has another way."""
-        self._writes_through = config.store_policy == "write_through"
+        self._writes_through = config.debug.store_policy == "write_through"
         self.prefetches = prefetches = Prefetches(self.costs, tuning)
         common = self, self.free, self.host
         self.writer: Writer = (
@@ -369,7 +367,7 @@ class TieredBlockPool(BlockPool):
         return was_reset
 
     def _clear_host(self) -> None:
-        self.forget_slots()
+        self.storer.drop_all()
         self.writer.forget()
         if self.admission is not None:
             self.admission.clear()

@@ -126,14 +126,14 @@ def make_admission(
 
     """
     config, num_slots = layout.config, layout.num_slots
-    if config.store_from_use != "auto":
-        from_use = config.store_from_use
+    if config.debug.store_from_use != "auto":
+        from_use = config.debug.store_from_use
         return Admission(from_use, num_keys) if from_use > 1 else None
     if layout.secondary is not None:
         # What a tier below gets comes by the host: it chooses by itself.
         return None
     num_ahead = num_blocks
-    if config.store_policy == "write_back":
+    if config.debug.store_policy == "write_back":
         num_ahead = clean_window(num_blocks, num_slots, layout.load_s, layout.tuning)
     return ChosenAdmission(
         num_blocks,

@@ -5,7 +5,6 @@ A page is a run of device blocks whose memory comes and goes together, on all ra
 Page `p` has the blocks from `p * blocks_per_page` on; the last one may have fewer.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,23 +134,6 @@ class RankPages:
             self._asked = now
             self._spare_pages = self._ask_spare_bytes() // self._page_bytes
         return self._spare_pages
-
-
-def check_shrink_after(seconds: float | None) -> None:
-    """Refuse a wrong `shrink_after_s`.
-
-    Raises:
-        ValueError: It is none. The message names the mend.
-
-    """
-    if seconds is None:
-        return
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not (is_number and 0 <= seconds < math.inf):
-        raise ValueError(
-            "--kv-offloading-config: shrink_after_s must be a number of seconds "
-            f"from 0 on, or null (nothing is given back), got {seconds!r}."
-        )
 
 
 MakeMapper = Callable[[UnmapBlocks], PageMapper]

@@ -9,7 +9,7 @@ prefix cache, which tells of new weights too, comes later, and other steps in be
 So a call that is not known to leave weights alone counts as one that changes them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod
 
@@ -19,7 +19,8 @@ KEEP_WEIGHTS = frozenset(
         *("take_draft_token_ids", "start_worker_execution_loop"),
         *("add_lora", "remove_lora", "pin_lora", "list_loras"),
         *("check_health", "profile", "shutdown", "synchronize_device"),
-        # The prefix cache is cleared before, and is another reason. See `Asleep`.
+        # They may be for other weights: the prefix cache, and with it the host and what
+        # is known of tiers below, is cleared before.
         *("sleep", "wake_up"),
         *("reset_mm_cache", "reset_encoder_cache", "get_encoder_timing_stats"),
         *("get_supported_tasks", "supports_draft_weight_updates"),
@@ -40,11 +41,6 @@ class RankCalls:
     def __init__(self) -> None:
         self.may_change: Callable[[str], None] = lambda method: None
         """Is told the name of what may change weights, before the ranks hear of it."""
-        self.sleeps: Callable[[Mapping[str, Any]], None] = lambda options: None
-        """Is told, before the ranks are, that they shall sleep; with upstream's
-        `level`."""
-        self.wakes_up: Callable[[Mapping[str, Any]], None] = lambda options: None
-        """The same of waking up, with upstream's `tags`."""
 
     def listen(self, executor: Any) -> None:
         """Hear of all calls of `executor` from now on."""
@@ -53,13 +49,8 @@ class RankCalls:
 
         # Each step comes by here.
         def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
-            if method not in KEEP_WEIGHTS:
-                if not _is_ours(method):
-                    self.may_change(_name(method))
-            elif method == "sleep":
-                self.sleeps(kwargs.get("kwargs") or {})
-            elif method == "wake_up":
-                self.wakes_up(kwargs.get("kwargs") or {})
+            if method not in KEEP_WEIGHTS and not _is_ours(method):
+                self.may_change(_name(method))
             carry_out = call()
             assert carry_out is not None, "the executor is gone"
             return carry_out(method, *args, **kwargs)

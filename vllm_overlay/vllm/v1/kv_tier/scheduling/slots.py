@@ -79,10 +79,6 @@ _is_pinned = frozenset[object]().__contains__
 here, so this is no function of Python's."""
 
 
-def _nothing(key: BlockHashWithGroupId) -> None:
-    """Found by those who look for a slot while they are hidden."""
-
-
 class SlotTable:
     """Keys of the host tier, and the order in which they make room.
 
@@ -144,14 +140,6 @@ class SlotTable:
     def at(self, index: int) -> HostSlot | None:
         """The content of slot `index`, if it is filled, and one of this table."""
         return self._by_index[index] if index < self.num_slots else None
-
-    def hide(self) -> None:
-        """Let nobody find a slot until `show`. All else goes on."""
-        self.get = _nothing
-
-    def show(self) -> None:
-        """Let slots be found, as at first."""
-        self.get = self._slots.get
 
     def has_room(self) -> bool:
         """Whether a slot can be filled at the cost of nothing that may return."""

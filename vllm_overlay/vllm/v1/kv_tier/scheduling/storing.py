@@ -136,12 +136,6 @@ class BlockStorer:
         self._draft.drop_stores(slot)
         self._table.remove(slot)
 
-    def drop_unsent(self) -> None:
-        """Forget slots whose stores are of the plan in the making."""
-        for slot in self._table.filled():
-            if slot.store_seq >= self._draft.seq:
-                self.drop(slot)
-
     def drop_all(self) -> None:
         """Forget every slot."""
         for slot in self._table.filled():

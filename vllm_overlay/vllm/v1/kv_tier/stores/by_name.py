@@ -17,11 +17,49 @@ STORES: dict[str, type[StoreConfig]] = {
 }
 
 
-def check_entry(entry: Any, index: int = 0) -> StoreConfig:
-    """The settings of an entry of `secondary_tiers`.
+KNOWN = f"one of {', '.join(STORES)}, or the import path of a StoreConfig"
+EXAMPLE = '[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}]'
+
+
+def parse_tiers(tiers: Any) -> tuple[tuple[StoreConfig, ...], list[str]]:
+    """The settings of `secondary_tiers`, and those keys that belong into `debug`.
 
     Args:
-        entry: As it was given.
+        tiers: A list of JSON objects, or None.
+
+    Raises:
+        ValueError: A line for each wrong setting names it, its value and the fix.
+
+    """
+    if tiers is None:
+        return (), []
+    if not isinstance(tiers, list | tuple):
+        raise ValueError(
+            f"{SECONDARY_TIERS} must be a list of tiers, got a {type(tiers).__name__}. "
+            f"Use {EXAMPLE}."
+        )
+    found: list[StoreConfig] = []
+    moved: list[str] = []
+    lines: list[str] = []
+    for index, entry in enumerate(tiers):
+        try:
+            config, keys = parse_entry(entry, index)
+        except ValueError as e:
+            lines.append(str(e))
+        else:
+            found.append(config)
+            moved += keys
+    if lines:
+        raise ValueError("\n".join(lines))
+    return tuple(found), moved
+
+
+def parse_entry(entry: Any, index: int = 0) -> tuple[StoreConfig, list[str]]:
+    """The settings of an entry of `secondary_tiers`, and those keys that belong into
+    `debug`.
+
+    Args:
+        entry: A JSON object.
         index: Its place in the list.
 
     Raises:
@@ -29,10 +67,9 @@ def check_entry(entry: Any, index: int = 0) -> StoreConfig:
 
     """
     setting = f"{SECONDARY_TIERS}[{index}]"
-    known = f"{', '.join(STORES)}, or the import path of a StoreConfig"
     if not isinstance(entry, dict):
         raise ValueError(
-            f"{setting} must be an object with a type (one of {known}), got a "
+            f"{setting} must be an object with a type ({KNOWN}), got a "
             f"{type(entry).__name__}."
         )
     kind = entry.get("type")
@@ -50,5 +87,5 @@ def check_entry(entry: Any, index: int = 0) -> StoreConfig:
         or not issubclass(config, StoreConfig)
         or inspect.isabstract(config)
     ):
-        raise ValueError(f"{setting}.type must be one of {known}, got {kind!r}.")
+        raise ValueError(f"{setting}.type must be {KNOWN}, got {kind!r}.")
     return config.from_entry(entry, index)

@@ -8,10 +8,15 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+from pydantic.dataclasses import dataclass
 
 from vllm.logger import init_logger
+from vllm.v1.kv_tier.options import SETTINGS, Above0, Count, Text, Whole
 from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
 from vllm.v1.kv_tier.stores.file_processes import (
     MAX_PROCESSES,
@@ -20,7 +25,7 @@ from vllm.v1.kv_tier.stores.file_processes import (
 )
 from vllm.v1.kv_tier.stores.files import Files, Place, Written
 from vllm.v1.kv_tier.stores.pauses import WritePauses
-from vllm.v1.kv_tier.stores.settings import StoreConfig
+from vllm.v1.kv_tier.stores.settings import StoreConfig, StoreDebug
 from vllm.v1.kv_tier.stores.space import used_bytes
 from vllm.v1.kv_tier.stores.threads import MAX_THREADS
 
@@ -57,28 +62,45 @@ def local_locks(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str 
     return next((each for each in options if each in _LOCAL_LOCKS), None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class FsDebug(StoreDebug):
+    """`debug` of an entry of type `fs`."""
+
+    num_threads: Annotated[Count, Field(le=MAX_THREADS)] = 16
+    """Threads of each rank that read, and as many that write, in all its processes
+    together."""
+
+    num_processes: Annotated[Whole, Field(ge=0, le=MAX_PROCESSES)] = 2
+    """Processes of each rank that have these threads, so that they and the engine do
+    not wait for each other's Python lock. Each maps the rank's host memory: page tables
+    of 2 MiB for a GiB. `0`: the threads are in the engine's own processes."""
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class FsConfig(StoreConfig):
     """`{"type": "fs", …}` of `secondary_tiers`: a directory below the host tier."""
 
     example = '{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}'
     locality = "LOCAL"
 
-    root_dir: str
-    """Where the files are: an absolute path. The directory is made if it is not there,
-    readable for its owner alone. Engines may share it."""
+    root_dir: Text
+    """Where the files are: an absolute path. The directory is created if it does not
+    exist, readable for its owner alone. Engines may share it."""
 
-    max_gib: float
-    """GiB that all files below `root_dir` may take together, whoever wrote them."""
+    max_gib: Above0
+    """GiB that all files under `root_dir` may take together, whoever wrote them."""
 
-    num_threads: int = 16
-    """Threads of each rank that read, and as many that write, in all its processes
-    together."""
+    debug: FsDebug = field(default_factory=FsDebug)
 
-    num_processes: int = 2
-    """Processes of each rank in which these threads are, so that they do not hold up
-    the engine, nor it them. Each maps the rank's host memory: page tables of 2 MiB for
-    a GiB. `0`: they are in the engine's own processes."""
+    @field_validator("root_dir")
+    @classmethod
+    def _check_root_dir(cls, path: str) -> str:
+        if not os.path.isabs(path) or "\0" in path:
+            raise ValueError(
+                f"must be the absolute path of a directory, got {path!r}. Give one "
+                "like /mnt/kv."
+            )
+        return path
 
     @property
     def name(self) -> str:
@@ -88,21 +110,9 @@ class FsConfig(StoreConfig):
     def max_bytes(self) -> int:
         return int(self.max_gib * GiB)
 
-    def check_values(self) -> None:
-        super().check_values()
-        path = self.root_dir
-        if not isinstance(path, str) or not os.path.isabs(path) or "\0" in path:
-            raise ValueError(
-                f"{self.setting('root_dir')} must be the absolute path of a directory, "
-                f"got {path!r}. Give one like /mnt/kv."
-            )
-        self.check_above_0("max_gib")
-        self.check_whole("num_threads", most=MAX_THREADS)
-        self.check_whole("num_processes", least=0, most=MAX_PROCESSES)
-
     @property
     def uses_memory_file(self) -> bool:
-        return self.num_processes > 0
+        return self.debug.num_processes > 0
 
     def open(self, namespace: str, rank: int, slot_bytes: int) -> "FsStore":
         return FsStore(self, namespace, rank, slot_bytes)
@@ -186,9 +196,9 @@ class FsStore(BlockStore):
         self._place = Place(
             config.root_dir, config.max_bytes, namespace, rank, slot_bytes
         )
-        self._files = Files(self._place, config.num_threads)
+        self._files = Files(self._place, config.debug.num_threads)
         self._pauses = WritePauses(Path(config.root_dir))
-        self._deadline_s = config.deadline_ms / 1e3
+        self._deadline_s = config.debug.deadline_ms / 1e3
         # Threads that write and threads that read come by.
         self._lock = threading.Lock()
         self._evicted_bytes = 0
@@ -202,9 +212,9 @@ class FsStore(BlockStore):
 
     def register_file(self, file: MemoryFile) -> None:
         assert self._memory is not None, "register comes first"
-        if not (num := self._config.num_processes):
+        if not (num := self._config.debug.num_processes):
             return
-        num_threads = -(-self._config.num_threads // num)
+        num_threads = -(-self._config.debug.num_threads // num)
         try:
             self._processes = FileProcesses(
                 self._place, self._memory, file, num, num_threads

@@ -6,10 +6,15 @@ batch calls for several buffers, straight from and to the slots.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import field, replace
 from functools import partial
 from time import monotonic
+from typing import Annotated, Literal
 
+from pydantic import Field, field_validator
+from pydantic.dataclasses import dataclass
+
+from vllm.v1.kv_tier.options import SETTINGS, Above0, From0, Text
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.breaker import Breaker
 from vllm.v1.kv_tier.stores.format import ObjectFormat
@@ -20,7 +25,7 @@ from vllm.v1.kv_tier.stores.mooncake_client import (
     buffers,
     import_client,
 )
-from vllm.v1.kv_tier.stores.settings import StoreConfig
+from vllm.v1.kv_tier.stores.settings import StoreConfig, StoreDebug
 from vllm.v1.kv_tier.stores.threads import Threads
 
 GiB = 1 << 30
@@ -35,34 +40,51 @@ _MISSES = _NOT_THERE, _LEASE_OVER = (-704, -707)
 _NO_ROOM = -200
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class MooncakeDebug(StoreDebug):
+    """`debug` of an entry of type `mooncake`."""
+
+    metadata_server: Annotated[Text, Field(min_length=1)] = "P2PHANDSHAKE"
+    """Mooncake's metadata server. With `P2PHANDSHAKE` there is none."""
+
+    rdma_devices: Text = ""
+    """Devices for `rdma`, with commas between them. Empty: Mooncake chooses."""
+
+    local_hostname: Text = ""
+    """Name or address by which other nodes reach this one. Empty: the address that
+    reaches the master."""
+
+    global_segment_gib: From0 = 0.0
+    """GiB of memory that this engine gives to the store, in its first rank."""
+
+    timeout_ms: Above0 = 4000.0
+    """How long an operation that makes no progress may take, in milliseconds, about. A
+    single transfer has a quarter of it: a second at least."""
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class MooncakeConfig(StoreConfig):
     """`{"type": "mooncake", …}` of `secondary_tiers`: a Mooncake Store."""
 
     example = '{"type": "mooncake", "master": "127.0.0.1:50051"}'
 
-    master: str
+    master: Text
     """`host:port` of `mooncake_master`."""
 
-    metadata_server: str = "P2PHANDSHAKE"
-    """Mooncake's metadata server. With `P2PHANDSHAKE` there is none."""
-
-    protocol: str = "tcp"
+    protocol: Literal["tcp", "rdma"] = "tcp"
     """`tcp`, or `rdma`."""
 
-    rdma_devices: str = ""
-    """Devices for `rdma`, with commas between them. Empty: Mooncake chooses."""
+    debug: MooncakeDebug = field(default_factory=MooncakeDebug)
 
-    local_hostname: str = ""
-    """Name or address by which other nodes reach this one. Empty: the address that
-    reaches the master."""
-
-    global_segment_gib: float = 0.0
-    """GiB of memory that this engine gives to the store, in its first rank."""
-
-    timeout_ms: float = 4000.0
-    """How long an operation may take about that makes no progress, in milliseconds. The
-    single transfer has a quarter of it: a second at least."""
+    @field_validator("master")
+    @classmethod
+    def _check_master(cls, master: str) -> str:
+        host, _, port = master.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ValueError(
+                f"must be host:port, got {master!r}. Give one like 127.0.0.1:50051."
+            )
+        return master
 
     @property
     def name(self) -> str:
@@ -71,39 +93,16 @@ class MooncakeConfig(StoreConfig):
     @property
     def timeout_s(self) -> int:
         """Of a transfer, or a call to the master."""
-        return max(1, round(self.timeout_ms / 4e3))
+        return max(1, round(self.debug.timeout_ms / 4e3))
 
     @property
     def address(self) -> tuple[str, int]:
         host, _, port = self.master.rpartition(":")
         return host.strip("[]"), int(port)
 
-    def check_values(self) -> None:
-        super().check_values()
-        self.check_text("master", like="127.0.0.1:50051")
-        host, _, port = self.master.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise ValueError(
-                f"{self.setting('master')} must be host:port, got {self.master!r}. "
-                "Give one like 127.0.0.1:50051."
-            )
-        self.check_text("metadata_server", like="P2PHANDSHAKE")
-        for name in ("rdma_devices", "local_hostname"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(
-                    f"{self.setting(name)} must be a text, got {getattr(self, name)!r}."
-                )
-        if self.protocol not in ("tcp", "rdma"):
-            raise ValueError(
-                f"{self.setting('protocol')} must be tcp or rdma, got "
-                f"{self.protocol!r}."
-            )
-        self.check_above_0("timeout_ms")
-        self.check_above_0("global_segment_gib", or_0=True)
-
     def of_a_reader(self) -> "MooncakeConfig":
         # It has the number of the rank that writes, which gives its memory.
-        return replace(self, global_segment_gib=0.0)
+        return replace(self, debug=replace(self.debug, global_segment_gib=0.0))
 
     def check(self) -> None:
         try:
@@ -120,9 +119,9 @@ class MooncakeConfig(StoreConfig):
         except (OSError, RuntimeError) as e:
             raise ValueError(
                 f"{self.setting('master')} {self.master} cannot be used ({e}). Start "
-                "mooncake_master there, or correct the address; metadata_server "
-                f"{self.metadata_server} and protocol {self.protocol} must be those of "
-                "its nodes."
+                "mooncake_master there, or correct the address; debug.metadata_server "
+                f"{self.debug.metadata_server} and protocol {self.protocol} must be "
+                "those of its nodes."
             ) from e
 
     def open(self, namespace: str, rank: int, slot_bytes: int) -> "MooncakeStore":
@@ -147,9 +146,9 @@ class MooncakeStore(BlockStore):
     ) -> None:
         self._config = config
         self._prefix = f"kvtier/{namespace}/r{rank}/"
-        self._gives = rank == 0 and config.global_segment_gib > 0
+        self._gives = rank == 0 and config.debug.global_segment_gib > 0
         self._format = ObjectFormat(namespace, rank, slot_bytes)
-        self._deadline_s = config.deadline_ms / 1e3
+        self._deadline_s = config.debug.deadline_ms / 1e3
         self._batch = min(MAX_BATCH, max(1, _BATCH_BYTES // slot_bytes))
         self._threads = Threads(_NUM_THREADS, "mooncake")
         self._client = SharedClient(config)
@@ -162,7 +161,7 @@ class MooncakeStore(BlockStore):
         if self._gives:
             # One of its own, which is not closed when a transfer fails: what the store
             # keeps here would be lost.
-            num_bytes = int(self._config.global_segment_gib * GiB)
+            num_bytes = int(self._config.debug.global_segment_gib * GiB)
             self._giver = Client(self._config, segment_bytes=num_bytes)
 
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:

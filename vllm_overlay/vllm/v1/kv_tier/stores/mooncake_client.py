@@ -68,16 +68,16 @@ class Client:
         _set_deadlines(config.timeout_s)
         # Without a master, setting up takes a minute and a half.
         with socket.create_connection(config.address, config.timeout_s) as connection:
-            hostname = config.local_hostname or connection.getsockname()[0]
+            hostname = config.debug.local_hostname or connection.getsockname()[0]
         self._free: queue.SimpleQueue[list[memoryview]] = queue.SimpleQueue()
         self.calls = import_client()()
         code = self.calls.setup(
             hostname,
-            config.metadata_server,
+            config.debug.metadata_server,
             segment_bytes,
             _LOCAL_BUFFER_BYTES,
             config.protocol,
-            config.rdma_devices,
+            config.debug.rdma_devices,
             config.master,
         )
         if code:

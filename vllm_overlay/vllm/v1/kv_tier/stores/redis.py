@@ -12,16 +12,20 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qsl, quote, unquote
 
+from pydantic import Field, field_validator
+from pydantic.dataclasses import dataclass
+
+from vllm.v1.kv_tier.options import SETTINGS, Above0, Count
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.breaker import Breaker
 from vllm.v1.kv_tier.stores.format import ObjectFormat
 from vllm.v1.kv_tier.stores.resp import Refused, Wire, command
-from vllm.v1.kv_tier.stores.settings import StoreConfig
+from vllm.v1.kv_tier.stores.settings import StoreConfig, StoreDebug
 from vllm.v1.kv_tier.stores.threads import MAX_THREADS, Threads
 
 _WINDOW_BYTES = 8 << 20
@@ -41,7 +45,27 @@ _OPTIONS = re.compile("ssl_[a-z_]+|db|username|password|client_name")
 _VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 
 
-@dataclass(frozen=True)
+def _query_of(url: str) -> list[tuple[str, str]]:
+    found = _URL.fullmatch(url)
+    return parse_qsl((found and found["query"]) or "", keep_blank_values=True)
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class RedisDebug(StoreDebug):
+    """`debug` of an entry of type `redis`."""
+
+    num_connections: Annotated[Count, Field(le=MAX_THREADS)] = 2
+    """Connections of each rank to read with, and as many to write with."""
+
+    timeout_ms: Above0 = 2000.0
+    """How long the server may take for an operation, in milliseconds."""
+
+    ttl_s: Count | None = None
+    """Seconds after which the server forgets an object that was not written again.
+    `null`: it keeps what its memory allows."""
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class RedisConfig(StoreConfig):
     """`{"type": "redis", …}` of `secondary_tiers`: a Valkey or Redis server."""
 
@@ -55,15 +79,39 @@ class RedisConfig(StoreConfig):
     password_env: str | None = field(default=None, repr=False)
     """Environment variable that has the password."""
 
-    num_connections: int = 2
-    """Connections of each rank to read with, and as many to write with."""
+    debug: RedisDebug = field(default_factory=RedisDebug)
 
-    timeout_ms: float = 2000.0
-    """How long the server may take for an operation, in milliseconds."""
+    # Neither is shown in a message: the one may contain a password, and a password may
+    # have been given for the other.
 
-    ttl_s: int | None = None
-    """Seconds after which the server forgets what nobody has written again. `null`: it
-    keeps what its memory allows."""
+    @field_validator("url", mode="plain")
+    @classmethod
+    def _check_url(cls, url: Any) -> Any:
+        if not isinstance(url, str) or not url.startswith(("redis://", "rediss://")):
+            raise ValueError(
+                "must begin with redis:// or rediss://. Give one like "
+                "redis://127.0.0.1:6379."
+            )
+        names = [name for name, _ in _query_of(url)]
+        if not _URL.fullmatch(url) or not all(map(_OPTIONS.fullmatch, names)):
+            raise ValueError(
+                "must be redis://[user[:password]@]host[:port][/db], with options "
+                "ssl_…, db, username, password or client_name. It is not shown, since "
+                "it may have a password. Write special characters in that as %XX (%40 "
+                "for @, %2F for /, %23 for #, %3F for ?), or put it into an "
+                "environment variable, and name that with password_env."
+            )
+        return url
+
+    @field_validator("password_env", mode="plain")
+    @classmethod
+    def _check_password_env(cls, name: Any) -> Any:
+        if name is not None and not (isinstance(name, str) and name):
+            raise ValueError(
+                "must be a text that is not empty. Its value is not shown. Give the "
+                "name of an environment variable, like VALKEY_PASSWORD."
+            )
+        return name
 
     @property
     def name(self) -> str:
@@ -78,37 +126,7 @@ class RedisConfig(StoreConfig):
             shown = shown.replace(secret, "***")
         return shown
 
-    def check_values(self) -> None:
-        super().check_values()
-        url = self.url
-        if not isinstance(url, str) or not url.startswith(("redis://", "rediss://")):
-            raise ValueError(
-                f"{self.setting('url')} must begin with redis:// or rediss://. Give "
-                "one like redis://127.0.0.1:6379."
-            )
-        names = [name for name, _ in self._query()]
-        if not self._parts or not all(map(_OPTIONS.fullmatch, names)):
-            raise ValueError(
-                f"{self.setting('url')} must be redis://[user[:password]@]host[:port]"
-                "[/db], with options ssl_…, db, username, password or client_name. It "
-                "is not shown, since it may have a password. Write special characters "
-                "in that as %XX (%40 for @, %2F for /, %23 for #, %3F for ?), or put "
-                "it into an environment variable, and name that with password_env."
-            )
-        self.check_above_0("timeout_ms")
-        self.check_whole("num_connections", most=MAX_THREADS)
-        if self.ttl_s is not None:
-            self.check_whole("ttl_s")
-        if self.password_env is not None and not isinstance(self.password_env, str):
-            raise ValueError(
-                f"{self.setting('password_env')} must be a text, but its value is not "
-                "shown. Give the name of an environment variable, like VALKEY_PASSWORD."
-            )
-        if self.password_env is not None:
-            self.check_text("password_env", like="VALKEY_PASSWORD")
-
     def check(self) -> None:
-        self.check_values()
         # Not raised where another exception is known, which may have a password.
         if (fault := self._fault()) is not None:
             raise ValueError(self.without_secrets(fault))
@@ -154,7 +172,7 @@ class RedisConfig(StoreConfig):
         return None
 
     def _probe(self) -> None:
-        wire = Wire(self.connection(), self.timeout_ms / 1e3)
+        wire = Wire(self.connection(), self.debug.timeout_ms / 1e3)
         try:
             probe = b"kvtier:probe:%d" % os.getpid()
             wire.send(command(b"SET", probe, b"1", b"EX", b"60"))
@@ -170,14 +188,11 @@ class RedisConfig(StoreConfig):
         found = _URL.fullmatch(self.url)
         return {} if found is None else found.groupdict()
 
-    def _query(self) -> list[tuple[str, str]]:
-        return parse_qsl(self._parts.get("query") or "", keep_blank_values=True)
-
     def _secrets(self) -> set[str]:
         """What must be in no message, as it may stand there."""
         parts = self._parts
         given = [parts.get("password"), os.environ.get(self.password_env or "")]
-        given += [value for name, value in self._query() if "password" in name]
+        given += [value for name, value in _query_of(self.url) if "password" in name]
         if not any(given):
             # Somebody may take it for one.
             given.append(parts.get("user"))
@@ -203,7 +218,7 @@ class RedisConfig(StoreConfig):
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        seconds = self.timeout_ms / 1e3
+        seconds = self.debug.timeout_ms / 1e3
         options: dict[str, Any] = {
             "socket_timeout": seconds,
             "socket_connect_timeout": seconds,
@@ -236,9 +251,9 @@ class RedisStore(BlockStore):
         self._config = config
         self._prefix = f"kvtier:{namespace}:r{rank}:".encode()
         self._format = ObjectFormat(namespace, rank, slot_bytes)
-        self._deadline_s = config.deadline_ms / 1e3
-        self._readers = Threads(config.num_connections, "redis-get")
-        self._writers = Threads(config.num_connections, "redis-put")
+        self._deadline_s = config.debug.deadline_ms / 1e3
+        self._readers = Threads(config.debug.num_connections, "redis-get")
+        self._writers = Threads(config.debug.num_connections, "redis-put")
         self._window = max(1, _WINDOW_BYTES // slot_bytes)
         self._idle: list[Wire] = []
         self._breaker = Breaker(config.name)
@@ -281,7 +296,9 @@ class RedisStore(BlockStore):
         deadline: float = math.inf,
     ) -> list[bool]:
         """Answers of `work`, which is no to all that has not begun at the deadline."""
-        n = max(1, min(self._window, -(-len(keys) // self._config.num_connections)))
+        n = max(
+            1, min(self._window, -(-len(keys) // self._config.debug.num_connections))
+        )
 
         def window(keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
             return self._ask(lambda wire: work(wire, keys, rows), len(keys))
@@ -314,7 +331,7 @@ class RedisStore(BlockStore):
                 wire.close()
                 wire = None
         if wire is None:
-            seconds = self._config.timeout_ms / 1e3
+            seconds = self._config.debug.timeout_ms / 1e3
             wire = Wire(self._config.connection(), seconds)
         wire.begin()
         try:
@@ -329,7 +346,11 @@ class RedisStore(BlockStore):
     ) -> list[bool]:
         names = [self._name(key) for key in keys]
         # What is there becomes recently used, and is not sent again.
-        ttl = None if self._config.ttl_s is None else b"%d" % self._config.ttl_s
+        ttl = (
+            None
+            if self._config.debug.ttl_s is None
+            else b"%d" % self._config.debug.ttl_s
+        )
         touch = [b"TOUCH"] if ttl is None else [b"EXPIRE"]
         after = [] if ttl is None else [ttl]
         answers = wire.ask(command(*touch, name, *after) for name in names)

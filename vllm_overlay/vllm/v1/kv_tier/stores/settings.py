@@ -1,21 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the settings of all types of `secondary_tiers` have in common."""
 
-import dataclasses
-import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import field
+from typing import Any, ClassVar, Literal
 
+from pydantic.dataclasses import dataclass
 from typing_extensions import Self
 
+from vllm.v1.kv_tier.options import (
+    FLAG,
+    SETTINGS,
+    Above0,
+    Count,
+    From0,
+    Text,
+    make,
+    path,
+    with_debug,
+)
 from vllm.v1.kv_tier.stores.base import BlockStore
 
-SECONDARY_TIERS = "--kv-offloading-config: secondary_tiers"
-FETCH = IF_FASTER, ALWAYS = ("if_faster", "always")
+SECONDARY_TIERS = f"{FLAG}: secondary_tiers"
+ALWAYS = "always"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class StoreDebug:
+    """`debug` of an entry of `secondary_tiers`. Its fields are the keys."""
+
+    store_from_use: Count = 2
+    """Write a block only from its n-th use on: being computed is one, and so is every
+    hit. `1` writes all that the host tier has."""
+
+    deadline_ms: Above0 = 5000.0
+    """How long a fetch may take, in milliseconds. What has not begun by then is
+    computed."""
+
+    fetch: Literal["if_faster", "always"] = "if_faster"
+    """Which blocks are fetched. `if_faster`: where that takes less time than computing
+    them, as measured. `always`: all that the tier has, which spares the device work
+    and may take a request longer."""
+
+    flush_s: From0 = 3.0
+    """How long the engine, when it ends, writes blocks that the host has and the tier
+    lacks, in seconds: the most used first. An engine without requests goes on writing
+    for as long, too. `0` writes nothing then."""
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class StoreConfig(ABC):
     """An entry of `secondary_tiers`. Its fields are the keys of the entry.
 
@@ -23,64 +56,40 @@ class StoreConfig(ABC):
     """
 
     example: ClassVar[str]
-    """An entry with all that must be there, for messages."""
+    """An entry with all required keys, for messages."""
 
     locality: ClassVar[str] = "REMOTE"
     """`LOCAL` or `REMOTE`, as KV events have it."""
 
-    store_from_use: int = 2
-    """Write a block only from its n-th use on: being computed is one, and so is every
-    hit. `1` writes all that the host tier has."""
+    type: Text = field(default="", compare=False)
+    """`fs`, `redis`, `mooncake`, or the import path of a `StoreConfig`."""
 
-    deadline_ms: float = 5000.0
-    """How long a fetch may take, in milliseconds. What has not begun by then is
-    computed."""
-
-    fetch: str = IF_FASTER
-    """Which blocks are fetched. `if_faster`: where that takes less time than computing
-    them, as measured. `always`: all that the tier has, which spares the device work
-    and may take a request longer."""
-
-    flush_s: float = 3.0
-    """How long the engine, told to end, writes what the host has and the tier has not,
-    in seconds: what was used most first. So long an engine without requests goes on
-    with what it was to write, too. `0` writes nothing then."""
+    debug: StoreDebug = field(default_factory=StoreDebug)
 
     index: int = 0
     """Which entry it is, for messages. Not a key of the entry."""
 
     @classmethod
-    def from_entry(cls, entry: dict[str, Any], index: int = 0) -> Self:
-        """The settings of an entry of `secondary_tiers`.
+    def from_entry(
+        cls, entry: dict[str, Any], index: int = 0
+    ) -> tuple[Self, list[str]]:
+        """The settings of an entry of `secondary_tiers`, and those of its keys that
+        belong into `debug`.
 
         Raises:
-            ValueError: A setting is wrong. The message names it, its value and the
-                mend.
+            ValueError: A line for each wrong setting names it, its value and the fix.
 
         """
-        setting, kind = f"{SECONDARY_TIERS}[{index}]", entry.get("type")
-        fields = {f.name: f for f in dataclasses.fields(cls) if f.name != "index"}
-        for key in entry:
-            if key not in fields and key != "type":
-                # A text may be a password.
-                value = entry[key]
-                shown = f" (value {value!r})" if isinstance(value, int | float) else ""
-                if "pass" in str(key).lower():
-                    shown = ""
-                raise ValueError(
-                    f"{setting}: unknown key {key!r}{shown}. Known keys of type "
-                    f"{kind!r}: {', '.join(fields)}."
-                )
-        for name, field in fields.items():
-            if field.default is dataclasses.MISSING and name not in entry:
-                raise ValueError(
-                    f"{setting}.{name} is missing. An entry of type {kind!r} needs at "
-                    f"least {cls.example}."
-                )
-        values = {key: entry[key] for key in fields if key in entry}
-        config = cls(**values, index=index)
-        config.check_values()
-        return config
+        setting = f"{SECONDARY_TIERS}[{index}]"
+        own = vars(cls)
+        if "__dataclass_params__" in own and "__pydantic_validator__" not in own:
+            raise ValueError(
+                f"{setting}.type {entry.get('type')!r} is a plain dataclass, whose "
+                "settings are not checked. Decorate it with that of "
+                "pydantic.dataclasses."
+            )
+        values, moved = with_debug(cls, entry, setting)
+        return make(cls, values, setting, index=index), moved
 
     @property
     @abstractmethod
@@ -93,22 +102,6 @@ class StoreConfig(ABC):
         processes can map, see `BlockStore.register_file`."""
         return False
 
-    def check_values(self) -> None:
-        """Look at the values alone.
-
-        Raises:
-            ValueError: One is wrong. The message names it, its value and the mend.
-
-        """
-        self.check_above_0("deadline_ms")
-        self.check_above_0("flush_s", or_0=True)
-        self.check_whole("store_from_use")
-        if self.fetch not in FETCH:
-            raise ValueError(
-                f"{self.setting('fetch')} must be one of {', '.join(FETCH)}, got "
-                f"{self.fetch!r}."
-            )
-
     def of_a_reader(self) -> Self:
         """The settings for a rank whose objects another rank writes."""
         return self
@@ -118,8 +111,7 @@ class StoreConfig(ABC):
         """See that it can be used: once for all, and on each rank before it opens it.
 
         Raises:
-            ValueError: It cannot. The message names the setting, its value and the
-                mend.
+            ValueError: It cannot. The message names the setting, its value and the fix.
 
         """
 
@@ -137,37 +129,6 @@ class StoreConfig(ABC):
 
         """
 
-    # ------------------------------------------------------- for those who check
-
-    def setting(self, name: str) -> str:
+    def setting(self, *keys: str) -> str:
         """A setting as messages begin with it."""
-        return f"{SECONDARY_TIERS}[{self.index}].{name}"
-
-    def check_above_0(self, *names: str, or_0: bool = False) -> None:
-        for name in names:
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_right = is_number and 0 <= value < math.inf and (or_0 or value)
-            if not is_right:
-                least = "0 or more" if or_0 else "above 0"
-                raise ValueError(
-                    f"{self.setting(name)} must be {least}, got {value!r}."
-                )
-
-    def check_whole(self, name: str, least: int = 1, most: float = math.inf) -> None:
-        value = getattr(self, name)
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or not least <= value <= most:
-            upto = "on" if most == math.inf else f"to {most}"
-            raise ValueError(
-                f"{self.setting(name)} must be a whole number from {least} {upto}, got "
-                f"{value!r}."
-            )
-
-    def check_text(self, name: str, like: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, str) or not value:
-            raise ValueError(
-                f"{self.setting(name)} must be a text, got {value!r}. Give one like "
-                f"{like}."
-            )
+        return path(f"{SECONDARY_TIERS}[{self.index}]", *keys)
