@@ -8,11 +8,13 @@ As `worst_step.py`, which says what is timed.
 """
 
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from bench.worst_step import SITUATIONS, Steps, main, situation
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
-from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
+from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepReport
 
 SITUATIONS.clear()
 
@@ -78,7 +80,7 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
 
 @situation
 def all_fetches_end_at_once(num_slots: int) -> Steps:
-    """Half of the slots are being filled, and all jobs end in one step."""
+    """A quarter of the slots is to be filled, and all jobs end in one step."""
     from tests.unit.below import Below, Request
 
     below = Below(64, num_slots, max_job=64, max_known=4 * num_slots)
@@ -90,18 +92,50 @@ def all_fetches_end_at_once(num_slots: int) -> Steps:
     below.tier.begin()
     below.asked(request)
     hit = [below.pool.get_cached_block(h, [0])[0] for h in hashes]  # type: ignore[index]
+    jobs = []
     yield True
     below.tier.try_promote(hit, request=request)
-    jobs = below.tier.end().secondary
-    yield False
+    while jobs_of_step := below.tier.end().secondary:
+        jobs += jobs_of_step
+        yield True
+        below.tier.begin()
+        assert below.pool.is_loading(request, True)  # type: ignore[arg-type]
+    assert sum(len(job.slots) for job in jobs) == num_blocks
+    yield from _all_end(below, jobs)
+    assert len(below.pool.host) == num_blocks
+
+
+@situation
+def all_writes_end_at_once(num_slots: int) -> Steps:
+    """A quarter of the slots is being written below, and all jobs end in one step."""
+    from tests.unit.below import Below
+
+    num_blocks = num_slots // 4
+    below = Below(64, num_slots, max_job=64, max_writing=num_blocks, max_known=10**6)
+    jobs: list[SecondaryJob] = []
+    for i in range(0, num_blocks, 1000):
+        below.tier.begin()
+        for j in range(i, i + 1000):
+            key = make_block_hash_with_group_id(_hash(j), 0)
+            below.pool.host.insert((key,), 32, below.pool._draft.seq)
+        jobs += below.tier.end().secondary
+    while sum(len(job.slots) for job in jobs) < num_blocks:
+        jobs += below.jobs(below.plans(1))
+    yield from _all_end(below, jobs)
+    assert not below.backing.spillers[0].num_writing  # type: ignore[union-attr]
+
+
+def _all_end(below: Any, jobs: Sequence[SecondaryJob]) -> Steps:
+    """One report tells of the end of all jobs."""
     results = [
         SecondaryResult(job.number, [True] * len(job.slots), 0.1) for job in jobs
     ]
     yield True
     below.pool.apply_report(StepReport(secondary=results))
-    yield True
-    below.tier.begin()
-    below.tier.end()
+    for _ in range(60):
+        yield True
+        below.tier.begin()
+        below.tier.end()
 
 
 @situation
