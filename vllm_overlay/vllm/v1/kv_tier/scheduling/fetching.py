@@ -114,8 +114,12 @@ class Fetching:
         self._num_left = tuning.max_fetches
 
     def forget(self) -> None:
-        """Nothing that was found is there any more."""
+        """Nothing that was found is there any more, and nothing else is fetched."""
         self.found.clear()
+        for reference in self._unbegun:
+            if (wait := reference()) is not None:
+                wait.rest = []
+        self._unbegun.clear()
 
     def is_fetching(self, key: BlockHashWithGroupId) -> bool:
         """Whether `key` is on its way from a tier."""
