@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from bench.worst_step import SITUATIONS, Steps, main, situation
+from bench.worst_step import SITUATIONS, Steps, main, situation, started
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepReport
 
@@ -30,6 +30,7 @@ def prompt_without_room(num_slots: int) -> Steps:
 
     num_blocks = num_slots // 4
     tier = Tier(num_blocks + num_blocks // 8, num_slots, load_s=40e-6)
+    started()
     tier.begin()
     slots = [
         tier.host.insert(
@@ -61,6 +62,7 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
     from tests.unit.below import Below, Request
 
     below = Below(64, 1000)
+    started()
     below.tier.pool.costs.clock = lambda: 0.0
     below.store.answers.clear()
     requests = []
@@ -84,6 +86,7 @@ def all_fetches_end_at_once(num_slots: int) -> Steps:
     from tests.unit.below import Below, Request
 
     below = Below(64, num_slots, max_job=64, max_known=4 * num_slots)
+    started()
     num_blocks = num_slots // 4
     hashes = [_hash(i) for i in range(num_blocks)]
     below.store.keys = {bytes(make_block_hash_with_group_id(h, 0)) for h in hashes}
@@ -112,6 +115,7 @@ def all_writes_end_at_once(num_slots: int) -> Steps:
 
     num_blocks = num_slots // 4
     below = Below(64, num_slots, max_job=64, max_writing=num_blocks, max_known=10**6)
+    started()
     jobs: list[SecondaryJob] = []
     for i in range(0, num_blocks, 1000):
         below.tier.begin()
@@ -144,6 +148,7 @@ def all_slots_are_due(num_slots: int) -> Steps:
     from tests.unit.below import Below
 
     below = Below(64, num_slots, max_job=64, max_writing=num_slots // 4)
+    started()
     for first in range(0, num_slots, 2000):
         below.tier.begin()
         for i in range(first, first + 2000):
@@ -165,6 +170,7 @@ def late_replay_of_all_keys(num_slots: int) -> Steps:
     from tests.unit.test_events import BLOCK, Publisher, request
 
     tier = Publisher(num_blocks=num_slots + 30, num_slots=40)
+    started()
     tier.compute(request(range(BLOCK * num_slots)))
     tier.pool.take_events()
     tier.pool.events.tell_all_anew()
@@ -182,6 +188,7 @@ def idle_device_is_given_back(num_slots: int) -> Steps:
 
     elastic.NUM_BLOCKS = num_slots // 2
     tier = elastic.ElasticTier()
+    started()
     tier.elastic.mapper.unmapped = []  # type: ignore[attr-defined]
     tier.run_idle()
     tier.now = 5.0

@@ -363,16 +363,18 @@ class TierEvents:
         anew, touched = self._anew, self._touched
         num_new = len(anew) + len(touched) - self._num_behind
         num = TOLD_AT_ONCE + max(0, num_new)
+        taken: list[BlockHashWithGroupId] = []
         if anew:
             taken = anew[-num:]
             del anew[-num:]
             taken.reverse()
-        else:
-            taken = list(islice(touched, num))
-            for key in taken:
-                del touched[key]
+            num = max(0, TOLD_AT_ONCE - len(taken))
+        changed = list(islice(touched, num))
+        for key in changed:
+            del touched[key]
         self._num_behind = len(anew) + len(touched)
-        return taken
+        # What is told anew may have changed since.
+        return [*dict.fromkeys(taken + changed)] if taken else changed
 
     def _told_by_upstream(self, keys: list[BlockHashWithGroupId]) -> None:
         """The last event stores `keys` on the device."""
