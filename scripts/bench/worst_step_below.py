@@ -8,11 +8,13 @@ As `worst_step.py`, which says what is timed.
 """
 
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
-from bench.worst_step import SITUATIONS, Steps, main, situation
+from bench.worst_step import SITUATIONS, Steps, main, situation, started
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
-from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
+from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepReport
 
 SITUATIONS.clear()
 
@@ -28,6 +30,7 @@ def prompt_without_room(num_slots: int) -> Steps:
 
     num_blocks = num_slots // 4
     tier = Tier(num_blocks + num_blocks // 8, num_slots, load_s=40e-6)
+    started()
     tier.begin()
     slots = [
         tier.host.insert(
@@ -59,6 +62,7 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
     from tests.unit.below import Below, Request
 
     below = Below(64, 1000)
+    started()
     below.tier.pool.costs.clock = lambda: 0.0
     below.store.answers.clear()
     requests = []
@@ -78,10 +82,11 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
 
 @situation
 def all_fetches_end_at_once(num_slots: int) -> Steps:
-    """Half of the slots are being filled, and all jobs end in one step."""
+    """A quarter of the slots is to be filled, and all jobs end in one step."""
     from tests.unit.below import Below, Request
 
     below = Below(64, num_slots, max_job=64, max_known=4 * num_slots)
+    started()
     num_blocks = num_slots // 4
     hashes = [_hash(i) for i in range(num_blocks)]
     below.store.keys = {bytes(make_block_hash_with_group_id(h, 0)) for h in hashes}
@@ -90,18 +95,51 @@ def all_fetches_end_at_once(num_slots: int) -> Steps:
     below.tier.begin()
     below.asked(request)
     hit = [below.pool.get_cached_block(h, [0])[0] for h in hashes]  # type: ignore[index]
+    jobs = []
     yield True
     below.tier.try_promote(hit, request=request)
-    jobs = below.tier.end().secondary
-    yield False
+    while jobs_of_step := below.tier.end().secondary:
+        jobs += jobs_of_step
+        yield True
+        below.tier.begin()
+        assert below.pool.is_loading(request, True)  # type: ignore[arg-type]
+    assert sum(len(job.slots) for job in jobs) == num_blocks
+    yield from _all_end(below, jobs)
+    assert len(below.pool.host) == num_blocks
+
+
+@situation
+def all_writes_end_at_once(num_slots: int) -> Steps:
+    """A quarter of the slots is being written below, and all jobs end in one step."""
+    from tests.unit.below import Below
+
+    num_blocks = num_slots // 4
+    below = Below(64, num_slots, max_job=64, max_writing=num_blocks, max_known=10**6)
+    started()
+    jobs: list[SecondaryJob] = []
+    for i in range(0, num_blocks, 1000):
+        below.tier.begin()
+        for j in range(i, i + 1000):
+            key = make_block_hash_with_group_id(_hash(j), 0)
+            below.pool.host.insert((key,), 32, below.pool._draft.seq)
+        jobs += below.tier.end().secondary
+    while sum(len(job.slots) for job in jobs) < num_blocks:
+        jobs += below.jobs(below.plans(1))
+    yield from _all_end(below, jobs)
+    assert not below.backing.spillers[0].num_writing  # type: ignore[union-attr]
+
+
+def _all_end(below: Any, jobs: Sequence[SecondaryJob]) -> Steps:
+    """One report tells of the end of all jobs."""
     results = [
         SecondaryResult(job.number, [True] * len(job.slots), 0.1) for job in jobs
     ]
     yield True
     below.pool.apply_report(StepReport(secondary=results))
-    yield True
-    below.tier.begin()
-    below.tier.end()
+    for _ in range(60):
+        yield True
+        below.tier.begin()
+        below.tier.end()
 
 
 @situation
@@ -110,6 +148,7 @@ def all_slots_are_due(num_slots: int) -> Steps:
     from tests.unit.below import Below
 
     below = Below(64, num_slots, max_job=64, max_writing=num_slots // 4)
+    started()
     for first in range(0, num_slots, 2000):
         below.tier.begin()
         for i in range(first, first + 2000):
@@ -131,6 +170,7 @@ def late_replay_of_all_keys(num_slots: int) -> Steps:
     from tests.unit.test_events import BLOCK, Publisher, request
 
     tier = Publisher(num_blocks=num_slots + 30, num_slots=40)
+    started()
     tier.compute(request(range(BLOCK * num_slots)))
     tier.pool.take_events()
     tier.pool.events.tell_all_anew()
@@ -148,6 +188,7 @@ def idle_device_is_given_back(num_slots: int) -> Steps:
 
     elastic.NUM_BLOCKS = num_slots // 2
     tier = elastic.ElasticTier()
+    started()
     tier.elastic.mapper.unmapped = []  # type: ignore[attr-defined]
     tier.run_idle()
     tier.now = 5.0

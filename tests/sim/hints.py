@@ -85,5 +85,5 @@ class WatchedHints:
 
     def _has_expired(self, key: Hashable) -> bool:
         assert self._watched is not None
-        about = self._watched._said.get(key)
+        about = self._watched._said.about(key)
         return about is not None and about.until <= self._watched._said.clock()

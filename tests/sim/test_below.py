@@ -37,13 +37,21 @@ MAX_SCRIPTS = 1000
 
 
 def with_below(script: Script, seed: int, delay: int, num_ranks: int = 1) -> Script:
-    """Few slots, so that much comes back from below. Resets leave it alone."""
+    """Few slots, so that much comes back from below. Resets leave it alone. In most of
+    them steps leave some of what begins and ends to the next ones."""
+    tuning = replace(
+        script.setup.tuning,
+        fetch_part=1.0,
+        assumed_prefill_s=1e3,
+        max_fetches=(1, 2, 4096)[seed % 3],
+        max_ended=(1, 2, 4096)[seed // 3 % 3],
+    )
     setup = replace(
         script.setup,
         below=(seed, delay, num_ranks),
         num_slots=4 + script.setup.num_slots // 4,
         store_from_use=1,
-        tuning=replace(script.setup.tuning, fetch_part=1.0, assumed_prefill_s=1e3),
+        tuning=tuning,
     )
     actions = [action for action in script.actions if not isinstance(action, Reset)]
     actions = script.actions if seed % 4 == 0 else [*actions, *actions]
@@ -134,7 +142,9 @@ def end_with_the_first_rank(patch: pytest.MonkeyPatch) -> None:
     """A job is over when one rank has told of it, as those do at once which leave the
     writing to another."""
     init = Jobs.__init__
-    patch.setattr(Jobs, "__init__", lambda self, table, _: init(self, table, 1))
+    patch.setattr(
+        Jobs, "__init__", lambda self, table, _, most: init(self, table, 1, most)
+    )
 
 
 def believe_any_rank(patch: pytest.MonkeyPatch) -> None:

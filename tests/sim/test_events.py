@@ -153,7 +153,8 @@ class FollowedEngine(Engine):
     def _process_oldest(self) -> None:
         super()._process_oldest()
         # A reset is published with the step after it.
-        if not self.pool.kv_event_queue and not self.pool.events._touched:
+        events = self.pool.events
+        if not (self.pool.kv_event_queue or events._touched or events._anew):
             self.compare()
 
     def _learn_hashes(self, conversation: Conversation) -> None:

@@ -65,6 +65,7 @@ class Below:
         answer_wait_s: float = 0.0,
         min_prefetch: int = 64,
         max_looks: int = 1000,
+        tuning: dict[str, Any] | None = None,
         **layout: Any,
     ) -> None:
         # The thread that asks holds it, and nothing else of the test.
@@ -107,6 +108,7 @@ class Below:
                 "assumed_prefill_s": assumed_prefill_s,
                 "answer_wait_s": answer_wait_s,
                 "min_prefetch": min_prefetch,
+                **(tuning or {}),
             },
         )
         self.asker = tiers[0].asker

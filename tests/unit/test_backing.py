@@ -313,8 +313,7 @@ def test_a_request_that_may_load_nothing_asks_for_nothing() -> None:
     assert not below.pool.is_loading(nothing, False)  # type: ignore[arg-type]
     assert below.store.num_asked == 0 and below.where("a") == "nowhere"
     below.asked(Turn("2", "abcd", max_load_tokens=2 * BLOCK))  # type: ignore[arg-type]
-    found = below.backing.fetching.found  # type: ignore[union-attr]
-    assert sorted(found) == sorted(key(name) for name in "ab")
+    assert [below.where(name) for name in "abc"] == ["below", "below", "nowhere"]
 
 
 def test_two_requests_with_one_prefix_wait_for_one_job() -> None:
@@ -430,3 +429,100 @@ def test_what_a_tier_turns_out_to_have_forgotten_is_written_again() -> None:
     below.tier.demoted("a")
     (again,) = [j for j in below.jobs(below.plans()) if key("a") in j.keys]
     assert again.is_put
+
+
+def test_fetches_begin_in_portions_in_the_order_of_the_prefix() -> None:
+    below = Below(num_blocks=64, num_slots=64, max_job=1, tuning={"max_fetches": 3})
+    below.store.keys = {key(name) for name in "abcdefgh"}
+    request = Request("abcdefgh")
+    below.tier.begin()
+    below.asked(request)
+    hit = below.tier.find("abcdefgh")
+    assert below.tier.try_promote(hit, request=request) is None
+    steps = [below.tier.end()]
+    while steps[-1].secondary:
+        # Nobody looks at the prefix before the last of it is on its way.
+        below.end(steps[-1].secondary[0])
+        below.tier.begin()
+        assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+        steps.append(below.tier.end())
+        assert not steps[-1].awaits_secondary or not steps[-1].secondary[3:]
+    fetched = [[job.keys[0] for job in plan.secondary] for plan in steps]
+    assert fetched == [[key(n) for n in names] for names in ("abc", "def", "gh", "")]
+    for plan in steps:
+        for job in plan.secondary[1:]:
+            below.end(job)
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    assert all(below.where(name) == "host" for name in "abcdefgh")
+
+
+@pytest.mark.parametrize("end", ["it is aborted", "it waits no longer", "a reset"])
+def test_portions_end_with_their_request(end: str) -> None:
+    below = Below(num_blocks=64, num_slots=64, max_job=1, tuning={"max_fetches": 3})
+    below.store.keys = {key(name) for name in "abcdefgh"}
+    request = Request("abcdefgh")
+    below.tier.begin()
+    below.asked(request)
+    hit = below.tier.find("abcdefgh")
+    assert below.tier.try_promote(hit, request=request) is None
+    jobs = below.tier.end().secondary
+    del hit
+    if end == "it is aborted":
+        below.tier.requests.clear()
+        del request
+    elif end == "a reset":
+        assert below.pool.reset_prefix_cache()
+    else:
+        below.tier.now += 100.0
+        assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    assert not below.jobs(below.plans())
+    for job in jobs:
+        below.end(job)
+    assert below.where("d") == "nowhere"
+    assert below.stats().filling_blocks == 0
+
+
+def test_what_is_lost_ends_what_was_to_follow_it() -> None:
+    below = Below(num_blocks=64, num_slots=64, max_job=1, tuning={"max_fetches": 3})
+    below.store.keys = {key(name) for name in "abcdefgh"}
+    first, second = Request("abcdefgh"), Request("abcdefgh")
+    below.tier.begin()
+    below.asked(first)
+    below.asked(second)
+    hit = below.tier.find("abcdefgh")
+    assert below.tier.try_promote(hit, request=first) is None
+    jobs = below.tier.end().secondary
+    del hit
+    # Of the first request nothing else is begun, but of the second, which shares it.
+    below.tier.begin()
+    hit = below.tier.find("abcdefgh")
+    assert below.tier.try_promote(hit, request=second) is None
+    jobs += below.tier.end().secondary
+    assert [job.keys[0] for job in jobs] == [key(name) for name in "abcdef"]
+    for job in jobs:
+        below.end(job, job.keys[0] != key("e"))
+    assert not below.jobs(below.plans())
+    assert not below.pool.is_loading(first, False)  # type: ignore[arg-type]
+    assert not below.pool.is_loading(second, False)  # type: ignore[arg-type]
+    assert "".join(n for n in "abcdefgh" if below.where(n) == "host") == "abcdf"
+    assert below.where("g") == "nowhere"
+
+
+def test_ends_are_taken_in_by_portions_and_in_order() -> None:
+    below = Below(num_blocks=64, num_slots=64, max_job=1, tuning={"max_ended": 3})
+    below.store.keys = {key(name) for name in "abcdefgh"}
+    request = Request("abcdefgh")
+    below.tier.begin()
+    below.asked(request)
+    hit = below.tier.find("abcdefgh")
+    assert below.tier.try_promote(hit, request=request) is None
+    jobs = below.tier.end().secondary
+    results = [SecondaryResult(job.number, [True], 0.1) for job in jobs]
+    below.pool.apply_report(StepReport(secondary=results))
+    for there in ("abc", "abcdef", "abcdefgh"):
+        assert "".join(n for n in "abcdefgh" if below.where(n) == "host") == there
+        is_waiting = there != "abcdefgh"
+        assert below.pool.is_loading(request, False) == is_waiting  # type: ignore[arg-type]
+        (plan,) = below.plans(1)
+        # Nothing is waited for while there is more to take in.
+        assert not plan.awaits_secondary

@@ -80,7 +80,8 @@ class Hinted(EvictionPolicy):
             name: Share(int(part * self.num_slots)) for name, part in quotas.items()
         }
         self._share_of: dict[Key, Share] = {}
-        self.kept: set[Key] = set()
+        # No set: Python's garbage collector looks at nothing in a dict of plain values.
+        self.kept: dict[Key, None] = {}
         """Keys that would not be here but for what was said, or for a quota. Public,
         since asking of each block of a prefix must cost nothing."""
         # When what is kept expires.
@@ -107,7 +108,7 @@ class Hinted(EvictionPolicy):
 
     def hits(self, keys: Collection[Key]) -> None:
         # Each block that is loaded comes by here, and mostly none is kept.
-        if self.kept.isdisjoint(keys):
+        if self.kept.keys().isdisjoint(keys):
             self._policy.hits(keys)
         else:
             super().hits(keys)
@@ -147,7 +148,7 @@ class Hinted(EvictionPolicy):
     # -------------------------------------------------------------- what is said
 
     def _classify(self, key: Key) -> None:
-        about = self._said.get(key)
+        about = self._said.about(key)
         self._low.discard(key)
         if about is None:
             return
@@ -162,7 +163,7 @@ class Hinted(EvictionPolicy):
     def _left(self, key: Key) -> None:
         if self._low:
             self._low.discard(key)
-        self.kept.discard(key)
+        self.kept.pop(key, None)
         self._ends.discard(key)
         if (share := self._share_of.pop(key, None)) is not None:
             del share.resident[key]
@@ -207,19 +208,19 @@ class Hinted(EvictionPolicy):
     def _keep(self, key: Key) -> Key | None:
         """The policy gave `key` up. Returns what goes instead, maybe `key`; None: it is
         kept, and nothing goes for that."""
-        about, share = self._said.get(key), self._share_of.get(key)
+        about, share = self._said.about(key), self._share_of.get(key)
         priority = NO_HINT
         if about is not None and not self.orders_itself and self._said.is_retained(key):
             priority = about.priority
             if about.until < float("inf"):
                 self._ends.set(key, about.until)
             if share is None:
-                self.kept.add(key)
+                self.kept[key] = None
                 self._kept.add(key, priority, about.tenant)
                 return self._kept.pop() if len(self._kept) > self._max_kept else None
         elif share is None:
             return key
-        self.kept.add(key)
+        self.kept[key] = None
         share.kept.add(key, priority)
         return share.kept.pop() if share.excess > 0 else None
 
@@ -236,7 +237,7 @@ class Hinted(EvictionPolicy):
     # -------------------------------------------------------------- what is kept
 
     def _discard(self, key: Key) -> None:
-        self.kept.remove(key)
+        del self.kept[key]
         self._ends.discard(key)
         if not self._kept.discard(key):
             self._share_of[key].kept.discard(key)
@@ -248,7 +249,7 @@ class Hinted(EvictionPolicy):
             self._num_looks -= 1
             if (key := ends.pop()) is None:
                 continue
-            about = self._said.get(key)
+            about = self._said.about(key)
             if about is not None and about.priority > NO_HINT and about.until > now:
                 # Said again since, while it could not be told.
                 if about.until < float("inf"):

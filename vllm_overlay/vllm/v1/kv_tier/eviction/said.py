@@ -7,6 +7,9 @@ from collections.abc import Callable, Collection, Hashable
 
 from vllm.v1.kv_tier.eviction.base import NO_HINT, About, Key
 
+_Fields = tuple[int, float, Hashable, int]
+"""Of `About`."""
+
 
 class Said:
     """Remembers what was said of keys, beyond their blocks.
@@ -24,30 +27,37 @@ class Said:
     def __init__(self, num_keys: int, clock: Callable[[], float]) -> None:
         self._num_keys = num_keys
         self.clock = clock
-        self._about: OrderedDict[Key, About] = OrderedDict()
+        # Plain tuples: once Python's garbage collector has seen them, it looks at none
+        # of them again. It would at each `About`, of which there may be as many as
+        # there are keys: 400,000 of them took it 90 ms.
+        self._about: OrderedDict[Key, _Fields] = OrderedDict()
         # No method: asked for every victim.
-        self.get: Callable[[Key], About | None] = self._about.get
+        self.get: Callable[[Key], _Fields | None] = self._about.get
+        """What holds of a key, as the fields of `About`; None: nothing was said."""
 
     def __len__(self) -> int:
         return len(self._about)
 
     def is_retained(self, key: Key) -> bool:
         """Whether `key` shall be kept longer than others, as of now."""
-        about = self.get(key)
         return (
-            about is not None
-            and about.priority > NO_HINT
-            and about.until > self.clock()
+            (about := self.get(key)) is not None
+            and about[0] > NO_HINT
+            and about[1] > self.clock()
         )
 
     def is_low(self, key: Key) -> bool:
         """Whether `key` shall go before others, as of now."""
-        about = self.get(key)
         return (
-            about is not None
-            and about.priority < NO_HINT
-            and about.until > self.clock()
+            (about := self.get(key)) is not None
+            and about[0] < NO_HINT
+            and about[1] > self.clock()
         )
+
+    def about(self, key: Key) -> About | None:
+        """As `get`, with names."""
+        fields = self.get(key)
+        return None if fields is None else About(*fields)
 
     def tell(
         self,
@@ -72,22 +82,22 @@ class Said:
         """
         old = self._about.pop(key, None)
         if old is not None:
-            outlives = old.until > self.clock() and old.priority > NO_HINT
+            old_priority, old_until, old_tenant, _ = old
+            outlives = old_until > self.clock() and old_priority > NO_HINT
             if outlives and priority is None:
-                priority, until = old.priority, old.until
-            elif outlives and priority is not None and old.tenant != tenant:
-                priority = max(priority, old.priority)
-                until = max(until, old.until)
-            if old.tenant is not None:
-                tenant = old.tenant
+                priority, until = old_priority, old_until
+            elif outlives and priority is not None and old_tenant != tenant:
+                priority = max(priority, old_priority)
+                until = max(until, old_until)
+            if old_tenant is not None:
+                tenant = old_tenant
         if priority is None:
             priority, until = NO_HINT, math.inf
-        about = About(priority, until, tenant, turn)
         if priority != NO_HINT or tenant is not None:
-            self._about[key] = about
+            self._about[key] = priority, until, tenant, turn
             if len(self._about) > self._num_keys:
                 self._about.popitem(last=False)
-        return about
+        return About(priority, until, tenant, turn)
 
     def renew(self, keys: Collection[Key], about: About) -> bool:
         """A request says `about`, of a priority above `NO_HINT`, of all of `keys`.
@@ -102,12 +112,13 @@ class Said:
         abouts = self._about
         known = abouts.keys() & keys
         # There are few that differ.
-        for old in set(map(abouts.__getitem__, known)):
-            if old.tenant != about.tenant or old.priority < NO_HINT:
+        for priority, _, tenant, _ in set(map(abouts.__getitem__, known)):
+            if tenant != about.tenant or priority < NO_HINT:
                 return False
         for key in known:
             del abouts[key]
-        abouts.update(dict.fromkeys(keys, about))
+        fields = about.priority, about.until, about.tenant, about.turn
+        abouts.update(dict.fromkeys(keys, fields))
         for _ in range(len(abouts) - self._num_keys):
             abouts.popitem(last=False)
         return True
@@ -116,7 +127,7 @@ class Said:
         """A request uses `key` that says nothing. Returns whether that changes what was
         said before."""
         about = self.get(key)
-        if about is None or about.priority >= NO_HINT:
+        if about is None or about[0] >= NO_HINT:
             return False
         self.tell(key, None)
         return True

@@ -94,7 +94,7 @@ class Backing:
         # Of blocks that came and that no request has hit yet: the tier.
         self._not_hit: dict[BlockHashWithGroupId, int] = {}
         self._num_hit = [0] * len(layout.tiers)
-        self._jobs = Jobs(table, layout.num_ranks)
+        self._jobs = Jobs(table, layout.num_ranks, tuning.max_ended)
         self._stats = {tier.label: SecondaryStats() for tier in layout.tiers}
         self.spillers = [
             Spiller(i, tier, layout, table, self._jobs, stats)
@@ -221,6 +221,8 @@ class Backing:
 
         """
         self._seq = plan.seq
+        self._jobs.begin_step()
+        self.fetching.go_on()
         settled = self._settled()
         for spiller in self.spillers:
             spiller.write(settled)
@@ -230,8 +232,10 @@ class Backing:
         elif self._idle_since is None:
             self._idle_since = self._costs.clock()
         plan.asks_secondary = is_idle and self.fetching.num_asked > 0
-        if is_idle and (num := self.fetching.num_awaited or int(self.writes_on)):
-            plan.awaits_secondary = self._jobs.num_ended + num
+        has_more = self._jobs.has_ending or self.fetching.has_more
+        if is_idle and not has_more:
+            num = self.fetching.num_awaited or int(self.writes_on)
+            plan.awaits_secondary = self._jobs.num_ended + num if num else 0
         self.fetching.end_step()
 
     @property

@@ -110,6 +110,9 @@ class TierEvents:
         """What followers believe to be on each tier."""
         # Where they may be wrong, in the order in which it came to be.
         self._touched: dict[BlockHashWithGroupId, None] = {}
+        # What is to be told anew before that, the last one first. And how much of both
+        # was left by the last step, while what comes is to follow it.
+        self._anew: list[BlockHashWithGroupId] = []
         self._num_behind = 0
         self._anew_wanted = False
         # Batches behind the last `AllBlocksCleared`, or behind the first of all.
@@ -271,6 +274,7 @@ class TierEvents:
         self._num_since_cleared = -1
         self._descriptions.clear()
         self._touched.clear()
+        self._anew = []
         for told in self._told.values():
             told.clear()
 
@@ -323,9 +327,12 @@ class TierEvents:
         self._pool.kv_event_queue[:] = [AllBlocksCleared()]
         for told in self._told.values():
             told.clear()
-        # Descriptions are in the order of computation: parents come first.
-        self._touched = dict.fromkeys(self._descriptions)
-        self._num_behind = len(self._touched)
+        # Descriptions are in the order of computation: parents come first. A list is
+        # made in an eighth of the time of a dict.
+        self._anew = list(self._descriptions)
+        self._anew.reverse()
+        self._touched.clear()
+        self._num_behind = len(self._anew)
 
     def tell_changes(self) -> None:
         """Queue what followers do not know yet: due before events are taken."""
@@ -336,11 +343,7 @@ class TierEvents:
             self._num_rest -= 1
         elif self._anew_wanted:
             self._forget_what_was_told()
-        num_new = len(self._touched) - self._num_behind
-        touched = list(islice(self._touched, TOLD_AT_ONCE + max(0, num_new)))
-        for key in touched:
-            del self._touched[key]
-        self._num_behind = len(self._touched)
+        touched = self._take_touched()
         touched = [key for key in touched if key in self._descriptions]
         for place, find in self._finds.items():
             told = self._told[place]
@@ -354,6 +357,24 @@ class TierEvents:
             is_told = any(key in told for told in self._told.values())
             if not is_told and not self._is_moving(key):
                 self._descriptions.pop(key, None)
+
+    def _take_touched(self) -> list[BlockHashWithGroupId]:
+        """What this step tells of what followers do not know yet."""
+        anew, touched = self._anew, self._touched
+        num_new = len(anew) + len(touched) - self._num_behind
+        num = TOLD_AT_ONCE + max(0, num_new)
+        taken: list[BlockHashWithGroupId] = []
+        if anew:
+            taken = anew[-num:]
+            del anew[-num:]
+            taken.reverse()
+            num = max(0, TOLD_AT_ONCE - len(taken))
+        changed = list(islice(touched, num))
+        for key in changed:
+            del touched[key]
+        self._num_behind = len(anew) + len(touched)
+        # What is told anew may have changed since.
+        return [*dict.fromkeys(taken + changed)] if taken else changed
 
     def _told_by_upstream(self, keys: list[BlockHashWithGroupId]) -> None:
         """The last event stores `keys` on the device."""

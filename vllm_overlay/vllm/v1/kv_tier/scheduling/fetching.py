@@ -2,9 +2,10 @@
 """Fills slots from the tiers below, for requests that wait in the queue."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, ref
 
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -19,7 +20,7 @@ from vllm.v1.kv_tier.scheduling.hashes import hashes_of_blocks
 from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.scheduling.sources import Learns, Source, Wanted
-from vllm.v1.kv_tier.scheduling.stored import StoredBlock
+from vllm.v1.kv_tier.scheduling.stored import FoundBlocks, StoredBlock
 from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 from vllm.v1.request import Request
 
@@ -42,6 +43,10 @@ class _Wait:
     """What is there of them. Nobody else keeps it, but for jobs that fetch it."""
     jobs: dict[int, Source] = field(default_factory=dict)
     """That fetch what it waits for."""
+    rest: list[StoredBlock] = field(default_factory=list)
+    """What the next steps begin to fetch for it, in the order of the prefix."""
+    by_half: bool = False
+    """Whether its prefix is looked at when half of the jobs have ended."""
     alone: tuple[Source, int] | None = None
     """Where its blocks come from, and how many, if nothing else is fetched."""
     look_at: int = 0
@@ -88,9 +93,8 @@ class Fetching:
         self._is_cached = is_cached
         self._learns = learns
         self._tuning = tuning
-        self.found: WeakValueDictionary[BlockHashWithGroupId, StoredBlock]
+        self.found = FoundBlocks(tuning.max_looks)
         """What is below of the prompts of requests that wait, while they do."""
-        self.found = WeakValueDictionary()
         self._fetched_by: dict[BlockHashWithGroupId, int] = {}
         # Nobody tells of requests that are aborted.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
@@ -102,10 +106,20 @@ class Fetching:
         # How long this step waits for answers.
         self._until = 0.0
         self._num_filling = [0] * len(sources)
+        # Of each job that has not ended.
+        self._blocks_of: dict[int, Sequence[StoredBlock]] = {}
+        # Requests for which there is more to fetch than a step may begin, in order, and
+        # how many blocks this step may still begin to fetch.
+        self._unbegun: deque[ref[_Wait]] = deque()
+        self._num_left = tuning.max_fetches
 
     def forget(self) -> None:
-        """Nothing that was found is there any more."""
+        """Nothing that was found is there any more, and nothing else is fetched."""
         self.found.clear()
+        for reference in self._unbegun:
+            if (wait := reference()) is not None:
+                wait.rest = []
+        self._unbegun.clear()
 
     def is_fetching(self, key: BlockHashWithGroupId) -> bool:
         """Whether `key` is on its way from a tier."""
@@ -113,6 +127,7 @@ class Fetching:
 
     def end_step(self) -> None:
         """The step is complete."""
+        self._num_left = self._tuning.max_fetches
         self.num_asked, self._num_looks, self._until = 0, 0, 0.0
         self._is_full = False
 
@@ -186,6 +201,8 @@ class Fetching:
             for job, source in wait.jobs.items()
             if (is_patient or source.is_worth_it) and self._jobs.is_under_way(job)
         }
+        if wait.rest and (is_patient or wait.rest[0].source.is_worth_it):
+            awaited.add(wait.rest[0].source)
         late = [
             source
             for source in awaited
@@ -193,7 +210,7 @@ class Fetching:
             or (source.is_overdue and not is_patient)
         ]
         if len(late) < len(awaited):
-            return self._num_ended(wait) < wait.look_at
+            return bool(wait.rest) or self._num_ended(wait) < wait.look_at
         for source in late:
             source.is_late(wait.since, now)
         is_measured = wait.was_idle and self._num_ended(wait) == len(wait.jobs)
@@ -207,10 +224,16 @@ class Fetching:
 
     def _awaits_answers(self, request: Request, wait: _Wait, now: float) -> bool:
         self._hear(request, wait)
-        if wait.questions and all(each.key in self.found for each in wait.wanted):
+        wanted = wait.wanted
+        # Mostly others begin alike, and the last block tells.
+        if (
+            wait.questions
+            and self.found.get(wanted[-1].key) is not None
+            and None not in (blocks := [self.found.get(each.key) for each in wanted])
+        ):
             wait.questions.clear()
             # Others have asked; they may be aborted.
-            wait.found = [self.found[each.key] for each in wait.wanted]
+            wait.found = blocks  # type: ignore[assignment]
         for source in list(wait.questions):
             # The other half is for fetching what others have.
             if now >= wait.since + source.deadline_s / 2:
@@ -283,7 +306,7 @@ class Fetching:
             for wanted in there:
                 block = self.found.get(wanted.key)
                 if block is None or source.index < block.source.index:
-                    block = self.found[wanted.key] = StoredBlock(*wanted, source)
+                    block = self.found.add(StoredBlock(*wanted, source))
                 wait.found.append(block)
             if there:
                 num_tokens = there[-1].num_tokens
@@ -296,10 +319,10 @@ class Fetching:
         wait.wanted = []
         # Also what another one has found: a job that never ends must not make anybody
         # wait twice.
-        late = [key for key, job in self._fetched_by.items() if job in wait.jobs]
-        for key in (*(block.key for block in wait.found), *late):
-            self.found.pop(key, None)
-        wait.found = []
+        late = [block for job in wait.jobs for block in self._blocks_of.get(job, ())]
+        self.found.forget(wait.found)
+        self.found.forget(late)
+        wait.found, wait.rest = [], []
         wait.jobs.clear()
 
     def admitted(self, request: Request) -> None:
@@ -307,7 +330,7 @@ class Fetching:
         if (wait := self._waits.get(request)) is not None:
             wait.is_over = wait.is_asked = True
             wait.questions, wait.jobs = {}, {}
-            wait.wanted, wait.found = [], []
+            wait.wanted, wait.found, wait.rest = [], [], []
 
     # --------------------------------------------------------------- fetching
 
@@ -329,72 +352,154 @@ class Fetching:
             return False
         blocks = [b for group in groups for b in group if type(b) is StoredBlock]
         # The begin of a prefix is of use without its end.
-        blocks.sort(key=lambda block: block.num_tokens)
-        new = [b for b in blocks if b.key not in self._fetched_by]
+        if len(groups) > 1:
+            blocks.sort(key=lambda block: block.num_tokens)
+        fetched_by = self._fetched_by
+        new = [b for b in blocks if b.key not in fetched_by]
         wait = None if request is None else self._waits.get(request)
         is_idle = wait is not None and wait.was_idle
-        if new := self._worth_it(new, is_idle):
+        num_begun = num_wanted = 0
+        if worth := self._worth_it(new, is_idle):
             # A part of the hit must not make room for the rest.
             self._table.pin(b for g in groups for b in g if type(b) is HostSlot)
-            self._fetch(new, self._table.reserve(min(len(new), self._room)))
-        jobs: dict[int, Source] = {}
-        num_fetched = 0
-        for block in blocks:
-            if (job := self._fetched_by.get(block.key)) is not None:
-                jobs[job] = block.source
-                num_fetched += 1
-            else:
-                self.found.pop(block.key, None)
+            num_wanted = min(len(worth), self._room)
+            num_begun, is_all = self._begin(worth[:num_wanted])
+            if not is_all:
+                num_wanted = num_begun
+        self.found.forget(new[num_wanted:])
         if request is not None:
-            self._wait_for(request, jobs, num_fetched)
+            jobs = {
+                job: block.source
+                for block in blocks
+                if (job := fetched_by.get(block.key)) is not None
+            }
+            num_fetched = len(blocks) - len(new) + num_begun
+            self._wait_for(request, jobs, num_fetched, new[num_begun:num_wanted])
         return True
+
+    def _begin(self, blocks: Sequence[StoredBlock]) -> tuple[int, bool]:
+        """Begin to fetch the first of `blocks`.
+
+        Returns:
+            How many, and whether there are slots for more of them in the next steps.
+
+        """
+        num = min(len(blocks), self._num_left)
+        indices = self._table.reserve(num)
+        self._num_left -= len(indices)
+        self._fetch(blocks[: len(indices)], indices)
+        return len(indices), len(indices) == num
+
+    # ----------------------------------------------------- more than a step begins
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the next step begins to fetch more."""
+        return bool(self._unbegun)
+
+    def go_on(self) -> None:
+        """Begin to fetch more for requests that wait, as much as a step may."""
+        self.found.begin_step()
+        while self._unbegun and self._num_left > 0:
+            wait = self._unbegun[0]()
+            # The request may have been aborted, or have waited for long enough.
+            if wait is not None and wait.rest:
+                self._go_on(wait)
+            if wait is None or not wait.rest:
+                self._unbegun.popleft()
+
+    def _go_on(self, wait: _Wait) -> None:
+        """Begin to fetch the first of the rest that `wait` waits for."""
+        some, wait.rest = wait.rest[: self._num_left], wait.rest[self._num_left :]
+        new: list[StoredBlock] = []
+        for block in some:
+            if (job := self._fetched_by.get(block.key)) is not None:
+                # Others have begun to fetch it meanwhile.
+                wait.jobs[job] = block.source
+            elif block.is_found:
+                new.append(block)
+            elif self._table.get(block.key) is None:
+                # It was lost. What follows is of no use.
+                self.found.forget(wait.rest)
+                wait.rest = []
+                break
+        worth = self._in_time(new)[: self._room]
+        num_begun, _ = self._begin(worth)
+        for block in worth[:num_begun]:
+            wait.jobs[self._fetched_by[block.key]] = block.source
+        self._num_left -= len(some) - num_begun
+        if num_begun < len(new):
+            self.found.forget(new[num_begun:])
+            self.found.forget(wait.rest)
+            wait.rest = []
+        self._look_later(wait)
 
     def _worth_it(
         self, blocks: Sequence[StoredBlock], is_idle: bool
-    ) -> list[StoredBlock]:
+    ) -> Sequence[StoredBlock]:
         """The first of `blocks` that come sooner than they are computed, and in time:
         behind what is on its way already."""
+        worth = self._in_time(blocks)
+        # Blocks of several tiers are taken for those of the first.
+        is_gain = worth and worth[0].source.gain_s(len(worth), is_idle) > 0
+        return worth if is_gain else []
+
+    def _in_time(self, blocks: Sequence[StoredBlock]) -> Sequence[StoredBlock]:
+        """The first of `blocks` that come in time, behind what is on its way."""
         left = {
             source: source.num_in_time(num_queued)
             for source, num_queued in zip(self._sources, self._num_filling)
         }
+        if len(left) == 1:
+            return blocks[: left.popitem()[1]]
         worth = []
         for block in blocks:
             if not left[block.source]:
                 break
             left[block.source] -= 1
             worth.append(block)
-        # Blocks of several tiers are taken for those of the first.
-        is_gain = worth and worth[0].source.gain_s(len(worth), is_idle) > 0
-        return worth if is_gain else []
+        return worth
 
     def _wait_for(
-        self, request: Request, jobs: dict[int, Source], num_fetched: int
+        self,
+        request: Request,
+        jobs: dict[int, Source],
+        num_fetched: int,
+        rest: list[StoredBlock],
     ) -> None:
         """`request` waits for `jobs`, which fetch so many blocks of its prefix, and
-        maybe others."""
+        maybe others; the next steps begin to fetch `rest`."""
         wait = self._waits.get(request)
         if wait is None or wait.is_over:
             # Found by another request, after this one had asked.
             wait = self._waits[request] = _Wait(self._costs.clock())
-        sources = {*jobs.values()}
+        sources = {*jobs.values(), *(block.source for block in rest)}
         is_first = not wait.jobs
         if sources and is_first:
             # It may have asked long before its turn came: half of the time is left.
             half_s = max(source.deadline_s for source in sources) / 2
             wait.since = max(wait.since, self._costs.clock() - half_s)
-        is_all = num_fetched == sum(self._num_filling)
-        if is_first and len(sources) == 1 and is_all:
-            wait.alone = sources.pop(), num_fetched
+        is_alone = num_fetched == sum(self._num_filling)
+        num_blocks = num_fetched + len(rest)
+        if is_first and len(sources) == 1 and is_alone and not rest:
+            wait.alone = sources.pop(), num_blocks
         wait.jobs |= jobs
+        wait.by_half = is_first and num_blocks >= 2 * self._tuning.min_prefetch
+        if rest:
+            wait.rest = rest
+            self._unbegun.append(ref(wait))
+        self._look_later(wait)
+        if not wait.jobs and not wait.rest:
+            self._give_up(wait)
+
+    def _look_later(self, wait: _Wait) -> None:
+        """Decide when the prefix of a request is looked at again."""
         # Half of a long one is loaded while the rest comes, which is loaded layer by
         # layer with the step that the request joins. To look more often takes Python's
         # lock from the threads that read for as long as the loads take.
         wait.look_at = len(wait.jobs)
-        if is_first and num_fetched >= 2 * self._tuning.min_prefetch:
+        if wait.by_half:
             wait.look_at -= (len(wait.jobs) - self._num_ended(wait)) // 2
-        if not wait.jobs:
-            self._give_up(wait)
 
     def _num_ended(self, wait: _Wait) -> int:
         return sum(not self._jobs.is_under_way(job) for job in wait.jobs)
@@ -405,7 +510,7 @@ class Fetching:
         for source in self._sources:
             some = [place for place in places if place[0].source is source]
             # A few tell whether the others are worth the wait.
-            num = size = source.job_size(least)
+            num = size = min(source.job_size(least), self._tuning.max_ended)
             if some and not source.is_known:
                 num = min(size, self._tuning.first_fetch)
             while some:
@@ -416,6 +521,7 @@ class Fetching:
         self, source: Source, places: Sequence[tuple[StoredBlock, int]]
     ) -> None:
         def ended(done: Sequence[bool], seconds: float) -> None:
+            del self._blocks_of[job]
             for (block, index), is_there in zip(places, done):
                 self._came(block, index, is_there)
             source.came(done, seconds)
@@ -424,13 +530,14 @@ class Fetching:
         keys, indices = [b.key for b, _ in places], [index for _, index in places]
         job = self._jobs.add(False, source.index, keys, indices, ended)
         self._fetched_by.update(dict.fromkeys(keys, job))
+        self._blocks_of[job] = [block for block, _ in places]
         self._num_filling[source.index] += len(keys)
 
     def _came(self, block: StoredBlock, index: int, is_there: bool) -> None:
         key, tier = block.key, block.source.index
         del self._fetched_by[key]
         self._num_filling[tier] -= 1
-        self.found.pop(key, None)
+        self.found.remove(block)
         if is_there and not self._jobs.is_detached and self._table.get(key) is None:
             self._learns.is_below(key, tier)
             self._learns.came(key, tier)

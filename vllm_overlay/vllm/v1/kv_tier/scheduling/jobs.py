@@ -6,7 +6,7 @@ network takes: a job is over when every rank has told of it, and a block counts 
 it went well on all of them.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -35,12 +35,15 @@ class Jobs:
     Args:
         table: Knows which copies used a slot last.
         num_ranks: That tell of each job.
+        max_ended: Slots of jobs whose end a step takes in. The rest follows with the
+            next steps, in order.
 
     """
 
-    def __init__(self, table: SlotTable, num_ranks: int) -> None:
+    def __init__(self, table: SlotTable, num_ranks: int, max_ended: int) -> None:
         self._table = table
         self._num_ranks = num_ranks
+        self._max_ended = self._num_left = max_ended
         self.is_detached = False
         """The tier below is left alone: its jobs end, and nobody adds one or uses what
         one brought."""
@@ -51,6 +54,8 @@ class Jobs:
         self._num_jobs = 0
         self._queue: list[SecondaryJob] = []
         self._jobs: dict[int, _Job] = {}
+        # Numbers of those that are over on all ranks, and whose end comes later.
+        self._ending: deque[int] = deque()
 
     def add(
         self,
@@ -124,9 +129,25 @@ class Jobs:
             job.seconds = max(job.seconds, result.seconds)
             job.num_told += 1
             if job.num_told == self._num_ranks:
-                del self._jobs[result.number]
-                self.num_ended += 1
-                job.ended(job.done, job.seconds)
+                self._ending.append(result.number)
+        self._end_some()
+
+    def begin_step(self) -> None:
+        """Take in the ends that earlier steps have left."""
+        self._num_left = self._max_ended
+        self._end_some()
+
+    def _end_some(self) -> None:
+        while self._ending and self._num_left > 0:
+            job = self._jobs.pop(self._ending.popleft())
+            self._num_left -= len(job.done)
+            self.num_ended += 1
+            job.ended(job.done, job.seconds)
+
+    @property
+    def has_ending(self) -> bool:
+        """Whether the next step takes in more ends."""
+        return bool(self._ending)
 
     def is_under_way(self, number: int) -> bool:
         """Whether this one has not ended."""

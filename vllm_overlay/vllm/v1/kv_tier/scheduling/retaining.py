@@ -177,8 +177,8 @@ class Retaining:
         keys = stay.values()
         if not self.said.renew(keys, about):
             return False
-        if not hinted.kept.isdisjoint(keys):
-            for kept in hinted.kept.intersection(keys):
+        if not hinted.kept.keys().isdisjoint(keys):
+            for kept in hinted.kept.keys() & keys:
                 if self._table.is_ordered(kept):  # type: ignore[arg-type]
                     hinted.changed(kept)
         self._stay(stay)
@@ -220,7 +220,7 @@ class Retaining:
                     key in kept
                     or is_told_all
                     or about.priority < NO_HINT
-                    or (old is not None and old.priority < NO_HINT)
+                    or (old is not None and old[0] < NO_HINT)
                 )
                 and has_slot(key) is not None
                 and self._table.is_ordered(key)

@@ -140,6 +140,14 @@ class SchedulingTuning:
     fetch_part: float = 1 / 4
     """Part of the slots that may be on their way from the tier below."""
 
+    max_fetches: int = 4096
+    """Blocks that a step begins to fetch. Each takes about two microseconds; the rest
+    follows with the next steps."""
+
+    max_ended: int = 2048
+    """Slots of jobs of tiers below whose end a step takes in: each takes about three
+    microseconds, and a store that was slow may catch up at once."""
+
     first_fetch: int = 4
     """Blocks of the first job of a tier whose speed is not known. A store may be far
     slower than computing, and who waits learns it from them; fewer would not show what
