@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.kv_tier.config import GiB, KVTierConfig, check_memory_of_engines
 from vllm.v1.kv_tier.memory import limits
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 
 from ..names import FlexibleArgumentParser, KVOffloadingBackend
 

@@ -8,7 +8,7 @@ import pytest
 
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.recovery import end_what_cannot_fit
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 
 from .below import SETTLED, Below
 

@@ -97,7 +97,7 @@ class Tier:
     def cache(
         self, names: str, blocks: Sequence[KVCacheBlock], group_id: int = 0
     ) -> None:
-        request = SimpleNamespace(block_hashes=hashes(names))
+        request = SimpleNamespace(block_hashes=hashes(names), cache_salt=None)
         self.pool.cache_full_blocks(
             request, list(blocks), 0, len(blocks), BLOCK, group_id
         )

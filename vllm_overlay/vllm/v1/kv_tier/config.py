@@ -7,7 +7,7 @@ import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from vllm import envs
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.memory.limits import check_fits, host_memory, total_host_bytes
 from vllm.v1.kv_tier.policy import make_policy
 from vllm.v1.kv_tier.scheduling.asleep import check_asleep
@@ -132,9 +132,7 @@ class KVTierConfig:
                 value and the mend.
 
         """
-        # Upstream's tests start engines with stand-ins for settings.
-        cache: Any = getattr(vllm_config, "cache_config", None)
-        if not hasattr(cache, "kv_offloading_config"):
+        if (cache := releases.cache_config(vllm_config)) is None:
             return None
         options: dict[str, Any] = cache.kv_offloading_config
         if cache.kv_offloading_backend != BACKEND:
@@ -193,7 +191,7 @@ class KVTierConfig:
                 f"Use one of {', '.join(COPY_ENGINES)}."
             )
         for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
+            name, value = field.name, vars(self)[field.name]
             if field.type is bool and not isinstance(value, bool):
                 raise ValueError(
                     f"{flag}: {name} must be true or false, got {value!r}."
@@ -201,9 +199,7 @@ class KVTierConfig:
 
     def _check_engine(self, vllm_config: "VllmConfig") -> None:
         backend = f"--kv-offloading-backend {BACKEND}"
-        # The first releases have two engines. Those that have none but V1 say it is on,
-        # or nothing.
-        if not getattr(envs, "VLLM_USE_V1", True):
+        if not releases.is_v1_engine():
             raise ValueError(
                 f"{backend} is part of the V1 engine, but this is V0 (VLLM_USE_V1=0, "
                 "set by you, or by vLLM for a setting, a model or a platform: its log "
@@ -228,8 +224,7 @@ class KVTierConfig:
                 "offload KV blocks to host memory. Remove one of them; connectors "
                 "for prefill/decode disaggregation can stay."
             )
-        attention = getattr(vllm_config, "attention_config", None)
-        if getattr(attention, "hisparse_config", None) is not None:
+        if releases.has_hisparse(vllm_config):
             raise ValueError(
                 f"{backend} and HiSparse both keep KV blocks in host memory. "
                 "Remove the HiSparse configuration, or remove the backend."
@@ -264,13 +259,13 @@ class KVTierConfig:
             raise ValueError(
                 f"{backend} is not supported with --distributed-executor-backend {why}"
             )
-        if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):
+        if releases.has_fault_tolerance(vllm_config.parallel_config):
             raise ValueError(
                 f"{backend} is not supported with --enable-fault-tolerance: a step "
                 "that is given up takes the ranks' reports of failed copies with it. "
                 "Remove one of them."
             )
-        ranks = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
+        ranks = releases.prefill_context_ranks(vllm_config.parallel_config)
         if ranks > 1:
             raise ValueError(
                 f"{backend} is not supported with --prefill-context-parallel-size "
@@ -318,8 +313,8 @@ class KVTierConfig:
         if (
             vllm_config.parallel_config.pipeline_parallel_size > 1
             and vllm_config.speculative_config is not None
-            and getattr(vllm_config, "use_v2_model_runner", False)
-            and getattr(vllm_config.cache_config, "mamba_cache_mode", None) == "align"
+            and releases.uses_v2_model_runner(vllm_config)
+            and releases.mamba_cache_mode(vllm_config.cache_config) == "align"
         ):
             raise ValueError(
                 f"--kv-offloading-backend {BACKEND} is not supported with pipeline "
@@ -369,8 +364,7 @@ def is_one_machine(vllm_config: "VllmConfig") -> bool:
     """Whether all ranks of an engine are sure to be on this machine. Ray places them
     where it likes, which is known when they are there."""
     parallel = vllm_config.parallel_config
-    # Not all releases can do without Ray for several.
-    return getattr(parallel, "nnodes", 1) == 1 and not parallel.use_ray
+    return releases.num_machines(parallel) == 1 and not parallel.use_ray
 
 
 @dataclass(frozen=True)

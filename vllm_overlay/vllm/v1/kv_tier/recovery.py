@@ -7,11 +7,12 @@ it likes are gone: what no longer fits the rest ends with an error.
 
 import time
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
 from vllm.v1.request import RequestStatus
 
@@ -20,11 +21,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Of a request whose prompt comes in parts, in releases that have such requests.
-_BETWEEN_INPUTS = getattr(RequestStatus, "WAITING_FOR_STREAMING_REQ", None)
-
-# Not all releases can say that it was no fault of the client.
-_FAILED = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
+_BETWEEN_INPUTS = releases.status_between_inputs()
+_FAILED = releases.failed_status()
 
 
 def start_over(scheduler: "Scheduler") -> None:
@@ -36,12 +34,12 @@ def start_over(scheduler: "Scheduler") -> None:
     """
     while scheduler.running:
         request = scheduler.running.pop()
-        _count_as_computed(request)
+        releases.count_prompt_as_computed(request)
         scheduler._preempt_request(request, time.monotonic())
     get_block_ids = scheduler.kv_cache_manager.get_block_ids
     for request in scheduler.requests.values():
         # Where upstream does not count them, the scheduler drops all that is void.
-        request.drop_stale_output = getattr(request, "num_stale_output_tokens", 0) > 0
+        request.drop_stale_output = releases.has_stale_output(request)
         if request.is_finished() or not any(get_block_ids(request.request_id)):
             continue
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -53,21 +51,7 @@ def start_over(scheduler: "Scheduler") -> None:
         else:
             scheduler._free_request_blocks(request)
         request.num_computed_tokens = 0
-    # Not all releases ask who was in the step before.
-    getattr(scheduler, "prev_step_scheduled_req_ids", set()).clear()
-
-
-def _count_as_computed(request: Any) -> None:
-    """A prompt that starts over before its first token was not served from a cache.
-
-    Upstream counts cached tokens when a request is scheduled first, and not again.
-    """
-    stats = getattr(request, "prefill_stats", None)
-    if stats is not None and stats.num_prompt_tokens:
-        stats.set(stats.num_prompt_tokens, 0, 0)
-    elif getattr(request, "num_cached_tokens", 0) > 0 and not request.num_output_tokens:
-        # Older releases count when it is below zero.
-        request.num_cached_tokens = -1
+    releases.forget_last_step(scheduler)
 
 
 def end_what_cannot_fit(
@@ -114,7 +98,7 @@ def end_what_cannot_fit(
         ):
             continue
         scheduler.finish_requests(request.request_id, _FAILED)
-        outputs[getattr(request, "client_index", 0)].append(
+        outputs[request.client_index].append(
             EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],
@@ -132,9 +116,8 @@ def _step_on(scheduler: "Scheduler", pool: TieredBlockPool) -> None:
         def has_work() -> bool:
             if (me := owner()) is None:
                 return False
-            # Who pauses it waits until it does nothing. Not all releases can.
-            is_paused = bool(getattr(me, "pause_state", 0))
-            return has_requests(me) or (not is_paused and _is_due(pool))
+            # Who pauses it waits until it does nothing.
+            return has_requests(me) or (not releases.is_paused(me) and _is_due(pool))
 
         scheduler.has_requests = has_work  # type: ignore[method-assign]
     if not isinstance(pool, ElasticBlockPool) or scheduler.requests:
