@@ -240,10 +240,23 @@ def failed_status() -> Any:
     return getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
 
 
-def has_stale_output(request: Any) -> bool:
-    """Whether output of steps that are void is still to come. Counted since v0.28.0;
-    in older releases the scheduler drops all of it."""
-    return getattr(request, "num_stale_output_tokens", 0) > 0
+def drop_output_in_flight(request: Any) -> None:
+    """Let a request that starts over ignore what earlier steps compute for it.
+
+    Since v0.28.0 upstream counts such tokens. In older releases the scheduler skips the
+    output of void steps (`take_report`), and what they have reserved is taken back:
+    placeholders since v0.11.0, and with them a flag in v0.16.0 and v0.19.1, or a number
+    in v0.25.1.
+    """
+    if hasattr(request, "num_stale_output_tokens"):
+        request.drop_stale_output = request.num_stale_output_tokens > 0
+        return
+    if hasattr(request, "num_output_placeholders"):
+        request.num_output_placeholders = 0
+    if hasattr(request, "discard_latest_async_tokens"):
+        request.discard_latest_async_tokens = False
+    if hasattr(request, "async_tokens_to_discard"):
+        request.async_tokens_to_discard = 0
 
 
 def count_prompt_as_computed(request: Any) -> None:

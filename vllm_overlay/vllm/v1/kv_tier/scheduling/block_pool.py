@@ -112,6 +112,8 @@ class TieredBlockPool(BlockPool):
         )
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
+        self.void_plan = 0
+        """The last plan whose forward pass used what a failed load left."""
         self._num_taken = 0
         self._demoting = False
         self._serves_host = True
