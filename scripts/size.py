@@ -39,7 +39,7 @@ from sizing.trace import (
 )
 from vllm.v1.kv_tier.config import StorePolicy
 from vllm.v1.kv_tier.policy import POLICIES, make_policy
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 
 FromUse = int | Literal["auto"]
 SIZES = (0, 16, 32, 64, 128, 256, 512, 1024)

@@ -143,7 +143,7 @@ class Demo:
     def files(self) -> Path | None:
         """Where KV goes below the host; None: this release's blocks have no names."""
         # Not at the top: `--off-only` is for a vLLM that has no tier.
-        from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+        from vllm.v1.kv_tier.releases import keys_are_bytes
 
         return (self.out / "kv").resolve() if keys_are_bytes() else None
 

@@ -4,6 +4,7 @@ what was tested."""
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, field
 
 from .check import PREREQUISITE, num_counted_lines, num_lines, parse_header
@@ -16,10 +17,12 @@ HEAD = """\
 # Releases
 
 Made by `make tags-page` from the headers of the patches and from `ci/tested.toml`.
-The overlay is the same on all of them, and looks at no version. Prerequisites are what
-later releases of upstream bring themselves; they and the patch of the settings do not
-count as lines touched.
+The overlay is the same on all of them, and looks at no version: its module `releases`
+asks what a release has. Prerequisites are what later releases of upstream bring
+themselves; they and the patch of the settings do not count as lines touched.
 """
+FROZEN = ("v0.9.2", "v0.11.0")
+"""Releases whose series get no new seams."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,18 @@ def _title(patch: Patch) -> str:
     return parse_header(patch)["Description"].splitlines()[0]
 
 
+def _frozen(tags: list[str]) -> str:
+    """A paragraph on the releases that are kept as they are; empty if none is."""
+    if not (found := [tag for tag in reversed(tags) if tag in FROZEN]):
+        return ""
+    text = (
+        f"Frozen: {' and '.join(found)}. The host tier, its metrics and its events "
+        "stay there as they are. A new feature that needs another change of upstream "
+        "is refused there at start, with a message that names the setting."
+    )
+    return f"\n{textwrap.fill(text, 88)}\n"
+
+
 def page(layout: Layout) -> str:
     """The text of docs/tags.md."""
     results = load_results(layout)
@@ -95,7 +110,7 @@ def page(layout: Layout) -> str:
         )
     head = ["release", "lines touched", "CPU engine"]
     head += ["unit", "simulator", "end to end, CPU", "last turn in CI", "GPU", "when"]
-    text = f"{HEAD}\n## What was tested\n\n{_table(head, tested)}"
+    text = f"{HEAD}{_frozen(tags)}\n## What was tested\n\n{_table(head, tested)}"
 
     titles: dict[str, str] = {}
     for tag in tags:
@@ -143,7 +158,8 @@ def readme(layout: Layout) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ToolError(f"{README} lacks the lines {BEGIN.strip()} and {END.strip()}")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    frozen = _frozen(layout.tags()[::-1])
+    return f"{before}{BEGIN}\n{table}{frozen}\n{END}{after}"
 
 
 def _topic(patch: Patch) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 
 from ..settings import options, with_debug
 from .jobs import BLOCK_TOKENS

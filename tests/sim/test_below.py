@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from vllm.v1.kv_tier.plan import SecondaryResult
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduling.backing import Backing
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 from vllm.v1.kv_tier.scheduling.fetching import Fetching
 from vllm.v1.kv_tier.scheduling.jobs import Jobs
 from vllm.v1.kv_tier.scheduling.slots import SlotTable

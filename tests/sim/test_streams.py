@@ -20,7 +20,7 @@ from vllm.v1.kv_tier.rank.copy_order import Copies
 from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.rank.streams import CudaStreams
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 
 from . import upstream
 from .fake_cuda import PACES, Event, FakeCuda, Pace, Stream

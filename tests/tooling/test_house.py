@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import house
 
 OVERLAY = house.OVERLAY
@@ -30,7 +32,7 @@ def test_figures_count_modules_imports_and_documents() -> None:
     figures = house.figures(FILES)
     assert figures["modules"] == 4
     assert figures["modules with one importer"] == 2
-    assert figures["getattr and hasattr outside of releases"] == 1
+    assert figures["getattr on upstream outside of releases"] == 1
     assert figures["settings outside of debug"] == 2
     assert figures["lines of docs"] == 2
     assert figures["words of README"] == 3
@@ -56,3 +58,37 @@ def test_a_field_of_the_same_name_as_a_method_is_no_replacement() -> None:
         "class A:\n    def get(self): ...\n    def hide(self):\n        self.get = 1\n"
     )
     assert list(house.replaced_methods({"m": own})) == ["m:4 self.get"]
+
+
+@pytest.mark.parametrize(
+    "source, place",
+    [
+        ("x = getattr(request, 'y', 1)", "m:1 getattr(request, 'y', 1)"),
+        ("x = getattr(self, 'y', 1)", "m:1 getattr(self, 'y', 1)"),
+        ("if hasattr(pool, name): ...", "m:1 hasattr(pool, name)"),
+        ("try:\n    from vllm.a import b\nexcept ImportError: ...", "m:1 try:"),
+        ("with suppress(ImportError):\n    import vllm.a", "m:1 with "),
+        ("x = getattr(self, name)", ""),
+        ("try:\n    import redis\nexcept ImportError: ...", ""),
+        ("try:\n    from vllm.v1.kv_tier import a\nexcept ImportError: ...", ""),
+        ("try:\n    from vllm.a import b\nfinally: ...", ""),
+    ],
+)
+def test_what_asks_for_a_release_is_named(source: str, place: str) -> None:
+    found = list(house.upstream_lookups({"m": source, "releases": "getattr(a, 'b')"}))
+    assert [each[: len(place)] for each in found] == [place] * bool(place)
+
+
+PENDING = {"scheduling.asleep", "scheduling.rank_calls"}
+"""Go with `keep_while_asleep`."""
+
+
+def test_only_releases_asks_what_upstream_has() -> None:
+    """Add a function to `releases` that says which releases have it, and call that."""
+    modules = house.modules(house.work_tree())
+    assert house.RELEASES in modules
+    assert not [
+        place
+        for place in house.upstream_lookups(modules)
+        if place.partition(":")[0] not in PENDING
+    ]

@@ -22,10 +22,10 @@ MAX_CLASS_LINES, MAX_FUNCTION_LINES = 500, 70
 PUBLIC = {"about", "hints", "policy"}
 """Doors that no patch opens: people do."""
 
-SHARED = {"bounded", "options"}
+SHARED = {"bounded", "options", "releases"}
 """Values at the top that only modules of the overlay import."""
 
-DATA_DOORS = {"bounded", "config", "hints", "options", "plan", "stats"}
+DATA_DOORS = {"bounded", "config", "hints", "options", "plan", "releases", "stats"}
 """Doors that any room may import: they hold values and know of no room's work."""
 
 FLOORS = (

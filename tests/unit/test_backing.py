@@ -4,8 +4,8 @@
 import pytest
 
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduling import sources
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
 
 from .below import SETTLED, Below, Request, key
 from .test_releasing import Turn

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduling.sources import Wanted
 
 from .below import Below, Request, key

@@ -27,7 +27,7 @@ from vllm.v1.kv_tier.config import (
 )
 from vllm.v1.kv_tier.memory import limits
 from vllm.v1.kv_tier.options import keys_of
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.stores.by_name import STORES
 from vllm.v1.kv_tier.stores.fs import FsConfig
 

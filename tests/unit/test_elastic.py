@@ -8,7 +8,7 @@ from vllm.v1.kv_tier.pool import ElasticBlockPool
 from vllm.v1.kv_tier.scheduling.elastic import ElasticDevice
 from vllm.v1.kv_tier.scheduling.pages import ElasticLayout
 
-from .tier import BLOCK, Tier, stores
+from .tier import BLOCK, IdleScheduler, Tier, stores
 
 NUM_BLOCKS, PAGE, HEADROOM = 12, 4, 2
 """Blocks 0 to 11 are three pages, the first of which has the null block."""
@@ -119,6 +119,15 @@ def test_an_idle_engine_goes_on_until_its_ranks_have_been_told() -> None:
     assert tier.elastic.is_busy and not tier.elastic.is_waiting
     assert tier.run_idle().unmap_blocks == ((PAGE, 2 * PAGE),)
     assert not tier.elastic.is_busy
+
+
+def test_an_engine_without_requests_steps_on() -> None:
+    tier = ElasticTier()
+    scheduler = IdleScheduler(tier.pool)
+    tier.run_idle()
+    assert scheduler.has_requests()
+    tier.give_all_back()
+    assert not scheduler.has_requests()
 
 
 def test_what_is_not_mapped_at_first_comes_when_it_is_needed() -> None:

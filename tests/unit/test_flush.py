@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.kv_tier.config import flush_time_s
 from vllm.v1.kv_tier.eviction.by_name import POLICIES, make_policy
 from vllm.v1.kv_tier.plan import SecondaryJob, StepReport
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.start import flush_kv_tier
 

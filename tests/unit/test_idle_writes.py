@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine without requests goes on with what it was to write below."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.recovery import end_what_cannot_fit
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 
 from .below import SETTLED, Below
+from .tier import IdleScheduler
 
 pytestmark = pytest.mark.skipif(
     not keys_are_bytes(), reason="refused: hashes are numbers of a process"
@@ -46,29 +43,15 @@ def test_an_idle_engine_steps_on_while_there_is_something_to_write() -> None:
     assert not idle(below, 1)[0].awaits_secondary
 
 
-class Scheduler:
-    """One without requests."""
-
-    def __init__(self, below: Below) -> None:
-        self.kv_cache_manager = SimpleNamespace(kv_tier=below.pool)
-        self.requests: dict[str, Any] = {}
-        self.pause_state = 0
-
-    def has_requests(self) -> bool:
-        return False
-
-
 def test_an_engine_that_is_paused_does_not_step_on() -> None:
     below = Below()
-    scheduler = Scheduler(below)
-    end_what_cannot_fit(scheduler, {})  # type: ignore[arg-type]
+    scheduler = IdleScheduler(below.pool)
     assert not scheduler.has_requests()
     below.tier.demoted("ab")
     assert scheduler.has_requests()
-    # As of `PauseState`.
-    scheduler.pause_state = 1
-    assert not scheduler.has_requests()
-    scheduler.pause_state = 0
+    if scheduler.pause():
+        assert not scheduler.has_requests()
+        scheduler.resume()
     (job,) = below.jobs(idle(below))
     assert scheduler.has_requests()
     below.end(job)

@@ -4,7 +4,7 @@
 import pytest
 
 from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 
 from .below import Below, Request, key
 from .prefetching import lack_room

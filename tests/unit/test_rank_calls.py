@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduling.rank_calls import KEEP_WEIGHTS, RankCalls
 from vllm.v1.kv_tier.start import _flush_rank
 

@@ -22,7 +22,7 @@ def settings(num_ranks: int, use_mla: bool = False, **others: Any) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(use_mla=use_mla),
         parallel_config=SimpleNamespace(tensor_parallel_size=num_ranks, **parallel),
-        **others,
+        **{"speculative_config": None, **others},
     )
 
 
@@ -88,7 +88,11 @@ def test_mla_in_releases_that_do_not_tell(
 ) -> None:
     config = told(None, *kinds, **spec)
     assert kv_replicas(settings(num_ranks, use_mla=True), config) == expected
-    drafted = settings(num_ranks, use_mla=True, speculative_config=SimpleNamespace())
+    drafted = settings(
+        num_ranks,
+        use_mla=True,
+        speculative_config=SimpleNamespace(draft_parallel_config=None),
+    )
     assert kv_replicas(drafted, config) == 1
 
 

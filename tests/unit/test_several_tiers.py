@@ -3,7 +3,8 @@
 
 import pytest
 
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes, labels
+from vllm.v1.kv_tier.releases import keys_are_bytes
+from vllm.v1.kv_tier.scheduling.below import labels
 from vllm.v1.kv_tier.scheduling.fetching import Fetching
 
 from .below import Below, Request, key

@@ -19,7 +19,7 @@ import torch
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
 from vllm.v1.kv_tier.rank.opening import describe
-from vllm.v1.kv_tier.scheduling.below import keys_are_bytes
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.stores.identity import (
     namespace,
     rank_namespace,
@@ -72,6 +72,10 @@ def model_in(folder: Path) -> Bag:
     return ModelConfig(
         model=str(folder),
         revision=None,
+        tokenizer=None,
+        tokenizer_revision=None,
+        hf_config_path=None,
+        multimodal_config=None,
         hf_config=config,
         dtype="bfloat16",
         quantization=None,
@@ -90,7 +94,9 @@ def settings(folder: Path) -> tuple[Bag, Bag]:
     config = Bag(
         model_config=model_in(folder),
         cache_config=cache,
-        load_config=LoadConfig(load_format="auto"),
+        load_config=LoadConfig(
+            load_format="auto", download_dir=None, model_loader_extra_config=None
+        ),
         speculative_config=None,
         parallel_config=ParallelConfig(
             tensor_parallel_size=1,

@@ -32,8 +32,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def names(folder: Path) -> list[Any]:
-    model = SimpleNamespace(model=str(folder), revision=None)
-    _, paths = model_files(model, SimpleNamespace(load_format="auto"))
+    _, paths = model_files(*model_at(str(folder)))
     digests = FileStates([folder]).digests(paths)
     return [
         [path.name, path.stat().st_size, digest] for path, digest in zip(paths, digests)
@@ -165,8 +164,10 @@ def test_what_a_hub_named_by_its_bytes_is_not_read(
 
 
 def model_at(place: str, **load: Any) -> tuple[Any, Any]:
-    model = SimpleNamespace(model=place, revision=None)
-    return model, SimpleNamespace(load_format="auto", **load)
+    model = SimpleNamespace(model=place, revision=None, multimodal_config=None)
+    usual = {"load_format": "auto", "download_dir": None}
+    usual["model_loader_extra_config"] = None
+    return model, SimpleNamespace(**usual | load)
 
 
 def digests(states: FileStates, folder: Path) -> list[str]:
@@ -261,18 +262,15 @@ def test_a_directory_of_downloads_is_the_one_that_the_engine_has(
 
 @pytest.mark.parametrize("load_format", ["modelexpress", "ipc_cache", "my_own"])
 def test_weights_from_elsewhere_are_refused(model: Path, load_format: str) -> None:
-    load = SimpleNamespace(load_format=load_format)
     with pytest.raises(ValueError, match=f"--load-format {load_format} loads weights"):
-        model_files(model_at(str(model))[0], load)
+        model_files(*model_at(str(model), load_format=load_format))
 
 
 def test_a_tensorizer_file_must_be_here(model: Path) -> None:
     def files(uri: str) -> list[Path]:
-        options = {"tensorizer_uri": uri}
-        load = SimpleNamespace(
-            load_format="tensorizer", model_loader_extra_config=options
-        )
-        return model_files(model_at(str(model))[0], load)[1]
+        load = {"load_format": "tensorizer"}
+        options = {"model_loader_extra_config": {"tensorizer_uri": uri}}
+        return model_files(*model_at(str(model), **load, **options))[1]
 
     assert files("/mnt/a.tensors")
     for uri in ("s3://bucket/a.tensors", "/mnt/a-%03d.tensors"):

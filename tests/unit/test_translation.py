@@ -18,6 +18,7 @@ from vllm.v1.kv_tier.api.translation import (
     retain,
 )
 from vllm.v1.kv_tier.hints import KEY, Hints
+from vllm.v1.kv_tier.releases import VLLMValidationError
 
 DAY = 86400
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
@@ -209,10 +210,10 @@ def test_a_bad_hint_ends_the_request() -> None:
 @pytest.mark.parametrize("given", [5, [], "kv_tier", {"kv_tier": {"release": 1}}])
 def test_a_bad_hint_is_the_clients_fault(given: Any) -> None:
     """Newer releases answer a plain ValueError of an engine with a status of 500."""
-    with pytest.raises(frontend.VLLMValidationError) as error:
+    with pytest.raises(VLLMValidationError) as error:
         frontend.with_hints(config(), params(given))
     assert isinstance(error.value, ValueError)
-    with pytest.raises(frontend.VLLMValidationError, match="action 'a1'"):
+    with pytest.raises(VLLMValidationError, match="action 'a1'"):
         frontend.with_hints(config(), params(), envelope({"release": 1}))
 
 

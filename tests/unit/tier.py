@@ -10,6 +10,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
@@ -98,7 +99,7 @@ class Tier:
     def cache(
         self, names: str, blocks: Sequence[KVCacheBlock], group_id: int = 0
     ) -> None:
-        request = SimpleNamespace(block_hashes=hashes(names))
+        request = SimpleNamespace(block_hashes=hashes(names), cache_salt=None)
         self.pool.cache_full_blocks(
             request, list(blocks), 0, len(blocks), BLOCK, group_id
         )
@@ -247,3 +248,27 @@ def assert_nothing_leaks(tier: Tier) -> None:
     assert len(free) == len({b.block_id for b in free}) == pool.get_num_free_blocks()
     assert all(b.ref_cnt == 0 for b in free)
     assert len(free) == pool.num_gpu_blocks - 1
+
+
+class IdleScheduler(Scheduler):
+    """Upstream's scheduler of an engine without requests."""
+
+    connector = ec_connector = None
+
+    def __init__(self, pool: TieredBlockPool) -> None:
+        self.kv_cache_manager: Any = SimpleNamespace(kv_tier=pool)
+        self._pause_state: Any = 0
+
+    def has_unfinished_requests(self) -> bool:
+        return False
+
+    def has_finished_requests(self) -> bool:
+        return False
+
+    def pause(self) -> bool:
+        """Pause all, as of `PauseState`; False in releases that cannot."""
+        self._pause_state = 2
+        return hasattr(Scheduler, "pause_state")
+
+    def resume(self) -> None:
+        self._pause_state = 0

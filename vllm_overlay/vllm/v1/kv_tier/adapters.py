@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.bounded import BoundedMap, digest
+from vllm.v1.kv_tier.releases import block_hasher, reloads_in_place
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -83,7 +84,7 @@ class AdapterLoads:
     def load(self, lora: "LoRARequest") -> None:
         """Workers are about to load `lora`, if it is new or replaces itself."""
         with self._lock:
-            if _replaces(lora) or lora.lora_int_id not in self._loaded:
+            if reloads_in_place(lora) or lora.lora_int_id not in self._loaded:
                 self._load(lora)
 
     def unload(self, number: int) -> None:
@@ -109,7 +110,7 @@ class AdapterLoads:
             return self._load(lora)
         files = _files(lora.lora_path)
         unchanged = files == loaded.files
-        if _replaces(lora):
+        if reloads_in_place(lora):
             # Workers reload it for each step of such a request. Servers go on sending
             # it after a reload.
             return loaded.load if unchanged and files else self._load(lora)
@@ -125,7 +126,9 @@ class AdapterLoads:
     def _load(self, lora: "LoRARequest") -> Load:
         number, name = lora.lora_int_id, digest(lora.lora_name)
         self._disown(number)
-        is_first = not (_replaces(lora) or name in self._names or self._has_forgotten)
+        is_first = not (
+            reloads_in_place(lora) or name in self._names or self._has_forgotten
+        )
         self._names[name] = None
         # As without a tier.
         load = Load(0 if is_first else next(self._numbers))
@@ -160,15 +163,9 @@ def _unknown() -> Load:
 def _rename(request: "Request") -> None:
     """Give the blocks of a request keys that no other request has. Those that it has
     computed keep theirs on the device: they were computed before."""
-    # The first releases have the hashes elsewhere.
-    hashes: list[Any] = getattr(request, "block_hashes", [])
+    hashes: list[Any] = request.block_hashes
     # Random throughout: KV events have the last bytes only.
     hashes[:] = [os.urandom(32) for _ in hashes]
-
-
-def _replaces(lora: "LoRARequest") -> bool:
-    """Whether workers load the adapter even if they have it, where they can."""
-    return getattr(lora, "load_inplace", False)
 
 
 def _files(path: str) -> Hashable:
@@ -246,12 +243,7 @@ def note_adapter_unload(number: int, hasher: Any = None) -> None:
 
 def loads_of(request: "Request") -> AdapterLoads | None:
     """Of the engine that runs `request`; None without a tier."""
-    hasher = getattr(request, "_block_hasher", None)
-    if hasher is None:
-        # Older releases bind it.
-        hasher = getattr(
-            getattr(request, "get_hash_new_full_blocks", None), "func", None
-        )
+    hasher = block_hasher(request)
     return None if hasher is None else _of_hashers.get(hasher)
 
 

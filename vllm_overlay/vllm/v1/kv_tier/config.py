@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
-from vllm import envs
 from vllm.logger import init_logger
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.hints import MAX_NAME
 from vllm.v1.kv_tier.memory.limits import check_fits, host_memory, total_host_bytes
 from vllm.v1.kv_tier.options import (
@@ -224,9 +224,7 @@ class KVTierConfig:
 
         """
         backend = f"--kv-offloading-backend {BACKEND}"
-        # The first releases have two engines. Those that have none but V1 say it is on,
-        # or nothing.
-        if not getattr(envs, "VLLM_USE_V1", True):
+        if not releases.is_v1_engine():
             raise ValueError(
                 f"{backend} is part of the V1 engine, but this is V0 (VLLM_USE_V1=0, "
                 "set by you, or by vLLM for a setting, a model or a platform: its log "
@@ -251,8 +249,7 @@ class KVTierConfig:
                 "offload KV blocks to host memory. Remove one of them; connectors "
                 "for prefill/decode disaggregation can stay."
             )
-        attention = getattr(vllm_config, "attention_config", None)
-        if getattr(attention, "hisparse_config", None) is not None:
+        if releases.has_hisparse(vllm_config):
             raise ValueError(
                 f"{backend} and HiSparse both keep KV blocks in host memory. "
                 "Remove the HiSparse configuration, or remove the backend."
@@ -286,13 +283,13 @@ class KVTierConfig:
             raise ValueError(
                 f"{backend} is not supported with --distributed-executor-backend {why}"
             )
-        if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):
+        if releases.has_fault_tolerance(vllm_config.parallel_config):
             raise ValueError(
                 f"{backend} is not supported with --enable-fault-tolerance: a step "
                 "that is given up takes the ranks' reports of failed copies with it. "
                 "Remove one of them."
             )
-        ranks = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
+        ranks = releases.prefill_context_ranks(vllm_config.parallel_config)
         if ranks > 1:
             raise ValueError(
                 f"{backend} is not supported with --prefill-context-parallel-size "
@@ -340,8 +337,8 @@ class KVTierConfig:
         if (
             vllm_config.parallel_config.pipeline_parallel_size > 1
             and vllm_config.speculative_config is not None
-            and getattr(vllm_config, "use_v2_model_runner", False)
-            and getattr(vllm_config.cache_config, "mamba_cache_mode", None) == "align"
+            and releases.uses_v2_model_runner(vllm_config)
+            and releases.mamba_cache_mode(vllm_config.cache_config) == "align"
         ):
             raise ValueError(
                 f"--kv-offloading-backend {BACKEND} is not supported with pipeline "
@@ -364,9 +361,7 @@ def tier_config(vllm_config: "VllmConfig") -> KVTierConfig | None:
 
 def _parsed_of(vllm_config: "VllmConfig") -> tuple[KVTierConfig, list[str]] | None:
     """The tier's settings, and those keys that belong into `debug`."""
-    # Upstream's tests start engines with stand-ins for settings.
-    cache: Any = getattr(vllm_config, "cache_config", None)
-    if not hasattr(cache, "kv_offloading_config"):
+    if (cache := releases.cache_config(vllm_config)) is None:
         return None
     options: dict[str, Any] = cache.kv_offloading_config
     if cache.kv_offloading_backend != BACKEND:
@@ -447,8 +442,7 @@ def is_one_machine(vllm_config: "VllmConfig") -> bool:
     """Whether all ranks of an engine are sure to be on this machine. Ray places them
     where it likes, which is known when they are there."""
     parallel = vllm_config.parallel_config
-    # Not all releases can do without Ray for several.
-    return getattr(parallel, "nnodes", 1) == 1 and not parallel.use_ray
+    return releases.num_machines(parallel) == 1 and not parallel.use_ray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,7 @@ def device_pages(wrapper: Any) -> tuple[DevicePages, list[int]] | None:
     """
     if not _on_gpu(wrapper):
         return None
-    if (pages := getattr(wrapper, "kv_pages", None)) is None:
+    if (pages := vars(wrapper).get("kv_pages")) is None:
         raise ValueError(
             "--kv-offloading-config: shrink_after_s on a GPU needs vLLM v0.30.0 or "
             "newer, which make the KV cache in one piece of memory. Remove it."
@@ -88,7 +88,7 @@ def _on_gpu(wrapper: Any) -> bool:
 
 def num_mapped(wrapper: Any, num_blocks: int) -> int:
     """Device blocks of a rank that have memory at first; those with lower numbers."""
-    pages, absent = getattr(wrapper, "kv_pages", None) or (None, [])
+    pages, absent = vars(wrapper).get("kv_pages") or (None, [])
     return pages.blocks_per_page * absent[0] if pages and absent else num_blocks
 
 

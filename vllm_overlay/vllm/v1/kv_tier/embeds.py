@@ -9,6 +9,7 @@ a block an image begins.
 
 from typing import TYPE_CHECKING
 
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.adapters import loads_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def embeds_keys(request: "Request", start: int, end: int) -> list[tuple[str, str
     if loads_of(request) is None:
         return []
     assert request.prompt_embeds is not None
-    takes_ids = getattr(request, "prompt_is_token_ids", None)
+    takes_ids = releases.token_id_mask(request)
     if takes_ids is not None:
         where = "".join("01"[bool(is_id)] for is_id in takes_ids[start:end])
     else:

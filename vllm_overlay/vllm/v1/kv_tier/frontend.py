@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.api.afterwards import check, tell_all, tell_one
 from vllm.v1.kv_tier.api.heard import heard
 from vllm.v1.kv_tier.api.translation import from_envelope
@@ -16,20 +17,12 @@ from vllm.v1.kv_tier.hints import KEY, Hints, for_tier
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-try:
-    from vllm.exceptions import VLLMValidationError
-except ImportError:
-
-    class VLLMValidationError(Exception):  # type: ignore[no-redef]
-        """Releases before it answer any ValueError with a status of 400."""
-
-
 logger = init_logger(__name__)
 
 PARAMS = "kv_transfer_params"
 
 
-class HintError(VLLMValidationError, ValueError):
+class HintError(releases.VLLMValidationError, ValueError):
     """A hint is not as the schema says.
 
     It is the client's fault. Newer releases tell that by the class, and answer a plain
@@ -55,8 +48,7 @@ def with_hints(
             and mend; upstream makes an HTTP status 400 of it.
 
     """
-    cache = getattr(vllm_config, "cache_config", None)
-    if getattr(cache, "kv_offloading_backend", None) != BACKEND:
+    if releases.offloading_backend(vllm_config) != BACKEND:
         return params
     if not isinstance(params, SamplingParams):
         return params
@@ -92,7 +84,7 @@ def add_hint_doors(app: Any, args: Any) -> None:
         args: The parsed command line.
 
     """
-    if getattr(args, "kv_offloading_backend", None) != BACKEND:
+    if releases.offloading_backend(args) != BACKEND:
         return
     from vllm.v1.kv_tier.api.http import AFTERWARDS, HintsOfRequests, hear_afterwards
 

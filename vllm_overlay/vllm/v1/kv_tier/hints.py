@@ -145,9 +145,7 @@ class Hints:
 
     def kinds(self) -> list[str]:
         """Which of `KINDS` say something."""
-        return [
-            name for name, unsaid in _UNSAID.items() if getattr(self, name) != unsaid
-        ]
+        return [name for name, unsaid in _UNSAID.items() if vars(self)[name] != unsaid]
 
     @classmethod
     def from_params(cls, params: object) -> "Hints | None":
@@ -175,7 +173,7 @@ class Hints:
             _check_cap(value, f"{_PARAMS}.{cap}")
         hints = cls() if given is None else cls._from_given(given)
         for cap, value in beside.items():
-            inside = getattr(hints, cap)
+            inside = vars(hints)[cap]
             if inside is None or value < inside:
                 hints = replace(hints, **{cap: value})
         return hints
@@ -191,7 +189,7 @@ class Hints:
                 f"knows, got {shown(hints.version)}."
             )
         for name in ("conversation", "tenant"):
-            value = getattr(hints, name)
+            value = vars(hints)[name]
             if value is not None and not (
                 isinstance(value, str) and 0 < len(value) <= MAX_NAME and is_text(value)
             ):
@@ -200,9 +198,9 @@ class Hints:
                     f"that UTF-8 can encode, got {shown(value)}."
                 )
         for name in ("release", "prewarm", "store"):
-            _check_bool(getattr(hints, name), f"{_WHERE}.{name}")
+            _check_bool(vars(hints)[name], f"{_WHERE}.{name}")
         for name in CAPS:
-            if (value := getattr(hints, name)) is not None:
+            if (value := vars(hints)[name]) is not None:
                 _check_cap(value, f"{_WHERE}.{name}")
         return hints
 
@@ -210,7 +208,7 @@ class Hints:
 KINDS = tuple(field.name for field in fields(Hints) if field.name != "version")
 """Of hints: the names of the fields."""
 # A default is the attribute of the class, too.
-_UNSAID = {name: getattr(Hints, name) for name in KINDS}
+_UNSAID = {name: vars(Hints)[name] for name in KINDS}
 
 
 def _ranges(given: object) -> tuple[Retain, ...]:

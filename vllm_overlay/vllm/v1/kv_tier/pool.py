@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block pool of an engine: upstream's, or one with a host tier."""
 
-from inspect import signature
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.config import KVTierLayout
 from vllm.v1.kv_tier.scheduling.block_pool import TieredBlockPool
 from vllm.v1.kv_tier.scheduling.elastic_pool import (
@@ -35,8 +35,7 @@ def make_block_pool(kv_cache_config: Any, *args: Any, **kwargs: Any) -> BlockPoo
     _is_tiered = layout is not None
     if layout is None:
         return BlockPool(*args, **kwargs)
-    # Releases do not agree on the order.
-    kwargs = signature(BlockPool).bind(*args, **kwargs).arguments
+    kwargs = releases.pool_arguments(args, kwargs)
     publishes = bool(kwargs.get("enable_kv_cache_events"))
     if layout.elastic is not None:
         elastic = ElasticPublishingBlockPool if publishes else ElasticBlockPool

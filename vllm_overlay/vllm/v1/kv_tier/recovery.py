@@ -7,24 +7,23 @@ it likes are gone: what no longer fits the rest ends with an error.
 
 import time
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
 
 logger = init_logger(__name__)
 
-# Of a request whose prompt comes in parts, in releases that have such requests.
-_BETWEEN_INPUTS = getattr(RequestStatus, "WAITING_FOR_STREAMING_REQ", None)
-
-# Not all releases can say that it was no fault of the client.
-_FAILED = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
+_BETWEEN_INPUTS = releases.status_between_inputs()
+_FAILED = releases.failed_status()
 
 
 def start_over(scheduler: "Scheduler") -> None:
@@ -36,12 +35,11 @@ def start_over(scheduler: "Scheduler") -> None:
     """
     while scheduler.running:
         request = scheduler.running.pop()
-        _count_as_computed(request)
+        releases.count_prompt_as_computed(request)
         scheduler._preempt_request(request, time.monotonic())
     get_block_ids = scheduler.kv_cache_manager.get_block_ids
     for request in scheduler.requests.values():
-        # Where upstream does not count them, the scheduler drops all that is void.
-        request.drop_stale_output = getattr(request, "num_stale_output_tokens", 0) > 0
+        releases.drop_output_in_flight(request)
         if request.is_finished() or not any(get_block_ids(request.request_id)):
             continue
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -53,48 +51,67 @@ def start_over(scheduler: "Scheduler") -> None:
         else:
             scheduler._free_request_blocks(request)
         request.num_computed_tokens = 0
-    # Not all releases ask who was in the step before.
-    getattr(scheduler, "prev_step_scheduled_req_ids", set()).clear()
+    releases.forget_last_step(scheduler)
 
 
-def _count_as_computed(request: Any) -> None:
-    """A prompt that starts over before its first token was not served from a cache.
-
-    Upstream counts cached tokens when a request is scheduled first, and not again.
-    """
-    stats = getattr(request, "prefill_stats", None)
-    if stats is not None and stats.num_prompt_tokens:
-        stats.set(stats.num_prompt_tokens, 0, 0)
-    elif getattr(request, "num_cached_tokens", 0) > 0 and not request.num_output_tokens:
-        # Older releases count when it is below zero.
-        request.num_cached_tokens = -1
-
-
-def end_what_cannot_fit(
-    scheduler: "Scheduler", outputs: dict[int, list[EngineCoreOutput]]
-) -> None:
-    """End requests that need more device blocks than are left; they would wait for
-    ever. While no block is lost, it counts the outputs that the scheduler has taken,
-    and lets an engine without requests step on that has device memory to give back, or
-    blocks to write to a tier below.
-
-    Answers that grow beyond what fits end as at `max_model_len`, which is lowered.
+def take_report(
+    scheduler: "Scheduler",
+    scheduler_output: "SchedulerOutput",
+    model_runner_output: "ModelRunnerOutput",
+    outputs: dict[int, list[EngineCoreOutput]],
+) -> bool:
+    """Act on the ranks' report of a step: requests start over if a load failed, and end
+    with an error if they no longer fit the device blocks.
 
     Args:
         scheduler: In `update_from_output`.
-        outputs: By client, what it will hear of; the errors are added.
+        scheduler_output: The step.
+        model_runner_output: Its results, with the report if there is one.
+        outputs: By client, what it will hear of; errors are added.
+
+    Returns:
+        Whether tokens of the step are void: a load had failed before it ran. Since
+        v0.28.0 upstream drops them by itself.
 
     """
     tier = scheduler.kv_cache_manager.kv_tier
     if not isinstance(tier, TieredBlockPool):
-        return
-    if tier.backing is not None or isinstance(tier, ElasticBlockPool):
-        _step_on(scheduler, tier)
+        return False
+    report = model_runner_output.kv_tier_report
+    if report is not None and (void_plan := tier.apply_report(report)):
+        tier.void_plan = void_plan
+        start_over(scheduler)
+    if isinstance(tier, ElasticBlockPool) and not scheduler.requests:
+        _pause_between_steps(tier)
     if tier.backing is not None:
-        # Each output of a step comes by here, its report before it.
+        # Each output of a step comes here, its report before it.
         tier.backing.heard()
-    if not tier.num_lost_blocks:
-        return
+    if tier.num_lost_blocks:
+        _end_what_cannot_fit(scheduler, tier, outputs)
+    plan = scheduler_output.kv_tier_plan
+    return plan is not None and plan.seq <= tier.void_plan
+
+
+def has_work(scheduler: "Scheduler") -> bool:
+    """Whether an engine without requests is to step on: it has device memory to give
+    back, or blocks to write to a tier below, now or soon. Not while it is paused: who
+    pauses it waits until it does nothing."""
+    tier = scheduler.kv_cache_manager.kv_tier
+    return (
+        isinstance(tier, TieredBlockPool)
+        and _is_due(tier)
+        and not releases.is_paused(scheduler)
+    )
+
+
+def _end_what_cannot_fit(
+    scheduler: "Scheduler",
+    tier: TieredBlockPool,
+    outputs: dict[int, list[EngineCoreOutput]],
+) -> None:
+    """End requests that need more device blocks than are left; they would wait for
+    ever. Answers that grow beyond what fits end as at `max_model_len`, which is
+    lowered."""
     num_tokens = _most_tokens(scheduler)
     if num_tokens < scheduler.max_model_len:
         scheduler.max_model_len = num_tokens
@@ -114,7 +131,7 @@ def end_what_cannot_fit(
         ):
             continue
         scheduler.finish_requests(request.request_id, _FAILED)
-        outputs[getattr(request, "client_index", 0)].append(
+        outputs[request.client_index].append(
             EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],
@@ -123,24 +140,9 @@ def end_what_cannot_fit(
         )
 
 
-def _step_on(scheduler: "Scheduler", pool: TieredBlockPool) -> None:
-    """Let the engine step on while it has no requests and something is due, or soon."""
-    if "has_requests" not in vars(scheduler):
-        # A scheduler that held itself would outlive its engine.
-        owner, has_requests = ref(scheduler), type(scheduler).has_requests
-
-        def has_work() -> bool:
-            if (me := owner()) is None:
-                return False
-            # Who pauses it waits until it does nothing. Not all releases can.
-            is_paused = bool(getattr(me, "pause_state", 0))
-            return has_requests(me) or (not is_paused and _is_due(pool))
-
-        scheduler.has_requests = has_work  # type: ignore[method-assign]
-    if not isinstance(pool, ElasticBlockPool) or scheduler.requests:
-        return
+def _pause_between_steps(pool: ElasticBlockPool) -> None:
+    """Pause while the engine only waits for device memory: else it would spin."""
     if pool.elastic.is_waiting and not _writes_on(pool):
-        # Else the engine would spin.
         time.sleep(pool.elastic.pause_s)
 
 

@@ -11,6 +11,7 @@ import psutil
 
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.about import about
 from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
 from vllm.v1.kv_tier.aggregate import StepReportAggregator
@@ -163,8 +164,8 @@ def flush_kv_tier(scheduler: Any, executor: Any) -> None:
         executor: Its ranks are still there.
 
     """
-    pool = getattr(getattr(scheduler, "kv_cache_manager", None), "kv_tier", None)
-    backing = getattr(pool, "backing", None)
+    pool = releases.tier_of(scheduler)
+    backing = None if pool is None else pool.backing
     # Upstream calls this while the exception is handled that made it end.
     if backing is None or isinstance(sys.exc_info()[1], Exception):
         return
@@ -360,14 +361,7 @@ def _namespace(
 def _weight_sources(wrapper: Any) -> list[tuple[str, str]]:
     """Repositories, and folders in them, that models on this rank named as sources of
     more weights."""
-    runner = wrapper.worker.model_runner
-    runners = [runner, *(getattr(runner, n, None) for n in ("drafter", "speculator"))]
-    models = [getattr(each, "model", None) for each in runners]
-    return [
-        (source.model_or_path, getattr(source, "subfolder", None) or "")
-        for model in models
-        for source in getattr(model, "secondary_weights", None) or ()
-    ]
+    return releases.weight_sources(wrapper.worker.model_runner)
 
 
 def _files_of_rank(

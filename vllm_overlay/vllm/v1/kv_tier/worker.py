@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.copying.calibrate import CopyEngines, choose_engines
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
@@ -275,7 +276,7 @@ class HostTier:
 
     def _can_wait_by_layer(self, scheduler_output: "SchedulerOutput") -> bool:
         waits = self._layer_waits
-        if waits is None or getattr(scheduler_output, "kv_cache_block_copies", None):
+        if waits is None or releases.copies_blocks(scheduler_output):
             # Copies on write come before the forward pass.
             return False
         tokens = scheduler_output.num_scheduled_tokens.values()

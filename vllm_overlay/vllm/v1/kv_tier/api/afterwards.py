@@ -79,11 +79,12 @@ async def tell_all(client: Any, said: dict[str, Any]) -> dict[str, int]:
 
 def tell_one(client: Any, said: dict[str, Any]) -> dict[str, int]:
     """Tell the engine of an `LLMEngine`."""
+    from vllm.v1.engine.core_client import InprocClient
+
     core = client.engine_core
     # An engine in this process has no messages.
-    inner = getattr(core, "engine_core", None)
-    if inner is not None:
-        return _sum([getattr(inner, UTILITY)(said)])
+    if isinstance(core, InprocClient):
+        return _sum([core.engine_core.hint_kv_tier(said)])
     return _sum([core.call_utility(UTILITY, said)])
 
 

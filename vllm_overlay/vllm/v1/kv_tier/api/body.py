@@ -139,8 +139,8 @@ def _present(raw: bytes | msgspec.Raw, schema: type[msgspec.Struct]) -> dict[str
         found = msgspec.json.decode(raw, type=schema)
     except (ValueError, RecursionError):
         return {}
-    every = ((name, getattr(found, name)) for name in schema.__struct_fields__)
-    return {name: value for name, value in every if value is not _UNSET}
+    every = msgspec.structs.asdict(found)
+    return {name: value for name, value in every.items() if value is not _UNSET}
 
 
 def _value(part: msgspec.Raw, where: str) -> Any:

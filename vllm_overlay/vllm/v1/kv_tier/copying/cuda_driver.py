@@ -167,10 +167,10 @@ class CudaDriver:
         # CUDA 13 dropped the index of the copy that failed, and kept the first form
         # for what was built with 12.8.
         failed: tuple[Any, ...] = ()
-        function: Any = getattr(self._lib, f"{name}_v2", None)
+        function = _function(self._lib, f"{name}_v2")
         if function is None:
             failed = (ctypes.byref(ctypes.c_size_t()),)
-            function = getattr(self._lib, name, None)
+            function = _function(self._lib, name)
         if function is not None:
             # Told once: this is called for every few copies.
             function.argtypes = [*before, *len(failed) * [ctypes.c_void_p], *after]
@@ -211,3 +211,11 @@ def current_stream(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch.cuda.current_stream(device).cuda_stream
+
+
+def _function(lib: ctypes.CDLL, name: str) -> Any | None:
+    """A function of a library; None: it has none of that name."""
+    try:
+        return lib[name]
+    except AttributeError:
+        return None

@@ -42,7 +42,7 @@ def _driver() -> Any:
 
 
 def _check(lib: Any, function: str, *args: Any) -> None:
-    code = getattr(lib, function)(*args)
+    code = lib[function](*args)
     if code:
         raise OSError(f"{function} failed with error {code}")
 

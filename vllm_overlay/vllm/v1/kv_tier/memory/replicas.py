@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from vllm.v1.kv_tier import releases
+
 Layout = tuple[int, ...]
 """Bytes of a block in each region of a rank."""
 
@@ -24,20 +26,21 @@ def kv_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
 
     """
     parallel = vllm_config.parallel_config
-    num_ranks = getattr(parallel, "tensor_parallel_size", 1)
+    num_ranks = parallel.tensor_parallel_size
     if num_ranks == 1:
         return 1
     # Ranks that have parts of the tokens hold different ones.
-    for kind in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, kind, 1) > 1:
-            return 1
-    speculative = getattr(vllm_config, "speculative_config", None)
-    draft = getattr(speculative, "draft_parallel_config", None)
+    if releases.decode_context_ranks(parallel) > 1:
+        return 1
+    if releases.prefill_context_ranks(parallel) > 1:
+        return 1
+    speculative = vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_parallel_config
     if draft is not None and draft.tensor_parallel_size != num_ranks:
         return 1
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    is_mla = getattr(vllm_config.model_config, "use_mla", False)
-    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    is_mla = vllm_config.model_config.use_mla
+    replicas = releases.kv_replicas(kv_cache_config)
     if replicas is None and is_mla:
         # The layers of a draft model may be others.
         replicas = num_ranks if speculative is None and _are_latent(specs) else 1
@@ -54,9 +57,8 @@ def _are_latent(specs: Sequence[Any]) -> bool:
     """Whether all layers have MLA, for releases that do not tell of ranks."""
     # The first ones have the same spec for all full attention, and a flag.
     kinds = {type(spec).__name__ for spec in specs}
-    flags = (getattr(spec, "use_mla", "MLA" in type(spec).__name__) for spec in specs)
     known = kinds <= {"MLAAttentionSpec", "FullAttentionSpec"}
-    return bool(specs) and known and all(flags)
+    return bool(specs) and known and all(map(releases.is_latent, specs))
 
 
 def head_replicas(modules: Mapping[str, Any], layers: Iterable[str]) -> int:
@@ -70,9 +72,9 @@ def head_replicas(modules: Mapping[str, Any], layers: Iterable[str]) -> int:
     """
     found = 0
     projections = {
-        name.rpartition(".")[0]: module.num_kv_head_replicas
+        name.rpartition(".")[0]: num
         for name, module in modules.items()
-        if hasattr(module, "num_kv_head_replicas")
+        if (num := releases.num_head_replicas(module)) is not None
     }
     for layer in layers:
         found = math.gcd(found, projections.get(layer.rpartition(".")[0], 1))

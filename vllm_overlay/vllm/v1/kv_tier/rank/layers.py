@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.memory.regions import Region, flatten
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def make_layer_waits(
             last = max(_regions_of(layer, regions), default=None)
             if last is None:
                 continue
-            if not hasattr(layer, "impl"):
+            if releases.attention_backend(layer) is None:
                 reason = f"{type(layer).__name__} is no attention layer"
                 break
             layers[name] = last
@@ -106,23 +107,19 @@ def make_layer_waits(
 
 def _obstacles(vllm_config: "VllmConfig") -> Iterator[str]:
     """Why Python may not run at each layer, or something else may read blocks."""
-    mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
-    if mode is None or mode.mixed_mode().name == "FULL":
+    if releases.may_capture_whole_forward(vllm_config.compilation_config):
         yield "one CUDA graph may hold the forward pass"
     if vllm_config.speculative_config is not None:
         yield "speculative decoding reads blocks in steps of its own"
     if vllm_config.kv_transfer_config is not None:
         yield "a KV connector reads blocks too"
-    parallel = vllm_config.parallel_config
-    if getattr(parallel, "use_ubatching", False) or getattr(
-        parallel, "enable_dbo", False
-    ):
+    if releases.has_micro_batches(vllm_config.parallel_config):
         yield "micro-batches compute on several streams"
 
 
 def _regions_of(layer: Any, regions: Sequence[Region]) -> Iterator[int]:
     """Indices of the regions that lie where the KV cache of `layer` does."""
-    for tensor in flatten(getattr(layer, "kv_cache", ())):
+    for tensor in flatten(releases.kv_caches_of(layer)):
         start, end = _extent(tensor)
         for i, region in enumerate(regions):
             first, last = _extent(region.blocks)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.copying.engine import slot_offsets
 from vllm.v1.kv_tier.memory.regions import Region, build_regions, flatten
 from vllm.v1.kv_tier.memory.replicas import owners
@@ -106,7 +107,7 @@ def describe(worker: Any, num_blocks: int) -> list[object]:
     ]
     layers = worker.vllm_config.compilation_config.static_forward_context
     writers = [
-        f"{name}: {type(getattr(layer, 'impl', layer)).__qualname__}"
+        f"{name}: {type(releases.attention_backend(layer) or layer).__qualname__}"
         for name, layer in layers.items()
     ]
     return [type(runner).__module__, caches, places, writers]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.numa import gpu_node
@@ -161,7 +162,7 @@ def _head_replicas(worker: Any) -> int:
     with_kv = [
         name
         for name, layer in layers.items()
-        if next(flatten(getattr(layer, "kv_cache", ())), None) is not None
+        if next(flatten(releases.kv_caches_of(layer)), None) is not None
     ]
     return head_replicas(dict(worker.get_model().named_modules()), with_kv)
 

@@ -50,8 +50,8 @@ def make_backing(
     if layout.secondary is None:
         return None
     sizes = layout.secondary.block_sizes
-    # Not all releases have blocks of several hashes.
-    hash_size = getattr(pool, "hash_block_size", None) or min(sizes)
+    # v0.9.2 and v0.11.0 give it only where blocks have one hash each.
+    hash_size = pool.hash_block_size or min(sizes)
     for size in sizes:
         if size % hash_size:
             raise ValueError(

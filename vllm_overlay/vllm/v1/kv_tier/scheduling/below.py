@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.scheduling.rank_calls import RankCalls
 from vllm.v1.kv_tier.stores.settings import SECONDARY_TIERS as _FLAG
 
@@ -139,15 +140,6 @@ def labels(types: Sequence[str]) -> list[str]:
     ]
 
 
-def keys_are_bytes() -> bool:
-    """Whether blocks have keys that are the same in every process."""
-    # Settings are checked before the engine's modules can be imported.
-    from vllm.v1.core import kv_cache_utils
-
-    kind: Any = kv_cache_utils.BlockHash
-    return issubclass(getattr(kind, "__supertype__", kind), bytes)
-
-
 def check_engine(vllm_config: "VllmConfig") -> None:
     """Refuse an engine that a tier below does not go with yet.
 
@@ -155,17 +147,15 @@ def check_engine(vllm_config: "VllmConfig") -> None:
         ValueError: The message says what to change.
 
     """
-    if not keys_are_bytes():
+    if not releases.keys_are_bytes():
         raise ValueError(
             f"{_FLAG} is not supported with this release of vLLM, whose block hashes "
             "are numbers of one process. Remove it."
         )
-    from vllm.v1.core.block_pool import BlockPool
-
-    events = getattr(vllm_config, "kv_events_config", None)
+    events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return
-    if not hasattr(BlockPool, "emit_cached_block_events"):
+    if not releases.describes_hits():
         raise ValueError(
             f"{_FLAG} is not supported with KV events (--kv-events-config) in this "
             "release of vLLM, which describes only blocks that it has computed. Remove "

@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.config import KVTierLayout
 from vllm.v1.kv_tier.eviction.by_name import make_policy
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
@@ -61,9 +62,8 @@ class TieredBlockPool(BlockPool):
         super().__init__(**kwargs)
         config, tuning = layout.config, layout.tuning
         self.slot_bytes = layout.slot_bytes
-        # Not all releases have metrics of single blocks.
-        self._tells_evictions = self.enable_kv_cache_events or (
-            getattr(self, "metrics_collector", None) is not None
+        self._tells_evictions = (
+            self.enable_kv_cache_events or releases.has_block_metrics(self)
         )
         self._stats = stats = KVTierStats()
         self.costs = costs = Costs(
@@ -110,6 +110,8 @@ class TieredBlockPool(BlockPool):
         )
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
+        self.void_plan = 0
+        """The last plan whose forward pass used what a failed load left."""
         self._num_taken = 0
         self._demoting = False
         self._serves_host = True

@@ -3,7 +3,10 @@
 
 from typing import Any
 
+from msgspec.structs import asdict
+
 from vllm.distributed.kv_events import BlockStored
+from vllm.v1.kv_tier import releases
 
 
 def chains(events: list[BlockStored]) -> list[BlockStored]:
@@ -35,15 +38,14 @@ def chains(events: list[BlockStored]) -> list[BlockStored]:
 
 def _place(event: BlockStored, block_hash: Any) -> tuple[int, Any]:
     """Of a block among those of all groups."""
-    return getattr(event, "group_idx", None) or 0, block_hash
+    return releases.event_group(event), block_hash
 
 
 def by_block(event: BlockStored) -> dict[str, list[Any]]:
     """Fields of `event` with an entry for each of its blocks."""
-    values = {name: getattr(event, name) for name in event.__struct_fields__}
     return {
         name: value
-        for name, value in values.items()
+        for name, value in asdict(event).items()
         if isinstance(value, list)
         and name != "token_ids"
         and len(value) == len(event.block_hashes)
@@ -58,13 +60,13 @@ def _append(event: BlockStored, other: BlockStored) -> bool:
 
     """
     lists = ("token_ids", *by_block(other))
-    for name in event.__struct_fields__:
-        ours, theirs = getattr(event, name), getattr(other, name)
+    ours, theirs = asdict(event), asdict(other)
+    for name, value in ours.items():
         if name in lists:
-            if not isinstance(ours, list):
+            if not isinstance(value, list):
                 return False
-        elif name != "parent_block_hash" and ours != theirs:
+        elif name != "parent_block_hash" and value != theirs[name]:
             return False
     for name in lists:
-        getattr(event, name).extend(getattr(other, name))
+        ours[name].extend(theirs[name])
     return True

@@ -27,6 +27,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.scheduling.backing import Backing
 from vllm.v1.kv_tier.scheduling.chains import by_block, chains
 from vllm.v1.kv_tier.scheduling.hashes import hashes_of_blocks
@@ -84,8 +85,7 @@ class TierEvents:
     ) -> None:
         self._pool = pool
         self._table = table
-        # Not all releases have a name for it.
-        self._device_medium: str = getattr(pool, "medium", MEDIUM_GPU)
+        self._device_medium = releases.device_medium(pool, MEDIUM_GPU)
         # The event that stores each key, and it alone.
         self._descriptions: dict[BlockHashWithGroupId, bytes] = {}
         self._device: Place = (self._device_medium, None)

@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from vllm import envs
+from vllm.v1.kv_tier import releases
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,7 +27,7 @@ def refused_executor(vllm_config: "VllmConfig") -> str | None:
         from vllm.platforms import current_platform
 
         # Upstream says so when its workers start, and does not name the setting.
-        if not getattr(current_platform, "ray_device_key", True):
+        if not current_platform.ray_device_key:
             return (
                 f"{executor}: upstream has no Ray executor for "
                 f"{current_platform.device_name or current_platform.device_type}. "
@@ -37,7 +37,7 @@ def refused_executor(vllm_config: "VllmConfig") -> str | None:
 
     if _merges_reports(Executor.get_class(vllm_config)):
         return None
-    if executor == "ray" and not getattr(envs, _RAY_V2, True):
+    if executor == "ray" and releases.is_ray_v2_off():
         return (
             f"{executor} and {_RAY_V2}=0: the scheduler of that executor would not see "
             f"a copy that failed on one rank. Set {_RAY_V2}=1, or use mp."
@@ -54,8 +54,4 @@ def _merges_reports(executor: type["Executor"]) -> bool:
     way of its own would lose reports in silence."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    # Not all releases sample in a call of its own.
-    return all(
-        getattr(executor, name, None) is getattr(MultiprocExecutor, name, None)
-        for name in ("execute_model", "sample_tokens", "collective_rpc")
-    )
+    return releases.step_methods(executor) == releases.step_methods(MultiprocExecutor)

@@ -311,7 +311,7 @@ def check_device(vllm_config: "VllmConfig") -> None:
             f"--distributed-executor-backend {executor}. Run one engine for each GPU, "
             "with --distributed-executor-backend uni, or remove it."
         )
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+    if vllm_config.model_config.enable_sleep_mode:
         raise ValueError(
             f"{setting} and --enable-sleep-mode both take the memory of the KV cache "
             "away. Remove one of them."

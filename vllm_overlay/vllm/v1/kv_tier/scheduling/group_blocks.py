@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1 import kv_cache_interface as specs
-from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_tier import releases
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,16 +27,11 @@ class GroupBlocks:
 def group_blocks(vllm_config: "VllmConfig", kv_cache_config: Any) -> list[GroupBlocks]:
     """The blocks of all groups, in their order."""
     parallel = vllm_config.parallel_config
-    # With context parallelism each rank has its share of a block's tokens, so that the
-    # block stands for as many more. Not all releases have it, nor layers that stay
-    # whole. Those that resolve block sizes in one place share them in decode only.
-    num_shares = getattr(parallel, "decode_context_parallel_size", 1)
-    if not hasattr(kv_cache_utils, "resolve_kv_cache_block_sizes"):
-        num_shares *= getattr(parallel, "prefill_context_parallel_size", 1)
+    num_shares = releases.num_token_shares(parallel)
     found = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        is_shared = getattr(spec, "dcp_sharded", True)
+        is_shared = releases.are_tokens_shared(spec)
         size = spec.block_size * (num_shares if is_shared else 1)
         num_tokens = max(vllm_config.model_config.max_model_len, size)
         num_blocks = -(-num_tokens // size)
@@ -52,20 +47,13 @@ def tokens_per_block(groups: Sequence[GroupBlocks]) -> float:
 
 def _kept(spec: Any, size: int) -> float:
     """Blocks that a hit of any length needs of a group; infinite if that is all."""
-    # Layers of one kind may share a group with a spec for each.
-    each = getattr(spec, "kv_cache_specs", None)
-    spec = next(iter(each.values())) if each else spec
-    if _is_a(spec, "MambaSpec"):
+    spec = releases.spec_of_layer(spec)
+    if isinstance(spec, MambaSpec):
         return 1
-    if _is_a(spec, "SlidingWindowSpec"):
-        more = getattr(spec, "extra_retained_tokens", 0)
+    if isinstance(spec, SlidingWindowSpec):
+        more = releases.num_retained_tokens(spec)
         return -(-(spec.sliding_window - 1 + more) // size) + 1
-    if _is_a(spec, "ChunkedLocalAttentionSpec"):
+    if releases.is_chunked_attention(spec):
         return -(-spec.attention_chunk_size // size)
     # Full attention may have a window, too: its blocks are loaded all the same.
     return float("inf")
-
-
-def _is_a(spec: Any, name: str) -> bool:
-    kind = getattr(specs, name, None)
-    return kind is not None and isinstance(spec, kind)

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.distributed.kv_events import EventPublisher, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.config import KVTierLayout
 from vllm.v1.kv_tier.scheduling.block_pool import TieredBlockPool
 from vllm.v1.kv_tier.scheduling.events import TierEvents
@@ -79,9 +80,7 @@ class PublishingBlockPool(TieredBlockPool):
         """
         if publisher.has_late_subscribers:
             publisher.has_late_subscribers = False
-            # Not all publishers keep batches.
-            kept = getattr(publisher, "_buffer", None)
-            self.events.tell_all_anew(getattr(kept, "maxlen", None) or 0)
+            self.events.tell_all_anew(releases.num_replayed_batches(publisher))
 
     def take_events(self) -> list[KVCacheEvent]:
         """As upstream, with all that has changed since the last call."""

@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_tier.bounded import BoundedMap, digest
 from vllm.v1.kv_tier.hints import Hints, are_in
+from vllm.v1.kv_tier.releases import kv_transfer_params
 from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
 from vllm.v1.kv_tier.scheduling.owners import Owners, Portions
 from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
@@ -235,11 +236,11 @@ class Releasing:
 
     def speaks(self, request: Request) -> bool:
         """Whether there is something to know of `request`."""
-        if are_in(_params(request)):
+        if are_in(kv_transfer_params(request)):
             return True
         if not self._quotas:
             return False
-        salt = getattr(request, "cache_salt", None)
+        salt = request.cache_salt
         return isinstance(salt, str) and salt in self._quotas
 
     def must_wait(self, request: Request) -> bool:
@@ -374,7 +375,7 @@ class Releasing:
         if speaker is not _UNKNOWN:
             return speaker
         self.is_listening = True
-        hints, params = None, _params(request)
+        hints, params = None, kv_transfer_params(request)
         try:
             hints = Hints.from_params(params)
             if hints is None and not are_in(params):
@@ -401,12 +402,12 @@ class Releasing:
         return speaker
 
     def _speaker(self, request: Request, hints: Hints) -> Speaker:
-        salt = getattr(request, "cache_salt", None)
+        salt = request.cache_salt
         if hints.conversation is None:
             owner = digest(request.request_id)
         else:
             owner = owner_of(hints.conversation, salt)
-        tenant = salt if hints.tenant is None else hints.tenant
+        tenant: str | bytes | None = salt if hints.tenant is None else hints.tenant
         if tenant is not None and not (
             isinstance(tenant, str) and tenant in self._quotas
         ):
@@ -447,11 +448,6 @@ class Releasing:
 
     def _is_in_use(self, block: KVCacheBlock) -> bool:
         return block.ref_cnt > 0 or self._prefetches.is_unclaimed(block)
-
-
-def _params(request: Request) -> dict[str, Any] | None:
-    # Tests of upstream have stand-ins.
-    return getattr(request, "kv_transfer_params", None)
 
 
 def owner_of(conversation: str, cache_salt: str | None) -> bytes:

@@ -7,9 +7,10 @@ without them. Upstream then ends the engine, or returns what another block left.
 settings are refused, and so is any that is not listed as harmless.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_tier import releases
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,30 +84,15 @@ def side_objects(vllm_config: "VllmConfig") -> str | None:
 def _settings(vllm_config: "VllmConfig") -> Iterator[str]:
     # Older releases have the outputs of the model among its settings.
     model: Any = vllm_config.model_config
-    for name in (field.name for field in _fields(model)):
+    for name, value in releases.field_values(model).items():
         is_output = name.startswith(("return_", "enable_return_"))
-        if is_output and name not in _HARMLESS_OUTPUTS and getattr(model, name):
+        if is_output and name not in _HARMLESS_OUTPUTS and value:
             yield f"--{name.replace('_', '-')}"
-    outputs: Any = getattr(vllm_config, "aux_output_config", None)
-    for name in (field.name for field in _fields(outputs)):
+    outputs = releases.aux_output_config(vllm_config)
+    for name, value in releases.field_values(outputs).items():
         # Other settings say how, not whether.
-        if getattr(outputs, name) is True:
+        if value is True:
             yield f"--aux-output-config {name}"
-    for field in _fields(vllm_config):
-        if field.name in _HARMLESS_CONFIGS or field.name == "aux_output_config":
-            continue
-        if field.init and getattr(vllm_config, field.name) != _default(field):
-            yield f"{field.name}, which the tier does not know"
-
-
-def _fields(config: Any) -> "tuple[dataclasses.Field[Any], ...]":
-    return dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
-
-
-def _default(field: "dataclasses.Field[Any]") -> Any:
-    default: Any = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    # Those of pydantic.
-    factory = getattr(default, "default_factory", None)
-    return factory() if factory is not None else getattr(default, "default", default)
+    for name in releases.changed_fields(vllm_config):
+        if name not in _HARMLESS_CONFIGS and name != "aux_output_config":
+            yield f"{name}, which the tier does not know"

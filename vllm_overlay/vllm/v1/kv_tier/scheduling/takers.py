@@ -2,6 +2,7 @@
 """Which scheduler classes take the tier's plan and send it with their steps."""
 
 import inspect
+from abc import ABCMeta
 from collections.abc import Iterator
 from types import FunctionType
 
@@ -15,7 +16,7 @@ def takes_plans(scheduler: type) -> bool:
     """
     for base in scheduler.__mro__:
         schedule = vars(base).get("schedule")
-        if schedule is None or getattr(schedule, "__isabstractmethod__", False):
+        if schedule is None or "schedule" in _abstract_methods(base):
             continue
         schedule = inspect.unwrap(schedule)
         if not inspect.isfunction(schedule):
@@ -26,6 +27,10 @@ def takes_plans(scheduler: type) -> bool:
         if "schedule" not in names:
             return False
     return True
+
+
+def _abstract_methods(kind: type) -> frozenset[str]:
+    return kind.__abstractmethods__ if isinstance(kind, ABCMeta) else frozenset()
 
 
 def _names_in(
@@ -40,7 +45,8 @@ def _names_in(
         codes += [const for const in code.co_consts if inspect.iscode(const)]
     yield from names
     called = [cell.cell_contents for cell in function.__closure__ or ()]
-    called += [getattr(owner, name, None) for name in names - {"schedule"}]
+    methods = dict(inspect.getmembers(owner, inspect.isfunction))
+    called += [methods.get(name) for name in names - {"schedule"}]
     for other in called:
         if inspect.isfunction(other) and other not in seen:
             yield from _names_in(other, owner, seen)

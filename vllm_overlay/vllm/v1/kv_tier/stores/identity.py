@@ -7,7 +7,6 @@ need, it costs a prefix that is computed once more. So all settings of the engin
 it, and all files that it loaded, but for those that `harmless` lists.
 """
 
-import dataclasses
 import enum
 import functools
 import hashlib
@@ -21,7 +20,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.stores.format import FORMAT_VERSION
 from vllm.v1.kv_tier.stores.harmless import HARMLESS
 from vllm.v1.kv_tier.stores.weights import (
@@ -53,11 +52,7 @@ def states_before_loading(vllm_config: "VllmConfig") -> FileStates:
     """
     paths: list[Path] = []
     for model, load in _models(vllm_config):
-        names = [getattr(model, "model_weights", None) or model.model]
-        names += [
-            getattr(model, "tokenizer", None),
-            getattr(model, "hf_config_path", None),
-        ]
+        names = releases.weights_name(model), model.tokenizer, model.hf_config_path
         for name in filter(None, names):
             # The ranks may still have to download it.
             with suppress(ValueError):
@@ -97,7 +92,7 @@ def namespace(
 
     """
     cache = vllm_config.cache_config
-    if getattr(cache, "calculate_kv_scales", False):
+    if releases.calculates_kv_scales(cache):
         raise ValueError(
             f"{_SETTING} cannot keep KV whose scales are calculated from the first "
             "request (calculate_kv_scales): each engine has others. Set it to false, "
@@ -128,10 +123,10 @@ def _models(vllm_config: "VllmConfig") -> list[tuple[Any, Any]]:
     """The model, and a draft model if there is one, with how they are loaded."""
     load = vllm_config.load_config
     found = [(vllm_config.model_config, load)]
-    speculative = getattr(vllm_config, "speculative_config", None)
-    draft = getattr(speculative, "draft_model_config", None)
-    if draft is not None:
-        found.append((draft, getattr(speculative, "draft_load_config", None) or load))
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.draft_model_config is not None:
+        draft_load = releases.draft_load_config(speculative) or load
+        found.append((speculative.draft_model_config, draft_load))
     return found
 
 
@@ -217,7 +212,7 @@ def _hash_seed(algorithm: str) -> list[str]:
             f"{_KEY_HASHES[0]}."
         )
     seed = os.getenv("PYTHONHASHSEED")
-    resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
+    resolve = releases.none_hash_seed_of()
     if resolve is not None:
         # Random where it is another one each time. Releases without it draw always.
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -290,21 +285,20 @@ class _Plain:
     def fields_of(self, name: str, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Those of a configuration that are not known to be harmless."""
         harmless = HARMLESS.get(kind, {})
-        for field in _names(value):
+        for field, each in releases.field_values(value).items():
             if field not in harmless:
                 inner = f"{name}.{field}" if name else field
-                yield field, self.of(inner, getattr(value, field, None))
+                yield field, self.of(inner, each)
 
     def _object(self, name: str, value: Any) -> Any:
         kind = type(value)
-        if hasattr(value, "to_dict"):
+        if (found := releases.as_dict(value)) is not None:
             # A model's configuration. Where it was found is not what it is.
-            return self.of(name, _without(value.to_dict(), "_name_or_path"))
-        if _names(value):
-            fields = self.fields_of(name, kind.__name__, value)
-            return [kind.__qualname__, dict(fields)]
-        if hasattr(value, "compute_hash"):
-            return [kind.__qualname__, str(value.compute_hash())]
+            return self.of(name, _without(found, "_name_or_path"))
+        if fields := dict(self.fields_of(name, kind.__name__, value)):
+            return [kind.__qualname__, fields]
+        if (digest := releases.digest_of(value)) is not None:
+            return [kind.__qualname__, digest]
         text = repr(value)
         if re.search(r" at 0x[0-9a-f]+", text):
             raise ValueError(
@@ -329,18 +323,6 @@ class _Plain:
                 "secondary_tiers."
             )
         return path
-
-
-def _names(value: Any) -> Sequence[str]:
-    """Of the fields of a configuration; none if it has no fields."""
-    if dataclasses.is_dataclass(value):
-        return [field.name for field in dataclasses.fields(value)]
-    if isinstance(value, types.SimpleNamespace):
-        return list(vars(value))
-    for names in ("__struct_fields__", "model_fields"):
-        if hasattr(type(value), names):
-            return list(getattr(type(value), names))
-    return []
 
 
 def _without(value: Any, key: str) -> Any:

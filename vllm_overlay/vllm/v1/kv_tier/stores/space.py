@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 COUNTER = ".usage"
 """The counter, and the lock of everybody who changes the directory."""
@@ -57,7 +57,10 @@ _COUNT_PAUSE = 20
 
 # The standard library has only the C library's emulation of it, which writes to each
 # block of the file where the file system cannot reserve.
-_fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+try:
+    _fallocate: Any = ctypes.CDLL(None, use_errno=True).fallocate
+except AttributeError:
+    _fallocate = None
 if _fallocate is not None:
     _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 

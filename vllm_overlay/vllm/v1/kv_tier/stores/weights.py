@@ -30,6 +30,7 @@ from blake3 import blake3
 
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.stores.harmless import is_harmless_file
 
 logger = init_logger(__name__)
@@ -109,7 +110,7 @@ def model_files(
         ValueError: They cannot be known. The message has the mend.
 
     """
-    load_format = getattr(load.load_format, "value", load.load_format)
+    load_format = releases.load_format(load)
     if load_format == "dummy":
         raise ValueError(
             f"{_SETTING} cannot keep KV of random weights (--load-format dummy): the "
@@ -118,9 +119,9 @@ def model_files(
     if load_format not in _FROM_FOLDER:
         _check_elsewhere(load_format, load)
     # What streams from elsewhere has only its configuration here.
-    name = getattr(model, "model_weights", None) or model.model
+    name = releases.weights_name(model)
     folder = model_folder(name, model.revision, load)
-    multimodal = getattr(model, "multimodal_config", None) is not None
+    multimodal = model.multimodal_config is not None
     files = [folder] if folder.is_file() else _files_in(folder, multimodal)
     for subfolder in subfolders:
         files += _files_in(folder / subfolder, multimodal)
@@ -136,13 +137,12 @@ def model_files(
 def processor_files(model: Any, load: Any) -> list[tuple[Path, list[Path]]]:
     """Folders and files by which images and sounds become inputs, beyond those of
     `model_files`."""
-    if getattr(model, "multimodal_config", None) is None:
+    if model.multimodal_config is None:
         return []
-    names = {getattr(model, name, None) for name in ("tokenizer", "hf_config_path")}
+    names = {model.tokenizer, model.hf_config_path} - {model.model, None}
     found = []
-    for name in sorted(name for name in names - {model.model} if name):
-        revision = getattr(model, "tokenizer_revision", None)
-        folder = model_folder(name, revision, load)
+    for name in sorted(filter(None, names)):
+        folder = model_folder(name, model.tokenizer_revision, load)
         files = [folder] if folder.is_file() else _files_in(folder, multimodal=True)
         found.append((folder, files))
     return found
@@ -159,7 +159,7 @@ def model_folder(name: str, revision: str | None, load: Any) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    directory = getattr(load, "download_dir", None)
+    directory = load.download_dir
     try:
         return Path(
             snapshot_download(
@@ -180,7 +180,7 @@ def _check_elsewhere(load_format: str, load: Any) -> None:
     A loader that gets files from its settings alone is known by these files
     (`identity` takes the bytes of each file that a setting names).
     """
-    options = str(getattr(load, "model_loader_extra_config", None))
+    options = str(load.model_loader_extra_config)
     if load_format == "tensorizer" and "://" not in options and "%" not in options:
         return
     raise ValueError(
