@@ -44,6 +44,8 @@ def make_block_pool(kv_cache_config: Any, *args: Any, **kwargs: Any) -> BlockPoo
         pool: TieredBlockPool = elastic(layout, **kwargs)
     else:
         pool = (PublishingBlockPool if publishes else TieredBlockPool)(layout, **kwargs)
+    if layout.secondary is not None:
+        layout.secondary.begun(pool)
     if layout.rank_calls is not None:
         keep_while_asleep(pool, layout.rank_calls)
     return pool

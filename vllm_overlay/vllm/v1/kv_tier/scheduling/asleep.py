@@ -132,7 +132,7 @@ def keep_while_asleep(pool: "TieredBlockPool", calls: RankCalls) -> None:
         begin_step()
 
     pool.begin_step = begin  # type: ignore[method-assign]
-    pool.forget_slots = asleep.cleared
+    pool.forget_slots = asleep.cleared  # type: ignore[method-assign]
 
 
 def check_asleep(keeps: bool, has_tiers_below: bool, vllm_config: "VllmConfig") -> None:

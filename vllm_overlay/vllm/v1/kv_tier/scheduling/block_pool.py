@@ -83,8 +83,6 @@ class TieredBlockPool(BlockPool):
             layout, self.num_gpu_blocks, num_keys, self.host.has_room
         )
         self.storer = BlockStorer(self, self.host, self._draft, self.admission, stats)
-        self.forget_slots = self.storer.drop_all
-        """What a reset does to the slots. Public, since `Asleep` has another way."""
         self._writes_through = config.store_policy == "write_through"
         self.prefetches = prefetches = Prefetches(self.costs, tuning)
         common = self, self.free, self.host
@@ -368,8 +366,15 @@ class TieredBlockPool(BlockPool):
             self._clear_host()
         return was_reset
 
+    def forget_slots(self) -> None:
+        """What a reset does to the slots, and to what is remembered of their keys.
+        Public, since `Asleep` has another way."""
+        self.storer.drop_all()
+        self.releasing.forget()
+
     def _clear_host(self) -> None:
         self.forget_slots()
+        self.releasing.forget_device()
         self.writer.forget()
         if self.admission is not None:
             self.admission.clear()
