@@ -177,7 +177,8 @@ def flush_kv_tier(scheduler: Any, executor: Any) -> None:
         executor: Its ranks are still there.
 
     """
-    pool = getattr(getattr(scheduler, "kv_cache_manager", None), "kv_tier", None)
+    manager = getattr(scheduler, "kv_cache_manager", None)
+    pool: Any = getattr(manager, "kv_tier", None)
     if getattr(pool, "backing", None) is not None:
         _flush(pool, executor)
 

@@ -6,7 +6,7 @@ away, and as it does for other weights: nobody says which of the two it is
 (https://github.com/vllm-project/vllm/issues/57810). What the ranks are asked next does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -50,16 +50,24 @@ class Asleep:
 
     Args:
         table: The slots.
-        storer: Forgets them.
+        storer: Stores them.
         calls: Of the engine to its ranks.
+        forget: Forgets them, and what is remembered of their keys.
 
     """
 
-    def __init__(self, table: SlotTable, storer: BlockStorer, calls: RankCalls) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        storer: BlockStorer,
+        calls: RankCalls,
+        forget: Callable[[], None],
+    ) -> None:
         self.stage = Stage.RUNS
         """Public, since it is looked at in each step."""
         self._table = table
         self._storer = storer
+        self._forget_slots = forget
         calls.may_change = self._weights_may_change
         calls.sleeps, calls.wakes_up = self._sleeps, self._wakes_up
 
@@ -110,7 +118,7 @@ class Asleep:
         self._forget()
 
     def _forget(self) -> None:
-        self._storer.drop_all()
+        self._forget_slots()
         self._table.show()
         self.stage = Stage.RUNS
 
@@ -123,7 +131,7 @@ def keep_while_asleep(pool: "TieredBlockPool", calls: RankCalls) -> None:
         calls: Of the engine to its ranks.
 
     """
-    asleep = Asleep(pool.host, pool.storer, calls)
+    asleep = Asleep(pool.host, pool.storer, calls, pool.forget_slots)
     begin_step = pool.begin_step
 
     def begin() -> None:
