@@ -12,6 +12,7 @@ from weakref import ref
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_tier.adapters import adapters_have_changed
 from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
 from vllm.v1.request import RequestStatus
 
@@ -93,6 +94,10 @@ def end_what_cannot_fit(
     if tier.backing is not None:
         # Each output of a step comes by here, its report before it.
         tier.backing.heard()
+        if getattr(scheduler, "lora_config", None) is not None and (
+            adapters_have_changed(scheduler.running)
+        ):
+            tier.void_since(tier.backing.settled + 1)
     if not tier.num_lost_blocks:
         return
     num_tokens = _most_tokens(scheduler)
