@@ -8,12 +8,16 @@ With the tier, keys count the loads. With a tier below it, which outlives this p
 and its numbers, they name the content.
 """
 
+import functools
 import itertools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
+
+from msgspec import structs
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.bounded import BoundedMap, digest
@@ -30,7 +34,22 @@ _MAX_BYTES = 8 << 20
 
 _CHUNK_BYTES = 1 << 20
 
+_NUM_CHECKS = 16
+"""Steps for which files of an adapter are looked at after a request for it has come,
+or has run."""
+
+_NO_WEIGHTS = frozenset(
+    {
+        *("lora_name", "lora_int_id", "lora_path", "load_inplace"),
+        # For the list of models that a server shows.
+        "base_model_name",
+    }
+)
+"""Fields of requests for adapters that do not say how files become weights. What a
+later release adds counts until it is listed."""
+
 _Hasher = TypeVar("_Hasher", bound=Callable[..., Any])
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Load(NamedTuple):
@@ -48,9 +67,15 @@ class _Loaded(NamedTuple):
 
     name: str
     path: str
+    options: str
+    """What else shapes the weights, see `_options`."""
     load: Load
     files: Hashable
     """What the files were like; None: they are not to be seen here."""
+
+
+_NOT_KNOWN = _Loaded("", "", "", Load(0), None)
+"""No request's adapter, so that each request has keys of its own."""
 
 
 class AdapterLoads:
@@ -77,6 +102,8 @@ class AdapterLoads:
             _MAX_BYTES, dropped=self._forget
         )
         self._has_forgotten = False
+        # Adapters that ranks may read soon: how often their files are still looked at.
+        self._recent: BoundedMap[int, int] = BoundedMap(_MAX_BYTES)
         self._of_request: WeakKeyDictionary[Request, Load] = WeakKeyDictionary()
         # Requests are made, and hashed, on a thread of their own.
         self._lock = Lock()
@@ -93,6 +120,25 @@ class AdapterLoads:
             self._loaded.pop(number, None)
             self._disown(number)
 
+    @contextmanager
+    def carried_out(self, number: int) -> Iterator[None]:
+        """While workers load or drop the adapter with this id, after `load` or
+        `unload`. If they fail, or its files change meanwhile, it is not known which
+        weights they have: some ranks may have the old ones, and others the new ones."""
+        is_known = False
+        try:
+            yield
+            is_known = True
+        finally:
+            with self._lock:
+                loaded = self._loaded.get(number)
+                if loaded is not None:
+                    is_known = is_known and loaded.files == _files(loaded.path)
+                if not is_known:
+                    self._loaded[number] = _NOT_KNOWN
+                    # Also of those that came meanwhile.
+                    self._disown(number)
+
     def of(self, request: "Request") -> Load:
         """The load whose weights `request` runs with."""
         load = self._of_request.get(request)
@@ -103,8 +149,37 @@ class AdapterLoads:
                 load = self._of_request[request] = self._now(lora)
         return load
 
+    def have_changed(self, numbers: Iterable[int]) -> bool:
+        """Whether files of adapters are no longer those that keys name.
+
+        Ranks may have read them since the keys were made: for their first step, or
+        because they had dropped the adapter. Requests under way, and those that come,
+        have keys of their own then.
+
+        Args:
+            numbers: Ids of the adapters of requests that run. Those of requests that
+                came lately count, too.
+
+        """
+        with self._lock:
+            self._recent.update(dict.fromkeys(numbers, _NUM_CHECKS))
+            changed = False
+            for number, num_left in list(self._recent.items()):
+                if num_left > 1:
+                    self._recent[number] = num_left - 1
+                else:
+                    del self._recent[number]
+                loaded = self._loaded.get(number, _NOT_KNOWN)
+                if loaded is _NOT_KNOWN or loaded.files == _files(loaded.path):
+                    continue
+                self._loaded[number] = _NOT_KNOWN
+                self._disown(number)
+                changed = True
+        return changed
+
     def _now(self, lora: "LoRARequest") -> Load:
         """For a new request with this adapter."""
+        self._recent[lora.lora_int_id] = _NUM_CHECKS
         loaded = self._loaded.use(lora.lora_int_id)
         if loaded is None:
             return self._load(lora)
@@ -113,12 +188,15 @@ class AdapterLoads:
         if reloads_in_place(lora):
             # Workers reload it for each step of such a request. Servers go on sending
             # it after a reload.
-            return loaded.load if unchanged and files else self._load(lora)
-        if unchanged and (loaded.name, loaded.path) == (lora.lora_name, lora.lora_path):
+            is_same = unchanged and files and loaded.options == _options(lora)
+            return loaded.load if is_same else self._load(lora)
+        same = lora.lora_name, lora.lora_path, _options(lora)
+        if unchanged and (loaded.name, loaded.path, loaded.options) == same:
             return loaded.load
         logger.warning_once(
-            "KV tier: the files of LoRA adapter %s have changed, or its id has another "
-            "adapter, and it was not loaded again: no KV of it is kept until it is.",
+            "KV tier: which weights the ranks have of LoRA adapter %s is not known, "
+            "since its last load failed, its files have changed, or its id has another "
+            "adapter: its requests share no KV until it is loaded again in place.",
             lora.lora_name,
         )
         return _unknown()
@@ -132,15 +210,19 @@ class AdapterLoads:
         self._names[name] = None
         # As without a tier.
         load = Load(0 if is_first else next(self._numbers))
-        files = _files(lora.lora_path)
+        files, options = _files(lora.lora_path), _options(lora)
         if self._by_content:
             content = _content(lora.lora_path)
+            if structs.asdict(lora).get("tensorizer_config_dict"):
+                # The weights lie elsewhere.
+                content = None
             if content is None or files != _files(lora.lora_path):
                 # Nobody else must take it for theirs.
                 load = Load(load.number, os.urandom(16).hex())
             else:
-                load = Load(0, content)
-        self._loaded[number] = _Loaded(lora.lora_name, lora.lora_path, load, files)
+                load = Load(0, f"{content} {options}" if options else content)
+        place = lora.lora_name, lora.lora_path
+        self._loaded[number] = _Loaded(*place, options, load, files)
         return load
 
     def _disown(self, number: int) -> None:
@@ -166,6 +248,16 @@ def _rename(request: "Request") -> None:
     hashes: list[Any] = request.block_hashes
     # Random throughout: KV events have the last bytes only.
     hashes[:] = [os.urandom(32) for _ in hashes]
+
+
+def _options(lora: "LoRARequest") -> str:
+    """What a request for an adapter says of how its files become weights."""
+    said = {
+        name: value
+        for name, value in structs.asdict(lora).items()
+        if name not in _NO_WEIGHTS and value
+    }
+    return repr(said) if said else ""
 
 
 def _files(path: str) -> Hashable:
@@ -228,23 +320,72 @@ def with_adapter_loads(hasher: _Hasher) -> _Hasher:
     return hasher
 
 
-def note_adapter_load(lora: "LoRARequest", hasher: Any = None) -> None:
+def note_adapter_load(
+    lora: "LoRARequest", hasher: Any = None
+) -> AbstractContextManager[None]:
     """Called before workers are told to load an adapter, with the block hasher of the
-    engine; without one it is the engine that started last."""
-    if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is not None:
-        loads.load(lora)
+    engine; without one it is the engine that started last. They are told in the context
+    that this returns."""
+    if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is None:
+        return nullcontext()
+    loads.load(lora)
+    return loads.carried_out(lora.lora_int_id)
 
 
-def note_adapter_unload(number: int, hasher: Any = None) -> None:
-    """Called before workers are told to drop the adapter with this id."""
-    if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is not None:
-        loads.unload(number)
+def note_adapter_unload(
+    number: int, hasher: Any = None
+) -> AbstractContextManager[None]:
+    """As `note_adapter_load`, before workers are told to drop the adapter with this
+    id."""
+    if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is None:
+        return nullcontext()
+    loads.unload(number)
+    return loads.carried_out(number)
+
+
+def notes_adapter_load(add_lora: _Method) -> _Method:
+    """For `EngineCore.add_lora`."""
+
+    @functools.wraps(add_lora)
+    def noted(engine: Any, lora_request: "LoRARequest") -> Any:
+        with note_adapter_load(lora_request, engine.request_block_hasher):
+            return add_lora(engine, lora_request)
+
+    return noted  # type: ignore[return-value]
+
+
+def notes_adapter_unload(remove_lora: _Method) -> _Method:
+    """For `EngineCore.remove_lora`."""
+
+    @functools.wraps(remove_lora)
+    def noted(engine: Any, lora_id: int) -> Any:
+        with note_adapter_unload(lora_id, engine.request_block_hasher):
+            return remove_lora(engine, lora_id)
+
+    return noted  # type: ignore[return-value]
 
 
 def loads_of(request: "Request") -> AdapterLoads | None:
     """Of the engine that runs `request`; None without a tier."""
     hasher = block_hasher(request)
     return None if hasher is None else _of_hashers.get(hasher)
+
+
+def adapters_have_changed(running: Iterable["Request"]) -> bool:
+    """Whether files of adapters have changed before the ranks ran the last step, so
+    that what it has computed may not be what its keys say. Only where keys name files.
+
+    Args:
+        running: Requests that run.
+
+    """
+    of_engine: AdapterLoads | None = None
+    numbers = set()
+    for request in running:
+        if (lora := request.lora_request) is not None:
+            numbers.add(lora.lora_int_id)
+            of_engine = of_engine or loads_of(request)
+    return of_engine is not None and of_engine.have_changed(numbers)
 
 
 def salt_key(request: "Request", salt: str) -> str | tuple[str, str]:

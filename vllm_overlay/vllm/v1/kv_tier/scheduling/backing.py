@@ -88,6 +88,8 @@ class Backing:
         self._layout = layout
         self._tuning = tuning
         self._num_outputs = 0
+        self.is_flushed = False
+        """Whether the engine has written for the last time."""
         self._table = table
         self._seq = 0
         self._idle_since: float | None = None
@@ -223,7 +225,7 @@ class Backing:
         self._seq = plan.seq
         self._jobs.begin_step()
         self.fetching.go_on()
-        settled = self._settled()
+        settled = self.settled
         for spiller in self.spillers:
             spiller.write(settled)
         self._jobs.finish(plan)
@@ -249,7 +251,8 @@ class Backing:
             for tier, spiller in zip(self._layout.tiers, self.spillers)
         )
 
-    def _settled(self) -> int:
+    @property
+    def settled(self) -> int:
         """Nothing that plans up to this one have stored turns out to be void."""
         # A load of an earlier step may turn out to have failed, and what was computed
         # since to be void.
@@ -263,7 +266,10 @@ class Backing:
         tier, for how many seconds at most, and the most valuable first."""
         if self._jobs.is_detached:
             return []
-        slots, settled = self._table.by_value(), self._settled()
+        slots, settled = self._table.by_value(), self.settled
+        if self._num_outputs == self._seq:
+            # Ranks have told of all of them, and were asked once more.
+            settled = self._seq
         return [
             (tier.flush_s, spiller.last_jobs(slots, settled))
             for tier, spiller in zip(self._layout.tiers, self.spillers)
