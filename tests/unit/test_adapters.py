@@ -228,6 +228,93 @@ def test_what_lives_through_a_change_has_keys_of_its_own(
     assert keys(now) == new
 
 
+class Fails(RuntimeError):
+    pass
+
+
+CALLS: dict[str, Callable[[EngineCore, Path], object]] = {
+    "a reload in place": lambda engine, path: EngineCore.add_lora(
+        engine, lora(path, load_inplace=True)
+    ),
+    "a load": lambda engine, path: EngineCore.add_lora(engine, lora(path)),
+    "a drop": lambda engine, path: EngineCore.remove_lora(engine, 1),
+}
+
+
+def engine_with(of_ranks: Callable[[], bool]) -> Any:
+    executor = SimpleNamespace(
+        add_lora=lambda adapter: of_ranks(), remove_lora=lambda number: of_ranks()
+    )
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return SimpleNamespace(model_executor=executor, request_block_hasher=hasher)
+
+
+@pytest.mark.parametrize("by_content", [False, True])
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("call", CALLS)
+def test_after_a_call_that_failed_in_a_rank_no_load_is_known(
+    call: str, is_there: bool, by_content: bool, path: Path
+) -> None:
+    """Some ranks may have the old weights still, and others the new ones."""
+    set_adapter_loads(AdapterLoads(by_content))
+    where = path if is_there else Path("hub/adapter")
+    came: list[Request] = []
+
+    def fails() -> bool:
+        came.append(request(lora(where), hasher=engine.request_block_hasher))
+        raise Fails
+
+    engine = engine_with(fails)
+    hasher = engine.request_block_hasher
+    old = keys(lora(where), hasher)
+    if is_there and call != "a drop":
+        write(path, "other")
+    with pytest.raises(Fails):
+        CALLS[call](engine, where)
+    (meanwhile,) = came
+    unknown = [keys(lora(where), hasher), keys(lora(where), hasher), old]
+    unknown.append(list(meanwhile.block_hashes))
+    assert len({key for each in unknown for key in each}) == 8
+    # Once more, and it works.
+    again = engine_with(lambda: True)
+    again.request_block_hasher = hasher
+    EngineCore.add_lora(again, lora(where, load_inplace=True))
+    new = keys(lora(where), hasher)
+    assert new == keys(lora(where), hasher)
+    known = {key for each in unknown for key in each}
+    if call != "a drop" or not by_content or not is_there:
+        assert known.isdisjoint(new)
+
+
+@pytest.mark.parametrize("by_content", [False, True])
+def test_files_that_change_while_ranks_read_them_are_of_no_known_load(
+    by_content: bool, path: Path
+) -> None:
+    set_adapter_loads(AdapterLoads(by_content))
+
+    def reads() -> bool:
+        write(path, "other")
+        return True
+
+    engine = engine_with(reads)
+    EngineCore.add_lora(engine, lora(path))
+    hasher = engine.request_block_hasher
+    unknown = [keys(lora(path), hasher), keys(lora(path), hasher)]
+    assert len({key for each in unknown for key in each}) == 4
+
+
+def test_without_a_tier_a_call_that_fails_changes_no_keys(path: Path) -> None:
+    set_adapter_loads(None)
+    old = keys(lora(path))
+
+    def fails() -> bool:
+        raise Fails
+
+    with pytest.raises(Fails):
+        EngineCore.add_lora(engine_with(fails), lora(path))
+    assert keys(lora(path)) == old
+
+
 @pytest.mark.parametrize("by_content", [False, True])
 def test_files_that_change_without_a_reload_are_of_no_known_load(
     by_content: bool, path: Path

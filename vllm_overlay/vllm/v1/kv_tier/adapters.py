@@ -8,9 +8,11 @@ With the tier, keys count the loads. With a tier below it, which outlives this p
 and its numbers, they name the content.
 """
 
+import functools
 import itertools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -31,6 +33,7 @@ _MAX_BYTES = 8 << 20
 _CHUNK_BYTES = 1 << 20
 
 _Hasher = TypeVar("_Hasher", bound=Callable[..., Any])
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Load(NamedTuple):
@@ -51,6 +54,10 @@ class _Loaded(NamedTuple):
     load: Load
     files: Hashable
     """What the files were like; None: they are not to be seen here."""
+
+
+_NOT_KNOWN = _Loaded("", "", Load(0), None)
+"""No request's adapter, so that each request has keys of its own."""
 
 
 class AdapterLoads:
@@ -93,6 +100,25 @@ class AdapterLoads:
             self._loaded.pop(number, None)
             self._disown(number)
 
+    @contextmanager
+    def carried_out(self, number: int) -> Iterator[None]:
+        """While workers load or drop the adapter with this id, after `load` or
+        `unload`. If they fail, or its files change meanwhile, nobody knows which weights
+        they have: some ranks may have the old ones, and others the new ones."""
+        is_known = False
+        try:
+            yield
+            is_known = True
+        finally:
+            with self._lock:
+                loaded = self._loaded.get(number)
+                if loaded is not None:
+                    is_known = is_known and loaded.files == _files(loaded.path)
+                if not is_known:
+                    self._loaded[number] = _NOT_KNOWN
+                    # Also of those that came meanwhile.
+                    self._disown(number)
+
     def of(self, request: "Request") -> Load:
         """The load whose weights `request` runs with."""
         load = self._of_request.get(request)
@@ -117,8 +143,9 @@ class AdapterLoads:
         if unchanged and (loaded.name, loaded.path) == (lora.lora_name, lora.lora_path):
             return loaded.load
         logger.warning_once(
-            "KV tier: the files of LoRA adapter %s have changed, or its id has another "
-            "adapter, and it was not loaded again: no KV of it is kept until it is.",
+            "KV tier: which weights the ranks have of LoRA adapter %s is not known, "
+            "since its last load failed, its files have changed, or its id has another "
+            "adapter: its requests share no KV until it is loaded again in place.",
             lora.lora_name,
         )
         return _unknown()
@@ -228,17 +255,49 @@ def with_adapter_loads(hasher: _Hasher) -> _Hasher:
     return hasher
 
 
-def note_adapter_load(lora: "LoRARequest", hasher: Any = None) -> None:
+def note_adapter_load(
+    lora: "LoRARequest", hasher: Any = None
+) -> AbstractContextManager[None]:
     """Called before workers are told to load an adapter, with the block hasher of the
-    engine; without one it is the engine that started last."""
-    if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is not None:
-        loads.load(lora)
+    engine; without one it is the engine that started last. They are told in the context
+    that this returns."""
+    if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is None:
+        return nullcontext()
+    loads.load(lora)
+    return loads.carried_out(lora.lora_int_id)
 
 
-def note_adapter_unload(number: int, hasher: Any = None) -> None:
-    """Called before workers are told to drop the adapter with this id."""
-    if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is not None:
-        loads.unload(number)
+def note_adapter_unload(
+    number: int, hasher: Any = None
+) -> AbstractContextManager[None]:
+    """As `note_adapter_load`, before workers are told to drop the adapter with this
+    id."""
+    if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is None:
+        return nullcontext()
+    loads.unload(number)
+    return loads.carried_out(number)
+
+
+def notes_adapter_load(add_lora: _Method) -> _Method:
+    """For `EngineCore.add_lora`."""
+
+    @functools.wraps(add_lora)
+    def noted(engine: Any, lora_request: "LoRARequest") -> Any:
+        with note_adapter_load(lora_request, engine.request_block_hasher):
+            return add_lora(engine, lora_request)
+
+    return noted  # type: ignore[return-value]
+
+
+def notes_adapter_unload(remove_lora: _Method) -> _Method:
+    """For `EngineCore.remove_lora`."""
+
+    @functools.wraps(remove_lora)
+    def noted(engine: Any, lora_id: int) -> Any:
+        with note_adapter_unload(lora_id, engine.request_block_hasher):
+            return remove_lora(engine, lora_id)
+
+    return noted  # type: ignore[return-value]
 
 
 def loads_of(request: "Request") -> AdapterLoads | None:

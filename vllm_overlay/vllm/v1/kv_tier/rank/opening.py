@@ -11,7 +11,7 @@ from vllm.v1.kv_tier.memory.regions import Region, build_regions, flatten
 from vllm.v1.kv_tier.memory.replicas import owners
 from vllm.v1.kv_tier.rank.sharing import find_replicas
 from vllm.v1.kv_tier.stores.elsewhere import WrittenElsewhere
-from vllm.v1.kv_tier.stores.identity import rank_namespace
+from vllm.v1.kv_tier.stores.identity import environment, rank_namespace
 from vllm.v1.kv_tier.stores.settings import StoreConfig
 
 logger = init_logger(__name__)
@@ -110,7 +110,7 @@ def describe(worker: Any, num_blocks: int) -> list[object]:
         f"{name}: {type(releases.attention_backend(layer) or layer).__qualname__}"
         for name, layer in layers.items()
     ]
-    return [type(runner).__module__, caches, places, writers]
+    return [type(runner).__module__, caches, places, writers, environment()]
 
 
 def _place(address: int, regions: Sequence[Region]) -> list[int]:

@@ -7,7 +7,7 @@ batches of other sizes differ as well. What is missing here costs a prefix that 
 computed once more; what is here by mistake costs wrong answers.
 """
 
-from fnmatch import fnmatch
+from fnmatch import fnmatch, fnmatchcase
 
 _FIELDS: dict[str, dict[str, str]] = {
     "VllmConfig": {
@@ -18,8 +18,7 @@ _FIELDS: dict[str, dict[str, str]] = {
             structured_outputs_config decoding_config reasoning_config
             watermark_config""",
         "made of the model's settings and files, which count": "quant_config",
-        "fuses, compiles and captures the same operations: rounding": """
-            compilation_config optimization_level""",
+        "sets fields of other configurations, which count": "optimization_level",
         "where weights lie until they are used": "offload_config",
         "weights that arrive later end the use of the tier": "weight_transfer_config",
         "names or ends an engine": "instance_id shutdown_timeout",
@@ -123,6 +122,26 @@ _FIELDS: dict[str, dict[str, str]] = {
         "names an engine and how others reach it": """engine_id ec_ip ec_port ec_rank
             ec_parallel_size ec_buffer_size ec_buffer_device""",
     },
+    "CompilationConfig": {
+        "compiles and captures the same operations: rounding": """mode level
+            use_inductor ir_enable_torch_wrap splitting_ops
+            compile_mm_encoder compile_sizes compile_ranges_endpoints
+            compile_ranges_split_points use_inductor_graph_partition full_cuda_graph
+            dynamic_shapes_config fast_moe_cold_start use_cudagraph cudagraph_mode
+            cudagraph_num_of_warmups cudagraph_capture_sizes cudagraph_copy_inputs
+            cudagraph_specialize_lora max_cudagraph_capture_size max_capture_size
+            cudagraph_mm_encoder encoder_cudagraph_token_budgets
+            encoder_cudagraph_max_vision_items_per_batch
+            encoder_cudagraph_max_frames_per_batch cudagraph_decoder_replay
+            decoder_replay_cudagraph_capture_sizes decoder_replay_trim_threshold
+            bs_to_padded_graph_size""",
+        "where what was compiled is kept": """debug_dump_path cache_dir
+            local_cache_dir compile_cache_save_format""",
+        "what compiling has found out": """enabled_custom_ops disabled_custom_ops
+            traced_files compilation_time encoder_compilation_time""",
+        "layers, whose backends are in a rank's name": """static_forward_context
+            static_all_moe_layers""",
+    },
     "KernelConfig": {
         "chooses among equal kernels, or warms them up: rounding": """
             enable_flashinfer_autotune enable_rocm_segmented_attn_autotune
@@ -137,6 +156,69 @@ HARMLESS: dict[str, dict[str, str]] = {
     for config, reasons in _FIELDS.items()
 }
 """By class and field, of all releases: why it does not count."""
+
+VARIABLES = {
+    "names a process, or finds others": """VLLM_HOST_IP VLLM_PORT VLLM_LOOPBACK_IP
+        VLLM_DIST_IDENT VLLM_SERVICE_* VLLM_*_SERVICE_* VLLM_*_PORT VLLM_*PORT_*_TCP*
+        VLLM_RPC_BASE_PATH VLLM_RPC_TIMEOUT VLLM_RPC_GET_DATA_TIMEOUT_MS
+        VLLM_PROCESS_NAME_PREFIX VLLM_INSTANCE_ID VLLM_DP_* VLLM_RAY_* VLLM_NIXL_*
+        VLLM_P2P_* VLLM_EC_SIDE_CHANNEL_* VLLM_MOONCAKE_* VLLM_MORIIO_*
+        VLLM_GPU_NIC_PCIE_MAPPING VLLM_NIC_SELECTION_VARS VLLM_SKIP_P2P_CHECK
+        VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_ELASTIC_EP_*
+        VLLM_RANDOMIZE_DP_DUMMY_INPUTS VLLM_USE_RAY_*""",
+    "where files are; their bytes count, or they are caches": """VLLM_CONFIG_ROOT
+        VLLM_CACHE_ROOT VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN
+        VLLM_XLA_CACHE_PATH VLLM_MODEL_REDIRECT_PATH VLLM_USE_MODELSCOPE
+        VLLM_FASTSAFETENSORS_QUEUE_SIZE VLLM_LORA_RESOLVER_* VLLM_MEDIA_CACHE*
+        VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_NCCL_INCLUDE_PATH
+        VLLM_DISABLE_COMPILE_CACHE VLLM_COMPILE_CACHE_SAVE_FORMAT
+        VLLM_V1_USE_OUTLINES_CACHE VLLM_XGRAMMAR_CACHE_MB VLLM_FORCE_AOT_LOAD
+        VLLM_ENABLE_STARTUP_PLAN""",
+    "logs, metrics and profiles": """VLLM_LOG_* VLLM_LOGGING_* VLLM_CONFIGURE_LOGGING
+        VLLM_DISABLE_LOG_* VLLM_DEBUG_* VLLM_TRACE_* VLLM_GC_DEBUG VLLM_USAGE_*
+        VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK VLLM_*_FOR_PROFILING VLLM_TORCH_PROFILER_*
+        VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_PATTERN_MATCH_DEBUG
+        VLLM_REQUEST_BODY_LOG_LEVEL VLLM_GPU_SYNC_CHECK""",
+    "how long and how often something is tried": """VLLM_*_TIMEOUT VLLM_*_TIMEOUT_S
+        VLLM_*_TIMEOUT_SECONDS VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_MEDIA_FETCH_MAX_RETRIES
+        VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_SLEEP_WHEN_IDLE""",
+    "the server, which sends tokens and hashes of images": """VLLM_API_KEY
+        VLLM_SERVER_DEV_MODE VLLM_USE_RUST_* VLLM_RUST_FRONTEND_PATH VLLM_HTTP_*
+        VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_CHAT_TEMPLATE_* VLLM_MAX_N_SEQUENCES
+        VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_STOP_STRINGS VLLM_MAX_NUM_BAD_WORDS
+        VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_ENABLE_RESPONSES_API_STORE
+        VLLM_ENABLE_COHERE_API VLLM_GPT_OSS_* VLLM_SYSTEM_START_DATE VLLM_TOOL_*
+        VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT
+        VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_SKIP_MODEL_NAME_VALIDATION""",
+    "chooses among computed tokens, which are in the keys": """
+        VLLM_USE_FLASHINFER_SAMPLER VLLM_XPU_USE_SAMPLER_KERNEL
+        VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_COMPUTE_NANS_IN_LOGITS
+        VLLM_RAISE_ON_LOGIT_NANS""",
+    "how messages and answers travel": """VLLM_MQ_* VLLM_MSGPACK_ZERO_COPY_THRESHOLD
+        VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_V1_OUTPUT_PROC_CHUNK_SIZE
+        VLLM_ENABLE_V1_MULTIPROCESSING VLLM_WORKER_MULTIPROC_METHOD
+        VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES VLLM_USE_SPINLOOP_EXT""",
+    "how much memory and how many cores there are": """VLLM_CPU_KVCACHE_SPACE
+        VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_NUM_OF_RESERVED_CPU
+        VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS VLLM_*_PIN_MEMORY
+        VLLM_WEIGHT_OFFLOADING_DISABLE_UVA VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS
+        VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_MAX_AUDIO_PREPROCESS_WORKERS
+        VLLM_TRITON_JIT_WARMUP_NUM_THREADS""",
+    "how the package was built, which its version tells": """VLLM_BUILD_*
+        VLLM_DOCKER_BUILD_CONTEXT VLLM_IMAGE_TAG VLLM_USE_PRECOMPILED*
+        VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX VLLM_SKIP_VERSION_SUFFIX
+        VLLM_MAIN_CUDA_VERSION VLLM_TARGET_DEVICE VLLM_VERSION_OVERRIDE""",
+}
+"""Variables of the environment that begin with VLLM_, or patterns of them, of all
+releases, by the reason why they do not count."""
+
+OTHER_VARIABLES = (
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("Q_SCALE_CONSTANT", "K_SCALE_CONSTANT", "V_SCALE_CONSTANT"),
+)
+"""Variables with other names that change numbers by more than their rounding. Those of
+libraries are without number, so these can only be listed the other way round."""
 
 _FILES = {
     ".*": "no loader reads hidden files",
@@ -168,6 +250,17 @@ _NOT_IF_MULTIMODAL = frozenset(
         *("merges.txt", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
     }
 )
+
+
+def counts(variable: str) -> bool:
+    """Whether a variable of the environment may have a part in KV."""
+    if not variable.startswith("VLLM_"):
+        return variable in OTHER_VARIABLES
+    return not any(
+        fnmatchcase(variable, pattern)
+        for patterns in VARIABLES.values()
+        for pattern in patterns.split()
+    )
 
 
 def is_harmless_file(name: str, multimodal: bool) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.stores.format import FORMAT_VERSION
-from vllm.v1.kv_tier.stores.harmless import HARMLESS
+from vllm.v1.kv_tier.stores.harmless import HARMLESS, counts
 from vllm.v1.kv_tier.stores.weights import (
     FileStates,
     model_files,
@@ -105,6 +105,7 @@ def namespace(
         "format": FORMAT_VERSION,
         "vllm": release,
         "settings": _plain_settings(vllm_config, digest),
+        "environment": environment(digest),
         "groups": _Plain(digest).of("groups", kv_cache_config.kv_cache_groups),
         "hashes": seed,
         "files": files_of_models(vllm_config, before, sources),
@@ -112,6 +113,17 @@ def namespace(
     name = _digest(shape)
     logger.debug("KV tier: %s is the name for %s", name, shape)
     return name
+
+
+def environment(digest: Callable[[Path], str] | None = None) -> dict[str, Any]:
+    """Variables of this process that may shape KV, as they are set.
+
+    Args:
+        digest: As of `_Plain`.
+
+    """
+    plain = _Plain(digest)
+    return {k: plain.of(k, v) for k, v in sorted(os.environ.items()) if counts(k)}
 
 
 def rank_namespace(namespace: str, rank: int, description: object) -> str:
