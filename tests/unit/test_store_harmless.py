@@ -2,6 +2,7 @@
 """Every setting of this release changes the name of KV, but those that are listed."""
 
 import dataclasses
+import fnmatch
 import json
 import os
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 
 import vllm.config
+import vllm.envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.kv_tier.stores.harmless import HARMLESS, is_harmless_file
+from vllm.v1.kv_tier.rank.opening import describe
+from vllm.v1.kv_tier.stores.harmless import HARMLESS, VARIABLES, is_harmless_file
 from vllm.v1.kv_tier.stores.identity import namespace
 
 from ..e2e.model import make_llama
-from .test_store_identity import name_of, one_seed, settings
+from .test_store_identity import NUM_BLOCKS, name_of, one_seed, settings, worker
 
 __all__ = ["one_seed"]
 
@@ -95,6 +98,61 @@ def test_each_configuration_counts_until_somebody_lists_it(tmp_path: Path) -> No
         assert changed == (field not in HARMLESS["VllmConfig"]), field
 
 
+COUNTS = [
+    *("VLLM_KV_CACHE_LAYOUT", "VLLM_MLA_DISABLE", "VLLM_ATTENTION_BACKEND"),
+    *("VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_CPU_INT4_W4A8", "VLLM_USE_DEEP_GEMM"),
+    *("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_PLUGINS"),
+    *("VLLM_OF_A_LATER_RELEASE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE"),
+]
+DO_NOT = [
+    *("VLLM_PORT", "VLLM_HOST_IP", "VLLM_DP_RANK", "VLLM_API_KEY", "VLLM_CACHE_ROOT"),
+    *("VLLM_LOGGING_LEVEL", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_DIST_IDENT"),
+    # Kubernetes tells each container of each service.
+    *("VLLM_SERVICE_HOST", "VLLM_QWEN_PORT_8000_TCP_ADDR", "VLLM_QWEN_SERVICE_PORT"),
+    *("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "LOCAL_RANK"),
+]
+
+
+@pytest.mark.parametrize("variable", [*COUNTS, *DO_NOT])
+def test_the_environment_counts_but_for_what_is_listed(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the scheduler's process and in a rank's, which may be on another machine."""
+
+    def names() -> tuple[str, list[object]]:
+        return name_of(tmp_path), describe(worker(), NUM_BLOCKS)
+
+    monkeypatch.setenv(variable, "1")
+    first = names()
+    monkeypatch.setenv(variable, "2")
+    second = names()
+    assert names() == second
+    changed = [a != b for a, b in zip(first, second)]
+    assert changed == [variable in COUNTS] * 2
+
+
+def test_a_file_that_a_variable_names_counts_by_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = tmp_path / "tuned.json"
+    names = []
+    monkeypatch.setenv("VLLM_HUMMING_INPUT_QUANT_CONFIG", str(tuned))
+    for content in ("a", "b", "a"):
+        tuned.write_text(content)
+        names.append(name_of(tmp_path / "model"))
+    assert names[0] == names[2] != names[1]
+
+
+def test_each_reason_has_variables_of_some_release() -> None:
+    known = set(vllm.envs.environment_variables)
+    for reason, patterns in VARIABLES.items():
+        assert reason and any(
+            fnmatch.fnmatchcase(name, pattern)
+            for name in known
+            for pattern in patterns.split()
+        ), reason
+
+
 FILES = {
     "quantize_config.json": (True, True),
     "model.safetensors.index.json": (True, True),
@@ -145,7 +203,7 @@ def test_a_file_that_a_setting_names_counts_by_its_bytes(tmp_path: Path) -> None
 # What differs between engines of a deployment that share a store.
 OPERATION: list[dict[str, Any]] = [
     {"gpu_memory_utilization": 0.5, "max_num_seqs": 3, "max_num_batched_tokens": 512},
-    {"seed": 7, "enforce_eager": False, "served_model_name": ["a", "b"]},
+    {"seed": 7, "served_model_name": ["a", "b"]},
     {"num_gpu_blocks_override": 99, "kv_offloading_size": 0.25},
     {"async_scheduling": False, "distributed_executor_backend": "mp"},
     {"max_logprobs": 3, "disable_log_stats": True, "generation_config": "vllm"},
@@ -156,6 +214,8 @@ SHAPE: list[dict[str, Any]] = [
     {"block_size": 32},
     {"enable_lora": True},
     {"hf_overrides": {"rms_norm_eps": 1e-3}},
+    # A compiler's options and passes may do anything.
+    {"compilation_config": {"inductor_compile_config": {"max_autotune": True}}},
 ]
 
 

@@ -103,8 +103,8 @@ class AdapterLoads:
     @contextmanager
     def carried_out(self, number: int) -> Iterator[None]:
         """While workers load or drop the adapter with this id, after `load` or
-        `unload`. If they fail, or its files change meanwhile, nobody knows which weights
-        they have: some ranks may have the old ones, and others the new ones."""
+        `unload`. If they fail, or its files change meanwhile, it is not known which
+        weights they have: some ranks may have the old ones, and others the new ones."""
         is_known = False
         try:
             yield

@@ -135,6 +135,7 @@ _FIELDS: dict[str, dict[str, str]] = {
             encoder_cudagraph_max_frames_per_batch cudagraph_decoder_replay
             decoder_replay_cudagraph_capture_sizes decoder_replay_trim_threshold
             bs_to_padded_graph_size""",
+        "chooses among kernels of one operation: rounding": "custom_ops",
         "where what was compiled is kept": """debug_dump_path cache_dir
             local_cache_dir compile_cache_save_format""",
         "what compiling has found out": """enabled_custom_ops disabled_custom_ops
@@ -160,8 +161,8 @@ HARMLESS: dict[str, dict[str, str]] = {
 VARIABLES = {
     "names a process, or finds others": """VLLM_HOST_IP VLLM_PORT VLLM_LOOPBACK_IP
         VLLM_DIST_IDENT VLLM_SERVICE_* VLLM_*_SERVICE_* VLLM_*_PORT VLLM_*PORT_*_TCP*
-        VLLM_RPC_BASE_PATH VLLM_RPC_TIMEOUT VLLM_RPC_GET_DATA_TIMEOUT_MS
-        VLLM_PROCESS_NAME_PREFIX VLLM_INSTANCE_ID VLLM_DP_* VLLM_RAY_* VLLM_NIXL_*
+        VLLM_RPC_BASE_PATH VLLM_RPC_TIMEOUT
+        VLLM_PROCESS_NAME_PREFIX VLLM_DP_* VLLM_RAY_* VLLM_NIXL_*
         VLLM_P2P_* VLLM_EC_SIDE_CHANNEL_* VLLM_MOONCAKE_* VLLM_MORIIO_*
         VLLM_GPU_NIC_PCIE_MAPPING VLLM_NIC_SELECTION_VARS VLLM_SKIP_P2P_CHECK
         VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_ELASTIC_EP_*
@@ -207,7 +208,7 @@ VARIABLES = {
     "how the package was built, which its version tells": """VLLM_BUILD_*
         VLLM_DOCKER_BUILD_CONTEXT VLLM_IMAGE_TAG VLLM_USE_PRECOMPILED*
         VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX VLLM_SKIP_VERSION_SUFFIX
-        VLLM_MAIN_CUDA_VERSION VLLM_TARGET_DEVICE VLLM_VERSION_OVERRIDE""",
+        VLLM_MAIN_CUDA_VERSION VLLM_TARGET_DEVICE""",
 }
 """Variables of the environment that begin with VLLM_, or patterns of them, of all
 releases, by the reason why they do not count."""

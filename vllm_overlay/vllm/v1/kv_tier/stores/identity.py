@@ -63,6 +63,7 @@ def states_before_loading(vllm_config: "VllmConfig") -> FileStates:
         return ""
 
     _plain_settings(vllm_config, note)
+    environment(note)
     return FileStates(paths)
 
 
