@@ -2,6 +2,8 @@
 """`vllm serve` with files below the host is told to end: what it still writes."""
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from .below import (
     prompts,
     serving,
 )
+from .dropped import NUM_BLOCKS, NUM_PROMPTS
 from .jobs import BLOCK_TOKENS, WITH_RANKS
 from .model import make_llama, make_tokenizer
 from .server import Server
@@ -29,6 +32,7 @@ pytestmark = NEEDS_KEYS
 
 PROMPTS = prompts(600, 6)
 WROTE = "blocks that the tier below lacked are there now"
+PROJECT = Path(__file__).parents[2]
 NEVER = 1000
 """A use that no block has: nothing is written while the server serves."""
 END_S = 25
@@ -104,6 +108,19 @@ def test_what_was_never_written_outlives_a_restart(
         found = [ask(server, prompt) for prompt in PROMPTS]
         assert [answer for answer, _ in found] == right
         assert [hits for _, hits in found] == [HIT] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("how", ["dropped", "kept"])
+def test_an_engine_that_nobody_ends_writes_when_its_process_ends(
+    how: str, model: Path, tmp_path: Path
+) -> None:
+    """With the scheduler in the process of its user."""
+    root = tmp_path / "kv"
+    command = [sys.executable, "-m", "tests.e2e.dropped", str(model), str(root), how]
+    run = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert len(objects(root)) == NUM_PROMPTS * NUM_BLOCKS
+    assert not list(root.rglob("*.tmp"))
 
 
 def test_no_time_nothing_written(model: Path, tmp_path: Path) -> None:

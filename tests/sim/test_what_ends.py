@@ -30,9 +30,8 @@ CACHED = re.compile(
 )
 """What is known of blocks that are cached: a reset empties it."""
 MEASURED = re.compile(
-    r"pool\.(_stats\b.*|costs\b.*|storer\.(released|forbidden)"
-    r"|releasing\.(_turns\b.*|_owners\b.*|prewarms\.pending)"
-    r"|retaining\.(on_device|(said|hinted)\b.*)|host\._held_by|backing\._jobs\.evicted_bytes"
+    r"pool\.(_stats\b.*|costs\b.*|releasing\._turns\b.*|host\._held_by"
+    r"|retaining\.hinted\b.*|backing\._jobs\.evicted_bytes"
     r"|backing\._stats\b.*|backing\._sources\[\d\]\.(_fetched_s|_waits\b.*)"
     r"|admission\b.*|elastic\.(unmapped|mapper\._unmapped)"
     r"|host\._policy\._ends\._(young|old))"

@@ -30,9 +30,12 @@ class Executor:
     def __init__(self, *answers: int | None) -> None:
         self.jobs: list[SecondaryJob] = []
         self.timeout = 0.0
+        self.report: StepReport | None = None
         self._answers = answers
 
-    def collective_rpc(self, method: object, timeout: float, args: tuple) -> Any:
+    def collective_rpc(self, method: Any, timeout: float, args: Any = ()) -> Any:
+        if method.__name__ == "_last_report":
+            return [self.report]
         if not self._answers:
             raise TimeoutError("planned")
         self.timeout = timeout
@@ -40,8 +43,11 @@ class Executor:
         return list(self._answers)
 
 
-def flush(below: Below, *answers: int | None) -> Executor:
+def flush(
+    below: Below, *answers: int | None, report: StepReport | None = None
+) -> Executor:
     executor = Executor(*answers)
+    executor.report = report
     flush_kv_tier(Bag(kv_cache_manager=Bag(kv_tier=below.pool)), executor)
     return executor
 
@@ -70,6 +76,37 @@ def test_what_may_turn_out_to_be_void_is_not_written() -> None:
     below.tier.demoted("ab")
     below.plans(SETTLED)
     assert set(flushed(below)) == {key("a"), key("b")}
+
+
+def just_stored(names: str) -> Below:
+    """Nothing is settled, but ranks have told of each step."""
+    below = Below(store_from_use=9)
+    below.tier.demoted(names)
+    assert below.backing is not None
+    for _ in range(100):
+        below.backing.heard()
+    return below
+
+
+def test_once_all_ranks_have_told_nothing_need_settle() -> None:
+    assert set(flushed(just_stored("ab"))) == {key("a"), key("b")}
+
+
+def test_what_fails_after_the_last_step_is_not_written() -> None:
+    below = just_stored("ab")
+    slot = below.pool.host.get(key("a"))
+    assert slot is not None
+    failed = StepReport(failed_store_slots={slot.index: slot.store_seq})
+    jobs = flush(below, 0, report=failed).jobs
+    assert [each for job in jobs for each in job.keys] == [key("b")]
+    below = just_stored("ab")
+    assert not flush(below, 0, report=StepReport(failed_load_seq=1)).jobs
+
+
+def test_it_is_done_once() -> None:
+    below = just_stored("ab")
+    assert flush(below, 0).jobs
+    assert not flush(below, 0).jobs
 
 
 def test_of_several_tiers_each_gets_what_it_lacks() -> None:
@@ -131,13 +168,14 @@ def test_nothing_after_a_reset_without_time_or_without_a_tier_below() -> None:
 
 
 def test_an_engine_that_failed_writes_nothing() -> None:
-    below = Below(store_from_use=9)
-    below.tier.demoted("ab")
-    below.plans()
+    below = just_stored("ab")
     try:
         raise RuntimeError("of a step")
     except RuntimeError:
         assert not flush(below, 0).jobs
+    # Nor later, when the process ends.
+    assert not flush(below, 0).jobs
+    below = just_stored("ab")
     try:
         raise SystemExit
     except SystemExit:
@@ -146,13 +184,11 @@ def test_an_engine_that_failed_writes_nothing() -> None:
 
 
 def test_ranks_that_do_not_answer_hold_up_nothing() -> None:
-    below = Below(store_from_use=9)
-    below.tier.demoted("ab")
-    below.plans()
-    assert not flush(below).jobs
+    assert not flush(just_stored("ab")).jobs
     # Nor one whose answer is of something else.
-    below.pool.apply_report(StepReport())
-    flush(below, "stale")  # type: ignore[arg-type]
+    assert flush(just_stored("ab"), "stale").jobs  # type: ignore[arg-type]
+    below = just_stored("ab")
+    flush(below, 0, report="stale")  # type: ignore[arg-type]
 
 
 def test_an_engine_has_time_to_end_only_with_a_tier_below(

@@ -39,8 +39,12 @@ def make_block_pool(kv_cache_config: Any, *args: Any, **kwargs: Any) -> BlockPoo
     publishes = bool(kwargs.get("enable_kv_cache_events"))
     if layout.elastic is not None:
         elastic = ElasticPublishingBlockPool if publishes else ElasticBlockPool
-        return elastic(layout, **kwargs)
-    return (PublishingBlockPool if publishes else TieredBlockPool)(layout, **kwargs)
+        pool: TieredBlockPool = elastic(layout, **kwargs)
+    else:
+        pool = (PublishingBlockPool if publishes else TieredBlockPool)(layout, **kwargs)
+    if layout.secondary is not None:
+        layout.secondary.begun(pool)
+    return pool
 
 
 def kv_tier_of(pool: BlockPool) -> "TieredBlockPool | None":

@@ -4,8 +4,10 @@ to the tiers below before they end."""
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import finalize, ref
 
 import psutil
 
@@ -30,6 +32,7 @@ from vllm.v1.kv_tier.memory.kvcached import shared_limit
 from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
 from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.memory.replicas import held_once, kv_replicas
+from vllm.v1.kv_tier.plan import StepReport, merge_reports
 from vllm.v1.kv_tier.rank.layers import make_layer_waits
 from vllm.v1.kv_tier.rank.opening import common_objects, open_rank
 from vllm.v1.kv_tier.rank.sharing import may_share, share_slots, take_shared
@@ -60,6 +63,7 @@ from vllm.v1.kv_tier.worker import HostTier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_tier.scheduling.block_pool import TieredBlockPool
 
 logger = init_logger(__name__)
 
@@ -157,7 +161,8 @@ def flush_kv_tier(scheduler: Any, executor: Any) -> None:
     """Before the ranks of an engine end, let them write to the tiers below what a
     restart would miss most, for some seconds.
 
-    Does nothing without a tier below, nor for an engine that ends since it failed.
+    Does nothing without a tier below, nor for an engine that ends since it failed, nor
+    a second time.
 
     Args:
         scheduler: Of the engine, which takes no more steps.
@@ -165,11 +170,43 @@ def flush_kv_tier(scheduler: Any, executor: Any) -> None:
 
     """
     pool = releases.tier_of(scheduler)
-    backing = None if pool is None else pool.backing
+    if pool is not None and pool.backing is not None:
+        _flush(pool, executor)
+
+
+def _flush_at_exit(executor: Any) -> Callable[["TieredBlockPool"], None]:
+    """What has a pool flush when the process ends. An engine in the process of its user
+    is told to end by nobody, in most releases."""
+    # What held the executor would keep it alive.
+    ranks = ref(executor)
+
+    def flush(of_pool: "ref[TieredBlockPool]") -> None:
+        pool, executor = of_pool(), ranks()
+        if pool is not None and executor is not None:
+            _flush(pool, executor)
+
+    def watch(pool: "TieredBlockPool") -> None:
+        finalize(pool, flush, ref(pool))
+
+    return watch
+
+
+def _flush(pool: "TieredBlockPool", executor: Any) -> None:
+    backing = pool.backing
+    assert backing is not None
+    is_first, backing.is_flushed = not backing.is_flushed, True
     # Upstream calls this while the exception is handled that made it end.
-    if backing is None or isinstance(sys.exc_info()[1], Exception):
+    if not is_first or isinstance(sys.exc_info()[1], Exception):
         return
     begun = time.monotonic()
+    try:
+        # Steps that ran may have failed since they told.
+        told = executor.collective_rpc(_last_report, timeout=_RPC_S)
+        if (report := merge_reports(told)) is not None:
+            pool.apply_report(report)
+    except Exception as e:
+        logger.warning("KV tier: nothing was written at the end (%s).", e)
+        return
     jobs = backing.last_jobs()
     num_blocks = sum(len(job.keys) for _, each in jobs for job in each)
     if not num_blocks:
@@ -330,7 +367,7 @@ def _open_secondary(
         tokens_per_block(groups),
     )
     opened_layout.rank_calls.listen(executor)
-    return opened_layout
+    return replace(opened_layout, begun=_flush_at_exit(executor))
 
 
 def _namespace(
@@ -376,6 +413,14 @@ def _files_of_rank(
     if youngest_s(config, sources) >= begun_s:
         return []
     return files_of_models(config, None, sources)
+
+
+def _last_report(wrapper: Any) -> StepReport | None:
+    tier = wrapper.kv_tier
+    if tier is None:
+        return None
+    tier.finish()
+    return tier.report.take()
 
 
 def _flush_rank(wrapper: Any, jobs: Any) -> int | None:

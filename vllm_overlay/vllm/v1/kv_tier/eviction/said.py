@@ -38,6 +38,10 @@ class Said:
     def __len__(self) -> int:
         return len(self._about)
 
+    def clear(self) -> None:
+        """Forget all that was said."""
+        self._about.clear()
+
     def is_retained(self, key: Key) -> bool:
         """Whether `key` shall be kept longer than others, as of now."""
         return (

@@ -80,6 +80,12 @@ class ReportDraft:
                 self._report = None
             return late
 
+    def take(self) -> StepReport | None:
+        """What nobody was told of yet, for the end of the engine."""
+        with self._lock:
+            report, self._report = self._report, None
+        return report
+
     def ended(self, seqs: list[int]) -> None:
         """All is over that plans up to these touched, or is with this step."""
         with self._lock:

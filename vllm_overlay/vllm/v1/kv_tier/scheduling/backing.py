@@ -88,6 +88,8 @@ class Backing:
         self._layout = layout
         self._tuning = tuning
         self._num_outputs = 0
+        self.is_flushed = False
+        """Whether the engine has written for the last time."""
         self._table = table
         self._seq = 0
         self._idle_since: float | None = None
@@ -264,6 +266,9 @@ class Backing:
         if self._jobs.is_detached:
             return []
         slots, settled = self._table.by_value(), self._settled()
+        if self._num_outputs >= self._seq:
+            # Ranks have told of all of them, and were asked once more.
+            settled = self._seq
         return [
             (tier.flush_s, spiller.last_jobs(slots, settled))
             for tier, spiller in zip(self._layout.tiers, self.spillers)

@@ -25,6 +25,10 @@ Exists = Callable[[Sequence[bytes]], list[bool]]
 """Whether objects of these names are there, on all ranks. May take its time."""
 
 
+def _nothing(pool: Any) -> None:
+    pass
+
+
 class Asks(Protocol):
     """Asks the tier below what it has, without making anybody wait."""
 
@@ -83,6 +87,8 @@ class SecondaryLayout:
     """Tokens whose KV takes one block, over all groups together."""
     rank_calls: RankCalls = field(default_factory=RankCalls, compare=False)
     """Tell of what may change weights."""
+    begun: Callable[[Any], None] = field(default=_nothing, compare=False)
+    """Takes the pool of the engine when it is made."""
 
     def tokens_of(self, num_blocks: int) -> int:
         """Tokens that so many blocks stand for, of all groups alike."""

@@ -370,6 +370,7 @@ class TieredBlockPool(BlockPool):
 
     def _clear_host(self) -> None:
         self.storer.drop_all()
+        self.releasing.forget()
         self.writer.forget()
         if self.admission is not None:
             self.admission.clear()

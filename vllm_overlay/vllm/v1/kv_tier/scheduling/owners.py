@@ -122,6 +122,11 @@ class Owners:
 
         return Portions(tuple(its), is_left)
 
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._keys_of.clear()
+        self._keys.clear()
+
     def _forget(self, key: Hashable, its: _Keys) -> None:
         del self._keys_of[key]
         if its.is_over:

@@ -80,6 +80,13 @@ class Prewarms:
         while len(pending) > self._num_keys:
             pending.popitem(last=False)
 
+    def forget(self) -> None:
+        """Nothing that was computed or loaded can be of use any more. Requests that
+        still wait compute it anew."""
+        for key, follows in list(self.pending.items()):
+            if (prewarm := follows()) is None or prewarm.is_finished():
+                del self.pending[key]
+
     def hit(self, request: Request, keys: Iterable[Hashable]) -> None:
         """`request` is admitted with the blocks of `keys`."""
         for key in self.pending.keys() & keys:

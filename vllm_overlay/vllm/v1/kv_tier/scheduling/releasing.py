@@ -204,6 +204,18 @@ class Releasing:
                 self._work.popleft()
             work(part)
 
+    def forget(self) -> None:
+        """Nothing is left of what was computed, on either tier.
+
+        How many requests each conversation had stays, which says nothing of blocks.
+        """
+        self._storer.released.clear()
+        self._storer.forbidden.clear()
+        self.retaining.on_device.clear()
+        self._owners.clear()
+        self.retaining.said.clear()
+        self.prewarms.forget()
+
     def hear(self, conversation: str, cache_salt: str | None) -> dict[str, int]:
         """`conversation` is over. What its running requests use follows when they end.
 
