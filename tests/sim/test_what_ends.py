@@ -4,6 +4,7 @@ tables of an engine that has nothing to do are compared with those of a new one.
 
 import gc
 import re
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,16 @@ from weakref import ref
 
 import pytest
 
+from vllm.config import KVEventsConfig
 from vllm.v1.kv_tier.scheduling.elastic_pool import ElasticBlockPool
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
+from . import upstream
 from .engine import Engine
 from .layouts import LAYOUTS
 from .pages import Elastic
+from .remote import Remote
 from .scheduler import TUNING, Setup
 from .scripts import DOCUMENTS
 from .tables import put_in, sizes, tables
@@ -57,6 +63,15 @@ SETUPS = {
         below=(3, 3),
         load_time=1,
         elastic=Elastic(1, 3, 0, 0.2, True, 0.5),
+        tuning=_SLOW,
+    ),
+    "events and below": Setup(
+        _LAYOUT,
+        2,
+        8,
+        below=(1, 3),
+        load_time=1,
+        kv_events=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         tuning=_SLOW,
     ),
     "hybrid": Setup(LAYOUTS[-1], 4, 10, below=(1, 2), load_time=1, tuning=_SLOW),
@@ -109,8 +124,9 @@ def states(engine: Engine) -> set[str]:
 
 def left(engine: Engine, but: re.Pattern[str], new: dict[str, int]) -> dict[str, int]:
     """Tables that have more than in a new engine."""
-    # As a thread of metrics does.
+    # As a thread of metrics does, and the next step.
     engine._pool.take_stats()
+    engine._pool.take_events()
     return {
         path: size
         for path, size in sizes(engine._pool).items()
@@ -161,6 +177,56 @@ def test_nothing_is_left(name: str, end: Callable[[Engine], None]) -> None:
             engine.step()
         end(engine)
         check(engine, new)
+
+
+@pytest.mark.parametrize("num_steps", range(0, NUM_STEPS, 3))
+def test_nothing_is_left_once_a_connector_has_sent(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of requests that have ended stay in use until then."""
+    held: list[str] = []
+
+    def delays(self: Remote, request: Request, block_ids: object) -> Any:
+        held.append(request.request_id)
+        return True, None
+
+    setup = replace(SETUPS["below"], remote=1)
+    new = sizes(Engine(setup)._pool)
+    engine = begun(setup)
+    monkeypatch.setattr(Remote, "request_finished_all_groups", delays)
+    ask(engine)
+    for _ in range(num_steps):
+        engine.step()
+    abort_all(engine)
+    for _ in range(3):
+        engine.step()
+    assert held or not num_steps
+    monkeypatch.undo()
+    sent = KVConnectorOutput(finished_sending=set(held) & {*engine._scheduler.requests})
+    engine._scheduler._update_from_kv_xfer_finished(sent)
+    check(engine, new)
+
+
+@pytest.mark.skipif(not upstream.STREAMS, reason="requests end with their input")
+@pytest.mark.parametrize("ends", [abort_all, reset])
+@pytest.mark.parametrize("name", ["below", "loads ahead"])
+def test_nothing_is_left_of_sessions_that_wait_for_input(
+    name: str, ends: Callable[[Engine], None]
+) -> None:
+    setup = SETUPS[name]
+    new = sizes(Engine(setup)._pool)
+    engine = begun(setup)
+    for i, hints in enumerate(HINTS):
+        session = engine.add([*DOCUMENTS[i % 3], *range(i)], 2, hints=hints)
+        session.resumable, session.streaming_queue = True, deque()
+        del session
+    states_seen = set()
+    for _ in range(60):
+        engine.step()
+        states_seen |= {each.request.status.name for each in engine._live.values()}
+    assert "WAITING_FOR_STREAMING_REQ" in states_seen
+    ends(engine)
+    check(engine, new)
 
 
 def test_every_state_is_one_in_which_requests_are_aborted() -> None:

@@ -125,6 +125,8 @@ KNOWS_ALL_FEATURES = (
 """Whether the release has all that `tests/pairs/features.py` lists and the simulator
 draws."""
 
+STREAMS = "resumable" in signature(Request).parameters
+"""Whether a request may wait for more input."""
 EVENTS_TELL_GROUPS = "group_idx" in BlockRemoved.__struct_fields__
 """Older releases have one group only where KV cache events are on."""
 
