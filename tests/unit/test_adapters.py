@@ -387,6 +387,31 @@ def test_another_process_knows_an_adapter_by_its_bytes(path: Path) -> None:
     assert elsewhere(lora(path)) == first
 
 
+def test_each_field_of_a_request_for_an_adapter_counts_but_those_that_are_listed(
+    path: Path,
+) -> None:
+    others = set(LoRARequest.__struct_fields__) - adapters._NO_WEIGHTS
+    known = {"is_3d_lora_weight", "tensorizer_config_dict", "long_lora_max_len"}
+    for field in others & (known | {"lora_local_path"}):
+        changed = lora(path)
+        setattr(changed, field, {"a": 1} if field.endswith("dict") else 1)
+        for by_content in (False, True):
+            set_adapter_loads(AdapterLoads(by_content))
+            hasher = get_request_block_hasher(BLOCK, sha256)
+            old = keys(lora(path), hasher)
+            # Under the same id, which another adapter must not have.
+            assert not set(keys(changed, hasher)) & set(old)
+        assert not set(elsewhere(changed)) & set(old)
+        if field == "tensorizer_config_dict":
+            # Its bytes lie where nobody looks.
+            assert not set(elsewhere(changed)) & set(elsewhere(changed))
+        else:
+            assert elsewhere(changed) == elsewhere(changed)
+    shown = lora(path)
+    shown.base_model_name = "a model"
+    assert elsewhere(shown) == elsewhere(lora(path))
+
+
 @pytest.mark.usefixtures("by_content")
 def test_one_that_came_back_is_the_one_that_it_was(path: Path) -> None:
     first = keys(lora(path))

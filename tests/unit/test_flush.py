@@ -83,7 +83,7 @@ def just_stored(names: str) -> Below:
     below = Below(store_from_use=9)
     below.tier.demoted(names)
     assert below.backing is not None
-    for _ in range(100):
+    while below.backing._num_outputs < below.backing._seq:
         below.backing.heard()
     return below
 

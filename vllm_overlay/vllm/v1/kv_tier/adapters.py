@@ -32,6 +32,16 @@ _MAX_BYTES = 8 << 20
 
 _CHUNK_BYTES = 1 << 20
 
+_NO_WEIGHTS = frozenset(
+    {
+        *("lora_name", "lora_int_id", "lora_path", "load_inplace"),
+        # For the list of models that a server shows.
+        "base_model_name",
+    }
+)
+"""Fields of requests for adapters that do not say how files become weights. What a
+later release adds counts until it is listed."""
+
 _Hasher = TypeVar("_Hasher", bound=Callable[..., Any])
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -51,12 +61,14 @@ class _Loaded(NamedTuple):
 
     name: str
     path: str
+    options: str
+    """What else shapes the weights, see `_options`."""
     load: Load
     files: Hashable
     """What the files were like; None: they are not to be seen here."""
 
 
-_NOT_KNOWN = _Loaded("", "", Load(0), None)
+_NOT_KNOWN = _Loaded("", "", "", Load(0), None)
 """No request's adapter, so that each request has keys of its own."""
 
 
@@ -139,8 +151,10 @@ class AdapterLoads:
         if reloads_in_place(lora):
             # Workers reload it for each step of such a request. Servers go on sending
             # it after a reload.
-            return loaded.load if unchanged and files else self._load(lora)
-        if unchanged and (loaded.name, loaded.path) == (lora.lora_name, lora.lora_path):
+            is_same = unchanged and files and loaded.options == _options(lora)
+            return loaded.load if is_same else self._load(lora)
+        same = lora.lora_name, lora.lora_path, _options(lora)
+        if unchanged and (loaded.name, loaded.path, loaded.options) == same:
             return loaded.load
         logger.warning_once(
             "KV tier: which weights the ranks have of LoRA adapter %s is not known, "
@@ -159,15 +173,19 @@ class AdapterLoads:
         self._names[name] = None
         # As without a tier.
         load = Load(0 if is_first else next(self._numbers))
-        files = _files(lora.lora_path)
+        files, options = _files(lora.lora_path), _options(lora)
         if self._by_content:
             content = _content(lora.lora_path)
+            if getattr(lora, "tensorizer_config_dict", None):
+                # The weights lie elsewhere.
+                content = None
             if content is None or files != _files(lora.lora_path):
                 # Nobody else must take it for theirs.
                 load = Load(load.number, os.urandom(16).hex())
             else:
-                load = Load(0, content)
-        self._loaded[number] = _Loaded(lora.lora_name, lora.lora_path, load, files)
+                load = Load(0, f"{content} {options}" if options else content)
+        place = lora.lora_name, lora.lora_path
+        self._loaded[number] = _Loaded(*place, options, load, files)
         return load
 
     def _disown(self, number: int) -> None:
@@ -193,6 +211,16 @@ def _rename(request: "Request") -> None:
     hashes: list[Any] = request.block_hashes
     # Random throughout: KV events have the last bytes only.
     hashes[:] = [os.urandom(32) for _ in hashes]
+
+
+def _options(lora: "LoRARequest") -> str:
+    """What a request for an adapter says of how its files become weights."""
+    said = {
+        name: value
+        for name in type(lora).__struct_fields__
+        if name not in _NO_WEIGHTS and (value := getattr(lora, name))
+    }
+    return repr(said) if said else ""
 
 
 def _files(path: str) -> Hashable:

@@ -266,7 +266,7 @@ class Backing:
         if self._jobs.is_detached:
             return []
         slots, settled = self._table.by_value(), self._settled()
-        if self._num_outputs >= self._seq:
+        if self._num_outputs == self._seq:
             # Ranks have told of all of them, and were asked once more.
             settled = self._seq
         return [
