@@ -208,11 +208,9 @@ def test_nothing_is_left_once_a_connector_has_sent(
 
 
 @pytest.mark.skipif(not upstream.STREAMS, reason="requests end with their input")
-@pytest.mark.parametrize("ends", [abort_all, reset])
 @pytest.mark.parametrize("name", ["below", "loads ahead"])
-def test_nothing_is_left_of_sessions_that_wait_for_input(
-    name: str, ends: Callable[[Engine], None]
-) -> None:
+def test_nothing_is_left_of_sessions_that_wait_for_input(name: str) -> None:
+    """They hold their blocks, so that upstream refuses to reset before they end."""
     setup = SETUPS[name]
     new = sizes(Engine(setup)._pool)
     engine = begun(setup)
@@ -225,7 +223,7 @@ def test_nothing_is_left_of_sessions_that_wait_for_input(
         engine.step()
         states_seen |= {each.request.status.name for each in engine._live.values()}
     assert "WAITING_FOR_STREAMING_REQ" in states_seen
-    ends(engine)
+    abort_all(engine)
     check(engine, new)
 
 

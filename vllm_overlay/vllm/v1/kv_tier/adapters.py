@@ -11,7 +11,7 @@ and its numbers, they name the content.
 import functools
 import itertools
 import os
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -31,6 +31,10 @@ _MAX_BYTES = 8 << 20
 """Of what is known of adapters, whose names and number clients may choose."""
 
 _CHUNK_BYTES = 1 << 20
+
+_NUM_CHECKS = 16
+"""Steps for which files of an adapter are looked at after a request for it has come,
+or has run."""
 
 _NO_WEIGHTS = frozenset(
     {
@@ -96,6 +100,8 @@ class AdapterLoads:
             _MAX_BYTES, dropped=self._forget
         )
         self._has_forgotten = False
+        # Adapters that ranks may read soon: how often their files are still looked at.
+        self._recent: BoundedMap[int, int] = BoundedMap(_MAX_BYTES)
         self._of_request: WeakKeyDictionary[Request, Load] = WeakKeyDictionary()
         # Requests are made, and hashed, on a thread of their own.
         self._lock = Lock()
@@ -141,8 +147,37 @@ class AdapterLoads:
                 load = self._of_request[request] = self._now(lora)
         return load
 
+    def have_changed(self, numbers: Iterable[int]) -> bool:
+        """Whether files of adapters are no longer those that keys name.
+
+        Ranks may have read them since the keys were made: for their first step, or
+        because they had dropped the adapter. Requests under way, and those that come,
+        have keys of their own then.
+
+        Args:
+            numbers: Ids of the adapters of requests that run. Those of requests that
+                came lately count, too.
+
+        """
+        with self._lock:
+            self._recent.update(dict.fromkeys(numbers, _NUM_CHECKS))
+            changed = False
+            for number, num_left in list(self._recent.items()):
+                if num_left > 1:
+                    self._recent[number] = num_left - 1
+                else:
+                    del self._recent[number]
+                loaded = self._loaded.get(number, _NOT_KNOWN)
+                if loaded is _NOT_KNOWN or loaded.files == _files(loaded.path):
+                    continue
+                self._loaded[number] = _NOT_KNOWN
+                self._disown(number)
+                changed = True
+        return changed
+
     def _now(self, lora: "LoRARequest") -> Load:
         """For a new request with this adapter."""
+        self._recent[lora.lora_int_id] = _NUM_CHECKS
         loaded = self._loaded.use(lora.lora_int_id)
         if loaded is None:
             return self._load(lora)
@@ -332,6 +367,23 @@ def loads_of(request: "Request") -> AdapterLoads | None:
     """Of the engine that runs `request`; None without a tier."""
     hasher = block_hasher(request)
     return None if hasher is None else _of_hashers.get(hasher)
+
+
+def adapters_have_changed(running: Iterable["Request"]) -> bool:
+    """Whether files of adapters have changed before the ranks ran the last step, so
+    that what it has computed may not be what its keys say. Only where keys name files.
+
+    Args:
+        running: Requests that run.
+
+    """
+    of_engine: AdapterLoads | None = None
+    numbers = set()
+    for request in running:
+        if (lora := request.lora_request) is not None:
+            numbers.add(lora.lora_int_id)
+            of_engine = of_engine or loads_of(request)
+    return of_engine is not None and of_engine.have_changed(numbers)
 
 
 def salt_key(request: "Request", salt: str) -> str | tuple[str, str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_tier import releases
+from vllm.v1.kv_tier.adapters import adapters_have_changed
 from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
 from vllm.v1.request import RequestStatus
 
@@ -86,6 +87,10 @@ def take_report(
     if tier.backing is not None:
         # Each output of a step comes here, its report before it.
         tier.backing.heard()
+        if scheduler.lora_config is not None and (
+            adapters_have_changed(scheduler.running)
+        ):
+            tier.void_since(tier.backing.settled + 1)
     if tier.num_lost_blocks:
         _end_what_cannot_fit(scheduler, tier, outputs)
     plan = scheduler_output.kv_tier_plan

@@ -225,7 +225,7 @@ class Backing:
         self._seq = plan.seq
         self._jobs.begin_step()
         self.fetching.go_on()
-        settled = self._settled()
+        settled = self.settled
         for spiller in self.spillers:
             spiller.write(settled)
         self._jobs.finish(plan)
@@ -251,7 +251,8 @@ class Backing:
             for tier, spiller in zip(self._layout.tiers, self.spillers)
         )
 
-    def _settled(self) -> int:
+    @property
+    def settled(self) -> int:
         """Nothing that plans up to this one have stored turns out to be void."""
         # A load of an earlier step may turn out to have failed, and what was computed
         # since to be void.
@@ -265,7 +266,7 @@ class Backing:
         tier, for how many seconds at most, and the most valuable first."""
         if self._jobs.is_detached:
             return []
-        slots, settled = self._table.by_value(), self._settled()
+        slots, settled = self._table.by_value(), self.settled
         if self._num_outputs == self._seq:
             # Ranks have told of all of them, and were asked once more.
             settled = self._seq

@@ -399,15 +399,19 @@ class TieredBlockPool(BlockPool):
                 self.storer.drop(slot)
         if (failed := report.failed_load_seq) is None:
             return None
+        self.void_since(failed)
+        return self._draft.seq - 1
+
+    def void_since(self, seq: int) -> None:
+        """What was computed or loaded since plan `seq` is not what its keys say."""
         for block in self.blocks:
             if block.block_hash is not None and (
-                self._draft.computed_by[block.block_id] >= failed
+                self._draft.computed_by[block.block_id] >= seq
             ):
                 self._maybe_evict_cached_block(block)
         for slot in self.host.filled():
-            if max(slot.store_seq, self.host.last_load(slot)) >= failed:
+            if max(slot.store_seq, self.host.last_load(slot)) >= seq:
                 self.storer.drop(slot)
-        return self._draft.seq - 1
 
     def _switch_off(self, lost_blocks: Iterable[int]) -> None:
         """A rank copies no more: do without host slots from now on.
