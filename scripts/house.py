@@ -103,7 +103,8 @@ def replaced_methods(found: Mapping[str, str]) -> Iterator[str]:
     """Assignments to an attribute that is a method: `scheduler.has_requests = …`.
 
     Of other objects, the names are those of methods of the overlay, unless a class has
-    a field of that name, and of upstream; of `self`, those of the same class.
+    a field of that name, and of upstream; of `self`, those of the same class. Settings
+    of the process count as well, unless a context manager restores them.
     """
     trees = {name: ast.parse(text) for name, text in found.items()}
     classes = [
@@ -126,11 +127,22 @@ def replaced_methods(found: Mapping[str, str]) -> Iterator[str]:
                 is_own = ast.unparse(target.value) == "self"
                 if target.attr in (of_class.get(id(node), ()) if is_own else methods):
                     yield f"{name}:{target.lineno} {ast.unparse(target)}"
-    setters = re.compile(r"\bsetattr\(|setswitchinterval\(")
-    for name, text in found.items():
-        for number, line in enumerate(text.splitlines(), 1):
-            if setters.search(line):
-                yield f"{name}:{number} {line.strip()}"
+    setters = re.compile(r"setattr|sys\.setswitchinterval")
+    for name, tree in trees.items():
+        scoped = {
+            id(node)
+            for scope in ast.walk(tree)
+            if isinstance(scope, ast.FunctionDef)
+            and any(ast.unparse(d) == "contextmanager" for d in scope.decorator_list)
+            for node in ast.walk(scope)
+        }
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and setters.fullmatch(ast.unparse(node.func))
+                and id(node) not in scoped
+            ):
+                yield f"{name}:{node.lineno} {ast.unparse(node)}"
 
 
 def methods_of(owner: ast.ClassDef) -> set[str]:

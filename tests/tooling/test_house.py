@@ -60,6 +60,13 @@ def test_a_field_of_the_same_name_as_a_method_is_no_replacement() -> None:
     assert list(house.replaced_methods({"m": own})) == ["m:4 self.get"]
 
 
+def test_a_setting_of_the_process_is_restored() -> None:
+    source = "@contextmanager\ndef f():\n    sys.setswitchinterval(1)\n    yield\n"
+    assert not list(house.replaced_methods({"m": source}))
+    found = list(house.replaced_methods({"m": source.replace("@", "#")}))
+    assert found == ["m:3 sys.setswitchinterval(1)"]
+
+
 @pytest.mark.parametrize(
     "source, place",
     [
@@ -90,5 +97,14 @@ def test_only_releases_asks_what_upstream_has() -> None:
     assert not [
         place
         for place in house.upstream_lookups(modules)
+        if place.partition(":")[0] not in PENDING
+    ]
+
+
+def test_no_method_of_another_object_is_replaced() -> None:
+    """Add a seam to a patch instead, or let the object take a function."""
+    assert not [
+        place
+        for place in house.replaced_methods(house.modules(house.work_tree()))
         if place.partition(":")[0] not in PENDING
     ]

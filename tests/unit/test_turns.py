@@ -43,6 +43,14 @@ def test_turns_are_short_until_the_last_one_is_out() -> None:
     assert turn_s() == USUAL_S
 
 
+def test_the_shortest_turn_counts() -> None:
+    with short_turns(0.002):
+        with short_turns(0.001):
+            assert turn_s() == 0.001
+        assert turn_s() == 0.002
+    assert turn_s() == USUAL_S
+
+
 def test_what_fails_inside_leaves_turns_as_they_were() -> None:
     with pytest.raises(ZeroDivisionError), short_turns():
         _ = 1 / 0

@@ -2,10 +2,11 @@
 """The order of copies and compute on a GPU: fences of plans as waits of streams."""
 
 import math
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from weakref import finalize
 
 import torch
 
@@ -16,6 +17,7 @@ from vllm.v1.kv_tier.rank.layers import LayerWaits
 from vllm.v1.kv_tier.rank.peers import Peers
 from vllm.v1.kv_tier.rank.timing import LoadWait, PrefillTimer
 from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING, RankTuning
+from vllm.v1.kv_tier.stores.turns import short_turns
 
 Jobs = OrderedDict[int, Job]
 """Jobs of one stream by the `seq` of their plan, oldest first. The stream runs in
@@ -48,7 +50,9 @@ class CudaStreams(CopyOrder):
         self._peers = peers
         self._layer_waits = layer_waits
         self._tuning = tuning
-        sys.setswitchinterval(min(sys.getswitchinterval(), tuning.switch_interval_s))
+        turns = ExitStack()
+        turns.enter_context(short_turns(tuning.switch_interval_s))
+        finalize(self, turns.close)
         # Open while no step is being launched.
         self._gate = Gate()
         # Loads of the newest step, if loads ahead may wait for them.

@@ -15,24 +15,25 @@ from contextlib import contextmanager
 TURN_S = 1e-4
 """Seconds."""
 
-_lock = threading.Lock()
-_num_inside = 0
+# A finalizer may end turns while the same thread is in here.
+_lock = threading.RLock()
+_asked: list[float] = []
 _usual_s = 0.0
 
 
 @contextmanager
-def short_turns() -> Iterator[None]:
-    """While somebody is in here, all threads of the process take turns of `TURN_S`."""
-    global _num_inside, _usual_s
+def short_turns(turn_s: float = TURN_S) -> Iterator[None]:
+    """While somebody is in here, all threads of the process take turns of at most
+    `turn_s` seconds; the shortest counts."""
+    global _usual_s
     with _lock:
-        if not _num_inside:
+        if not _asked:
             _usual_s = sys.getswitchinterval()
-            sys.setswitchinterval(min(_usual_s, TURN_S))
-        _num_inside += 1
+        _asked.append(turn_s)
+        sys.setswitchinterval(min([_usual_s, *_asked]))
     try:
         yield
     finally:
         with _lock:
-            _num_inside -= 1
-            if not _num_inside:
-                sys.setswitchinterval(_usual_s)
+            _asked.remove(turn_s)
+            sys.setswitchinterval(min([_usual_s, *_asked]))
