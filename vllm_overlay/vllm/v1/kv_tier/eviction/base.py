@@ -8,9 +8,11 @@ is any hashable value; the tier uses the first key of a slot.
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 Key = Hashable
+Value = TypeVar("Value")
 
 NO_HINT = 50
 """The priority of a key of which nobody has said anything."""
@@ -78,6 +80,31 @@ class EvictionPolicy(ABC):
         Optional. A policy that has this method is left to order keys by priority
         itself. For all others `Hinted` does, and they pay nothing for it.
         """
+
+
+class Table(dict[Key, Value]):
+    """A dict that Python's garbage collector knows from the start, and not from the
+    first value on that it tracks: so it is among what an engine has when it starts,
+    which upstream excepts from collections. All of 400,000 entries would be looked at
+    in each of them, in 30 ms."""
+
+    __slots__ = ()
+
+
+_MANY = 4096
+
+
+def drop_oldest(keys: dict[Key, Any], limit: int) -> None:
+    """Drop the first of `keys` beyond `limit`, once there are many of them.
+
+    A dict is rebuilt in a third of the time of an `OrderedDict`, for which a step waits
+    where keys come and go. But its first key is slow to find when many before it have
+    left, so that it is looked for seldom.
+    """
+    num = len(keys) - limit
+    if num > min(_MANY, limit // 16):
+        for key in list(islice(keys, num)):
+            del keys[key]
 
 
 def pop_oldest(

@@ -4,7 +4,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 
-from vllm.v1.kv_tier.eviction.base import EvictionPolicy, Key
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy, Key, drop_oldest
 
 
 class Proven(EvictionPolicy):
@@ -36,7 +36,7 @@ class Proven(EvictionPolicy):
         self._new: OrderedDict[Key, int] = OrderedDict()
         self._proven: OrderedDict[Key, int] = OrderedDict()
         # The same of keys evicted since; None: proven ones that LRU chose.
-        self._ghosts: OrderedDict[Key, int | None] = OrderedDict()
+        self._ghosts: dict[Key, int | None] = {}
         self._num_insertions = 0
         self._credit = 0.0
 
@@ -91,8 +91,7 @@ class Proven(EvictionPolicy):
 
     def _remember(self, key: Key, used: int | None) -> None:
         self._ghosts[key] = used
-        if len(self._ghosts) > self.num_slots:
-            self._ghosts.popitem(last=False)
+        drop_oldest(self._ghosts, self.num_slots)
 
     def _earn(self, credit: int) -> None:
         most = self._MAX_CREDIT * self.num_slots

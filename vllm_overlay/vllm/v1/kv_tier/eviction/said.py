@@ -2,10 +2,9 @@
 """What clients have said of keys."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable
 
-from vllm.v1.kv_tier.eviction.base import NO_HINT, About, Key
+from vllm.v1.kv_tier.eviction.base import NO_HINT, About, Key, Table, drop_oldest
 
 _Fields = tuple[int, float, Hashable, int]
 """Of `About`."""
@@ -30,7 +29,7 @@ class Said:
         # Plain tuples: once Python's garbage collector has seen them, it looks at none
         # of them again. It would at each `About`, of which there may be as many as
         # there are keys: 400,000 of them took it 90 ms.
-        self._about: OrderedDict[Key, _Fields] = OrderedDict()
+        self._about: Table[_Fields] = Table()
         # No method: asked for every victim.
         self.get: Callable[[Key], _Fields | None] = self._about.get
         """What holds of a key, as the fields of `About`; None: nothing was said."""
@@ -99,8 +98,7 @@ class Said:
             priority, until = NO_HINT, math.inf
         if priority != NO_HINT or tenant is not None:
             self._about[key] = priority, until, tenant, turn
-            if len(self._about) > self._num_keys:
-                self._about.popitem(last=False)
+            drop_oldest(self._about, self._num_keys)
         return About(priority, until, tenant, turn)
 
     def renew(self, keys: Collection[Key], about: About) -> bool:
@@ -123,8 +121,7 @@ class Said:
             del abouts[key]
         fields = about.priority, about.until, about.tenant, about.turn
         abouts.update(dict.fromkeys(keys, fields))
-        for _ in range(len(abouts) - self._num_keys):
-            abouts.popitem(last=False)
+        drop_oldest(abouts, self._num_keys)
         return True
 
     def used_in_silence(self, key: Key) -> bool:
