@@ -19,7 +19,11 @@ from weakref import WeakKeyDictionary
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.bounded import BoundedMap, digest
-from vllm.v1.kv_tier.releases import block_hasher, reloads_in_place
+from vllm.v1.kv_tier.releases import (
+    block_hasher,
+    fields_of_adapter,
+    reloads_in_place,
+)
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -211,7 +215,7 @@ class AdapterLoads:
         files, options = _files(lora.lora_path), _options(lora)
         if self._by_content:
             content = _content(lora.lora_path)
-            if getattr(lora, "tensorizer_config_dict", None):
+            if fields_of_adapter(lora).get("tensorizer_config_dict"):
                 # The weights lie elsewhere.
                 content = None
             if content is None or files != _files(lora.lora_path):
@@ -252,8 +256,8 @@ def _options(lora: "LoRARequest") -> str:
     """What a request for an adapter says of how its files become weights."""
     said = {
         name: value
-        for name in type(lora).__struct_fields__
-        if name not in _NO_WEIGHTS and (value := getattr(lora, name))
+        for name, value in fields_of_adapter(lora).items()
+        if value and name not in _NO_WEIGHTS
     }
     return repr(said) if said else ""
 
