@@ -19,9 +19,11 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from patchtool.config import Layout, ToolError, exit_with, load_pins
 from patchtool.fetch import fetch
@@ -75,13 +77,27 @@ class Run:
     def python(self) -> str:
         return str(self.layout.env(self.tag) / "bin" / "python")
 
-    def command(self, command: Sequence[str | Path]) -> int:
-        """Exit status of a command; its own process group is gone afterwards."""
+    def command(
+        self,
+        command: Sequence[str | Path],
+        output: TextIO | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> int:
+        """Exit status of a command; its own process group is gone afterwards.
+
+        Args:
+            command: The program and its arguments.
+            output: Where it prints; by default, where this program does.
+            environment: Variables that only this command has.
+
+        """
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=self.layout.root,
-            env=self.environment(),
+            env=self.environment() | (environment or {}),
             stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output and subprocess.STDOUT,
             start_new_session=True,
         )
         try:
@@ -130,7 +146,13 @@ SIDE_BY_SIDE = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadfile"]
 simulator add up what the tests before them did."""
 
 
-def pytest(run: Run, name: str, *paths: str, more_flags: Sequence[str] = ()) -> Counts:
+def pytest(
+    run: Run,
+    name: str,
+    *paths: str,
+    more_flags: Sequence[str] = (),
+    **environment: str,
+) -> Counts:
     """Run some files or folders of tests. If they yield no test, that is a failure.
 
     A folder that is not there is none: not every checkout has every kind.
@@ -142,7 +164,8 @@ def pytest(run: Run, name: str, *paths: str, more_flags: Sequence[str] = ()) -> 
     xml.unlink(missing_ok=True)
     flags = ["-q", "--tb=short", "--durations=5", f"--junitxml={xml}"]
     flags += more_flags
-    code = run.command([run.python, "-m", "pytest", *flags, *paths])
+    command = [run.python, "-m", "pytest", *flags, *paths]
+    code = run.command(command, environment=environment)
     counts = junit_counts(xml) if xml.is_file() else Counts()
     if code == 5:
         say(f"{', '.join(paths)}: no tests")
@@ -225,9 +248,15 @@ def fast(run: Run) -> Counts:
 
 
 def sim(run: Run) -> Counts:
+    """All scripts on the first release, and a part of them on the others."""
+    if run.first:
+        return pytest(run, "sim", "tests/sim", more_flags=SIDE_BY_SIDE)
     # What is planted in a rank's own code is found on any release, after minutes.
-    skipped = [] if run.first else ["--ignore=tests/sim/test_missed_fences.py"]
-    return pytest(run, "sim", "tests/sim", more_flags=[*SIDE_BY_SIDE, *skipped])
+    flags = [*SIDE_BY_SIDE, "--ignore=tests/sim/test_missed_fences.py"]
+    examples = os.environ.get("KV_TIER_SIM_EXAMPLES", "150")
+    return pytest(
+        run, "sim", "tests/sim", more_flags=flags, KV_TIER_SIM_EXAMPLES=examples
+    )
 
 
 def e2e(run: Run) -> Counts:
@@ -280,28 +309,45 @@ def upstream(run: Run) -> Counts:
     if not base.is_file() and not run.is_new:
         say(f"{base} does not exist; `make upstream-diff TAG={run.tag}` needs none")
         return Counts(skipped=1)
-    sdist = fetch(run.layout, load_pins(run.layout, run.tag).sdist)
-    out = run.layout.build / "upstream-tests"
     counts = Counts()
-    for mode, lists in UPSTREAM_MODES.items():
-        say(f"upstream's tests, {mode}")
-        command = [sys.executable, "-m", "tests.upstream.run", "--tag", run.tag]
-        command += ["--python", run.python, "--sdist", str(sdist), "--out", str(out)]
-        command += ["--suite", "core", "--mode", mode]
-        result = out / f"{run.tag}-core-{mode}.json"
-        result.unlink(missing_ok=True)
-        if run.command(command) or not result.is_file():
-            counts += Counts(failed=1)
-            continue
-        compare = [sys.executable, "-m", "tests.upstream.compare"]
-        compare += [str(base), str(result)]
-        for name in lists:
-            compare += ["--differs", str(folder / name)]
-        counts += run.simple(*compare)
-        outcomes = list(json.loads(result.read_text()).values())
-        passed = outcomes.count("passed")
-        # Those that fail unpatched as well are upstream's business.
-        counts += Counts(passed=passed, skipped=len(outcomes) - passed)
+    # One process each, which has one thread.
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, len(UPSTREAM_MODES))) as workers:
+        for each in workers.map(lambda mode: upstream_mode(run, mode), UPSTREAM_MODES):
+            counts += each
+    return counts
+
+
+def upstream_mode(run: Run, mode: str) -> Counts:
+    """Upstream's tests in one of `UPSTREAM_MODES`. What they print is in a file of
+    `build/test-results`, and shown if they differ."""
+    folder = Path("tests") / "upstream"
+    out = run.layout.build / "upstream-tests" / mode
+    sdist = fetch(run.layout, load_pins(run.layout, run.tag).sdist)
+    command = [sys.executable, "-m", "tests.upstream.run", "--tag", run.tag]
+    command += ["--python", run.python, "--sdist", str(sdist), "--out", str(out)]
+    command += ["--suite", "core", "--mode", mode]
+    result = out / f"{run.tag}-core-{mode}.json"
+    result.unlink(missing_ok=True)
+    compare = [sys.executable, "-m", "tests.upstream.compare"]
+    compare += [str(folder / "baseline" / f"{run.tag}-core.txt"), str(result)]
+    for name in UPSTREAM_MODES[mode]:
+        compare += ["--differs", str(folder / name)]
+    log = run.results / f"upstream-{mode}-{run.tag}.log"
+    with log.open("w") as output:
+        failed = run.command(command, output) or not result.is_file()
+        counts = Counts(failed=1)
+        if not failed:
+            failed = bool(run.command(compare, output))
+            outcomes = list(json.loads(result.read_text()).values())
+            passed = outcomes.count("passed")
+            # Those that fail unpatched as well are upstream's business.
+            skipped = len(outcomes) - passed
+            counts = Counts(
+                passed=passed + (not failed), failed=failed, skipped=skipped
+            )
+    say(f"upstream's tests, {mode}: {counts}, see {log}")
+    if failed:
+        print(log.read_text()[-20_000:], flush=True)
     return counts
 
 

@@ -296,6 +296,11 @@ def block_hasher(request: "Request") -> Any | None:
     return hasher
 
 
+def fields_of_adapter(lora: "LoRARequest") -> dict[str, Any]:
+    """All that a request for an adapter says. Releases have other fields."""
+    return {name: getattr(lora, name) for name in type(lora).__struct_fields__}
+
+
 def reloads_in_place(lora: "LoRARequest") -> bool:
     """Whether workers load an adapter even if they have it: `load_inplace`, since
     v0.16.0."""
