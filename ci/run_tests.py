@@ -94,7 +94,7 @@ class Run:
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=self.layout.root,
-            env=self.environment() | (environment or {}),
+            env={**self.environment(), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output and subprocess.STDOUT,

@@ -17,8 +17,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from msgspec import structs
-
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.bounded import BoundedMap, digest
 from vllm.v1.kv_tier.releases import (
@@ -217,11 +215,7 @@ class AdapterLoads:
         files, options = _files(lora.lora_path), _options(lora)
         if self._by_content:
             content = _content(lora.lora_path)
-<<<<<<< HEAD
-            if structs.asdict(lora).get("tensorizer_config_dict"):
-=======
             if fields_of_adapter(lora).get("tensorizer_config_dict"):
->>>>>>> review
                 # The weights lie elsewhere.
                 content = None
             if content is None or files != _files(lora.lora_path):
@@ -262,13 +256,8 @@ def _options(lora: "LoRARequest") -> str:
     """What a request for an adapter says of how its files become weights."""
     said = {
         name: value
-<<<<<<< HEAD
-        for name, value in structs.asdict(lora).items()
-        if name not in _NO_WEIGHTS and value
-=======
         for name, value in fields_of_adapter(lora).items()
         if value and name not in _NO_WEIGHTS
->>>>>>> review
     }
     return repr(said) if said else ""
 
