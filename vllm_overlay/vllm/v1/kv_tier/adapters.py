@@ -213,11 +213,7 @@ class AdapterLoads:
         files, options = _files(lora.lora_path), _options(lora)
         if self._by_content:
             content = _content(lora.lora_path)
-<<<<<<< HEAD
             if structs.asdict(lora).get("tensorizer_config_dict"):
-=======
-            if getattr(lora, "tensorizer_config_dict", None):
->>>>>>> review
                 # The weights lie elsewhere.
                 content = None
             if content is None or files != _files(lora.lora_path):
@@ -258,13 +254,8 @@ def _options(lora: "LoRARequest") -> str:
     """What a request for an adapter says of how its files become weights."""
     said = {
         name: value
-<<<<<<< HEAD
         for name, value in structs.asdict(lora).items()
         if name not in _NO_WEIGHTS and value
-=======
-        for name in type(lora).__struct_fields__
-        if name not in _NO_WEIGHTS and (value := getattr(lora, name))
->>>>>>> review
     }
     return repr(said) if said else ""
 

@@ -87,13 +87,8 @@ def take_report(
     if tier.backing is not None:
         # Each output of a step comes here, its report before it.
         tier.backing.heard()
-<<<<<<< HEAD
         if scheduler.lora_config is not None and adapters_have_changed(
             scheduler.running
-=======
-        if scheduler.lora_config is not None and (
-            adapters_have_changed(scheduler.running)
->>>>>>> review
         ):
             tier.void_since(tier.backing.settled + 1)
     if tier.num_lost_blocks:

@@ -371,10 +371,6 @@ class TieredBlockPool(BlockPool):
     def _clear_host(self) -> None:
         self.storer.drop_all()
         self.releasing.forget()
-<<<<<<< HEAD
-        self.releasing.forget_device()
-=======
->>>>>>> review
         self.writer.forget()
         if self.admission is not None:
             self.admission.clear()

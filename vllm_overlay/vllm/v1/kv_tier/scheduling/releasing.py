@@ -204,26 +204,14 @@ class Releasing:
                 self._work.popleft()
             work(part)
 
-<<<<<<< HEAD
-    def forget_device(self) -> None:
-        """No device block has content."""
-        self._storer.released.clear()
-        self._storer.forbidden.clear()
-        self.retaining.on_device.clear()
-
-=======
->>>>>>> review
     def forget(self) -> None:
         """Nothing is left of what was computed, on either tier.
 
         How many requests each conversation had stays, which says nothing of blocks.
         """
-<<<<<<< HEAD
-=======
         self._storer.released.clear()
         self._storer.forbidden.clear()
         self.retaining.on_device.clear()
->>>>>>> review
         self._owners.clear()
         self.retaining.said.clear()
         self.prewarms.forget()
