@@ -2,6 +2,7 @@
 """Gates and fences of single steps: who waits for whom, and who does not. Random steps
 are in `test_streams`."""
 
+import gc
 import sys
 from typing import Any
 
@@ -58,7 +59,8 @@ def test_loads_ahead_let_those_of_the_step_go_first(cuda: FakeCuda) -> None:
 def test_threads_get_their_turn(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python's lock changes hands soon, and the kernels of loads go first."""
+    """Python's lock changes hands soon while there is a rank, and the kernels of loads
+    go first."""
     before = sys.getswitchinterval()
     make, priorities = torch.cuda.Stream, list[int]()
 
@@ -70,8 +72,11 @@ def test_threads_get_their_turn(
     try:
         for seconds, expected in ((5e-3, 5e-4), (1e-4, 1e-4)):
             sys.setswitchinterval(seconds)
-            Rank(cuda, switch_interval_s=5e-4)
+            rank = Rank(cuda, switch_interval_s=5e-4)
             assert sys.getswitchinterval() == pytest.approx(expected, rel=0.05)
+            del rank
+            gc.collect()
+            assert sys.getswitchinterval() == pytest.approx(seconds, rel=0.05)
     finally:
         sys.setswitchinterval(before)
     assert priorities == 2 * [0, 0, -1]

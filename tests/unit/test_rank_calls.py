@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.kv_tier.aggregate import note_rank_call
 from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduling.rank_calls import KEEP_WEIGHTS, RankCalls
 from vllm.v1.kv_tier.start import _flush_rank
+
+try:
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+except ImportError:
+    from vllm.v1.executor.abstract import (  # type: ignore[attr-defined, no-redef]
+        UniProcExecutor,
+    )
 
 from .below import Below, Request, key
 
@@ -24,6 +33,8 @@ class Ranks:
     def collective_rpc(
         self, method: Any, timeout: float | None = None, args: tuple = ()
     ) -> str:
+        # As upstream's executors with the seam.
+        note_rank_call(self, method)
         self.order.append("ranks")
         return f"{method} {timeout} {args}"
 
@@ -62,6 +73,18 @@ def test_steps_and_what_is_known_are_not_told() -> None:
     assert ranks.step() == "execute_model None (1,)"
     for method in (*KEEP_WEIGHTS, _flush_rank):
         ranks.collective_rpc(method)
+
+
+@pytest.mark.parametrize("kind", [UniProcExecutor, MultiprocExecutor])
+def test_upstreams_executors_say_what_they_call(kind: type[Executor]) -> None:
+    """The ranks of this one have gone, so the call fails, but after it was told."""
+    executor, calls, told = object.__new__(kind), RankCalls(), list[str]()
+    calls.listen(executor)
+    calls.may_change = told.append
+    vars(executor).update(is_failed=True, rpc_broadcast_mq=(), driver_worker=None)
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        executor.collective_rpc("reload_weights")
+    assert told == ["reload_weights"]
 
 
 def test_an_executor_does_not_hold_itself() -> None:

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model output for the scheduler, with the reports of all ranks."""
+"""What executors ask the tier: one model output for the scheduler, with the reports of
+all ranks, and who must know of a call to them."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from vllm.v1.kv_tier.plan import StepReport, Times, merge_reports, merge_times
 from vllm.v1.kv_tier.rank.report import with_report
+from vllm.v1.kv_tier.scheduling.rank_calls import note_rank_call
 from vllm.v1.outputs import ModelRunnerOutput
+
+__all__ = ["StepReportAggregator", "note_rank_call"]
 
 
 class StepReportAggregator:

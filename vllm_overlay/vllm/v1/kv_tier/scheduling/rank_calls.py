@@ -9,9 +9,10 @@ prefix cache, which tells of new weights too, comes later, and other steps in be
 So a call that is not known to leave weights alone counts as one that changes them.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakKeyDictionary
 
 KEEP_WEIGHTS = frozenset(
     {
@@ -44,25 +45,24 @@ class RankCalls:
 
     def listen(self, executor: Any) -> None:
         """Hear of all calls of `executor` from now on."""
-        # An executor that held itself would outlive its engine.
-        call = WeakMethod(executor.collective_rpc)
-
-        # Each step comes by here.
-        def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
-            if method not in KEEP_WEIGHTS and not _is_ours(method):
-                self.may_change(_name(method))
-            carry_out = call()
-            assert carry_out is not None, "the executor is gone"
-            return carry_out(method, *args, **kwargs)
-
-        executor.collective_rpc = collective_rpc
+        _listeners[executor] = self
 
 
-def _is_ours(method: Any) -> bool:
-    return str(getattr(method, "__module__", "")).startswith(_OURS)
+_listeners: WeakKeyDictionary[Any, RankCalls] = WeakKeyDictionary()
+"""By executor: a process may run several engines."""
 
 
-def _name(method: Any) -> str:
+def note_rank_call(executor: Any, method: Any) -> None:
+    """An executor is about to call `method` of its ranks."""
+    # Each step comes here.
+    if method in KEEP_WEIGHTS or (calls := _listeners.get(executor)) is None:
+        return
     if isinstance(method, str):
-        return method
-    return str(getattr(method, "__qualname__", "") or type(method).__qualname__)
+        name = method
+    elif not inspect.isroutine(method):
+        name = type(method).__qualname__
+    elif (method.__module__ or "").startswith(_OURS):
+        return
+    else:
+        name = method.__qualname__
+    calls.may_change(name)
