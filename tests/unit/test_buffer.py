@@ -39,6 +39,9 @@ class Driver:
         self.on_register: Callable[[int], int] = lambda size: 0
         self._lock = threading.Lock()
 
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
     def set_device(self, device: torch.device) -> None:
         self.devices[threading.current_thread().name] = device
 

@@ -2,6 +2,7 @@
 """Files that processes of their own read and write: what ends, and how."""
 
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -113,6 +114,12 @@ def logged() -> Iterator[list[str]]:
 
 
 # ------------------------------------------------------------------ bytes
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Have a process stand still, and wait until it does."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def test_what_is_put_comes_back(root: Path, rank: Rank) -> None:
@@ -258,7 +265,7 @@ def test_one_that_writes_for_too_long_is_replaced(
     processes = rank.store._processes
     assert processes is not None
     processes._least_life_s, processes._put_s = 0.0, 0.5
-    rank.processes[1].send_signal(signal.SIGSTOP)
+    stop(rank.processes[1])
     assert rank.put(*range(8)) == [True, False] * 4
     assert len(logged) == 1 and "did not answer in time" in logged[0]
     processes._put_s = 60
@@ -301,7 +308,7 @@ def test_one_that_stands_still_takes_no_question_for_ever(
     """More than fits between the two."""
     monkeypatch.setattr(file_processes, "END_S", 0.2)
     rank = Rank(root, deadline_ms=500)
-    rank.processes[1].send_signal(signal.SIGSTOP)
+    stop(rank.processes[1])
     keys, begun = [i.to_bytes(64, "big") for i in range(20_000)], time.monotonic()
     assert not any(rank.store.get(keys, [rank.rows[0]] * len(keys)))
     assert time.monotonic() - begun < 20
@@ -321,10 +328,10 @@ def test_one_that_the_kernel_does_not_let_go_keeps_the_rows_that_it_reads_into(
     first, second = rank.processes
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "kill", lambda process: None)
-        first.send_signal(signal.SIGSTOP)
+        stop(first)
         assert rank.put(*range(8)) == [False, True] * 4
         assert len(logged) == 1 and "does not end although" in logged[0]
-        second.send_signal(signal.SIGSTOP)
+        stop(second)
         reader = threading.Thread(target=rank.get, args=range(8))
         reader.start()
         until(lambda: len(logged) == 2)

@@ -214,7 +214,7 @@ def _flush(pool: "TieredBlockPool", executor: Any) -> None:
     limit_s = max(seconds for seconds, _ in jobs) + _RPC_S
     try:
         told = executor.collective_rpc(_flush_rank, timeout=limit_s, args=(jobs,))
-        num_written = min(n for n in told if n is not None)
+        num_written = min(int(n) for n in told if n is not None)
     except Exception as e:
         # Ranks may be gone, or in the middle of a step.
         logger.warning("KV tier: nothing was written at the end (%s).", e)
