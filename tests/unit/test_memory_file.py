@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from vllm.v1.kv_tier import worker
 from vllm.v1.kv_tier.memory.regions import build_regions
-from vllm.v1.kv_tier.memory.shared import SharedMemory
+from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
 from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
 from vllm.v1.kv_tier.rank.report import ReportDraft
 from vllm.v1.kv_tier.rank.secondary import SecondaryIO
@@ -134,3 +135,37 @@ def test_a_rank_whose_memory_cannot_be_shared_has_none(
     assert tier.buffer.slots[:, 0].tolist() == [1, 2, 1]
     # No file keeps the memory, which goes with the tier.
     assert tier._memory_file is None or tier._memory_file.fd < 0
+
+
+def resident_bytes(kind: str) -> int:
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(kind)
+    )
+    return int(line.split()[1]) << 10
+
+
+def test_shared_memory_that_is_refused_is_gone_before_other_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A driver may refuse to register it late, when all of it was touched."""
+    num_bytes, at_private = 1 << 20, []
+    shared, private = worker.shared_buffer, worker.HostBuffer
+    before = resident_bytes("RssShmem")
+
+    def refuse(memory: SharedMemory, num_slots: int, device: Any, nodes: Any) -> None:
+        shared(memory, num_slots, device, nodes)
+        assert resident_bytes("RssShmem") >= before + 64 * num_bytes
+        memory.close()
+        raise NotShared("planned")
+
+    def take(*args: Any, **kwargs: Any) -> Any:
+        at_private.append(resident_bytes("RssShmem"))
+        return private(*args, **kwargs)
+
+    monkeypatch.setattr(worker, "shared_buffer", refuse)
+    monkeypatch.setattr(worker, "HostBuffer", take)
+    regions = build_regions([torch.zeros(4, num_bytes // 4)], 4)
+    HostTier.allocate(regions, 64, torch.device("cpu"), as_file=True)
+    assert at_private and at_private[0] <= before + num_bytes
