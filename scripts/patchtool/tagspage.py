@@ -23,8 +23,8 @@ prerequisites and without patch 0001, the settings.
 PATCHES = """\
 ## Patches
 
-Upstream lines that each patch adds or removes. –: not in this series; for a prerequisite, upstream
-has it or does not need it.
+Upstream lines that each patch touches. –: not in this series. Releases without a prerequisite have it
+upstream or do not need it.
 """
 
 
