@@ -81,7 +81,7 @@ def met(*codes: str) -> dict[str, Any]:
         (
             {("A", "B"): "no", ("A", "C"): "no", ("B", "C"): "no"},
             [met("A", "D")],
-            ["['D']: features that nobody knows"],
+            ["['D']: unknown features"],
         ),
     ],
 )
@@ -95,7 +95,8 @@ def test_the_table_of_features() -> None:
     table = pairs.make(NAMES, {("A", "B"): "no"}, [met("A", "C"), met("B", "C")])
     lines = table.render()
     assert "| B | 1 |" in lines and "| C | a | a |" in lines
-    assert "- a: `sim/test_some`" in lines and "1. `no`" in lines
+    assert "a `sim/test_some`" in lines and "1. `no`" in lines
+    assert "A first, B second, C third" in lines
     assert pairs.section("\n".join(["# Before", "", *lines])) == lines
 
 
@@ -126,6 +127,14 @@ def test_results_of_several_runs_and_releases() -> None:
     assert line_of("c", text)[1:3] == ["not run: nobody asked"] * 2
     assert compat.problems(text, marks, wanted) == []
     assert "v0.1.0: vLLM 0.1, torch 2, Python 3.11, x86_64, 3 tests" in text
+
+
+def test_rows_with_the_same_results_are_one_line() -> None:
+    marks = [mark("a", "e2e/t.py::1"), mark("b|c", "e2e/t.py::2")]
+    records = [record(m["row"], m["test"], "passed") for m in marks]
+    text = compat.render(compat.make_rows(marks, []), records)
+    assert "| a<br>b\\|c | supported, 1 test | `e2e/t` |  |" in text.splitlines()
+    assert compat.problems(text, marks, []) == []
 
 
 def test_what_is_refused() -> None:
