@@ -119,10 +119,9 @@ def page(layout: Layout) -> str:
     text += f"\n{PATCHES}\n{_table(['patch', *tags], rows)}"
 
     notes = [(tag, results[tag].notes) for tag in tags if tag in results]
-    text += "\n## Differences between releases\n"
+    text += "\n## Differences between releases\n\n"
     for tag, lines_of in notes:
-        if lines_of:
-            text += f"\n**{tag}**\n\n" + "".join(f"- {line}\n" for line in lines_of)
+        text += "".join(f"- **{tag}**: {line}\n" for line in lines_of)
     return text
 
 
