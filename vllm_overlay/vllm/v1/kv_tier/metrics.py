@@ -40,21 +40,21 @@ _COPIES = ("store", "clean", "load", "load_ahead")
 FAILURES = ("store", "load", "layer_wait", "hang")
 
 _SECONDARY: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
-    ("loaded_tokens", "counter", "Prompt tokens whose KV was loaded to the host."),
-    ("hit_tokens", "counter", "Of these, tokens that requests hit; each counts once."),
-    ("loaded_blocks", "counter", "KV blocks loaded to the host."),
-    ("loaded_bytes", "counter", "Bytes of these blocks, all ranks together."),
-    ("missed_blocks", "counter", "KV blocks reported by a lookup but not read whole."),
-    ("late_requests", "counter", "Requests that stopped waiting for a load."),
-    ("stored_blocks", "counter", "KV blocks written."),
-    ("stored_bytes", "counter", "Bytes of these blocks, all ranks together."),
-    ("refused_blocks", "counter", "KV blocks not taken: no room, or a failure."),
-    ("dropped_blocks", "counter", "KV blocks evicted from the host before the write."),
+    ("loaded_tokens", "counter", "Prompt tokens whose KV came from below."),
+    ("hit_tokens", "counter", "Prompt tokens of these that requests have hit, once."),
+    ("loaded_blocks", "counter", "KV blocks that came from below."),
+    ("loaded_bytes", "counter", "Their bytes, all ranks together."),
+    ("missed_blocks", "counter", "KV blocks that were named and did not come whole."),
+    ("late_requests", "counter", "Requests that went on: it was too slow for them."),
+    ("stored_blocks", "counter", "KV blocks that went below the host."),
+    ("stored_bytes", "counter", "Their bytes, all ranks together."),
+    ("refused_blocks", "counter", "KV blocks that it did not take: full, or failed."),
+    ("dropped_blocks", "counter", "KV blocks that left the host before their turn."),
     ("evicted_bytes", "counter", "Bytes that this engine evicted for max_gib."),
     ("due_blocks", "gauge", "KV blocks that wait to be written."),
-    ("writing_blocks", "gauge", "Host slots being written."),
-    ("filling_blocks", "gauge", "Host slots reserved for loads that are running."),
-    ("is_closed", "gauge", "1 while it is not used because it was too slow."),
+    ("writing_blocks", "gauge", "Host slots that are being written."),
+    ("filling_blocks", "gauge", "Host slots kept for what is on its way from below."),
+    ("is_closed", "gauge", "1 while it is left alone because it was too slow."),
 )
 
 METRICS = (
@@ -64,8 +64,8 @@ METRICS = (
     Metric(
         "slots",
         "counter",
-        "Host slots allocated since the start. Deprecated, use host_slots; removed in "
-        "the next version.",
+        "Host slots allocated since the start: what host_slots was called before. "
+        "Gone in the next version.",
     ),
     Metric("slot_bytes", "gauge", "Bytes of one host slot, all ranks together."),
     Metric("used_bytes", "gauge", "Bytes of the host slots that hold a KV block."),
@@ -83,8 +83,8 @@ METRICS = (
     Metric(
         "request_hit_tokens",
         "histogram",
-        "Prompt tokens of one new request served from a tier. Requests without a "
-        "prefix hit are not counted.",
+        "Prompt tokens of one new request served from a tier; requests without a "
+        "prefix hit are left out.",
         "tier",
         _TIERS,
         (0.0, *(float(16 * 4**i) for i in range(9))),
@@ -102,40 +102,38 @@ METRICS = (
     Metric(
         "resumed_from_host",
         "counter",
-        "Preempted requests resumed with blocks from the host KV tier.",
+        "Times that a preempted request went on with blocks from the host KV tier.",
     ),
-    Metric(
-        "device_mapped_bytes", "gauge", "Device memory of the KV cache that is mapped."
-    ),
-    Metric("device_unmapped_bytes", "gauge", "Device memory returned."),
-    Metric("given_back_pages", "counter", "Pages of device memory returned."),
-    Metric("mapped_pages", "counter", "Pages of device memory mapped again."),
-    Metric("map_seconds", "counter", "Seconds in the driver to map pages (GPU)."),
-    Metric("unmap_seconds", "counter", "Seconds in the driver to unmap pages (GPU)."),
+    Metric("device_mapped_bytes", "gauge", "Device memory of blocks that is there."),
+    Metric("device_unmapped_bytes", "gauge", "Device memory that was given back."),
+    Metric("given_back_pages", "counter", "Device pages whose blocks were taken out."),
+    Metric("mapped_pages", "counter", "Of these, pages that were taken again."),
+    Metric("map_seconds", "counter", "Seconds of the driver to map them (GPU)."),
+    Metric("unmap_seconds", "counter", "Seconds of the driver to unmap them (GPU)."),
     Metric("stored_blocks", "counter", "KV blocks copied from device to host."),
     Metric("stored_bytes", "counter", "Bytes copied from device to host."),
     Metric(
         "loaded_blocks",
         "counter",
-        "KV blocks copied from host to device for the step that needs them.",
+        "KV blocks copied from host to device for their own step.",
     ),
     Metric("loaded_bytes", "counter", "Bytes of these blocks."),
     Metric(
         "loaded_ahead_blocks",
         "counter",
-        "KV blocks prefetched from host to device for a later step.",
+        "KV blocks copied from host to device for a later step.",
     ),
     Metric(
         "loaded_ahead_bytes",
         "counter",
-        "Bytes of these blocks.",
+        "Bytes copied from host to device for a later step.",
     ),
     Metric(
         "copy_seconds",
         "histogram",
         "Duration of the copies of one kind in one step, on the slowest rank, without "
-        "pauses for more urgent copies. The step waits for a store and a load; clean "
-        "is a store before eviction, load_ahead a prefetch.",
+        "pauses for what is more urgent. A store is one that its step waits for, "
+        "clean one ahead of eviction.",
         "kind",
         _COPIES,
         _decades(-4, 1),
@@ -151,8 +149,8 @@ METRICS = (
     Metric(
         "load_stall_seconds",
         "histogram",
-        "Time that a forward pass waited for the loads of its step, on the slowest "
-        "rank.",
+        "How long the forward pass of a step with loads waited for them, on the "
+        "slowest rank.",
         buckets=_decades(-5, 0),
     ),
     Metric("promoted_blocks", "counter", "Host slots that became device blocks."),
@@ -160,81 +158,81 @@ METRICS = (
     Metric(
         "refused_stores",
         "counter",
-        "Stores not queued because the current step uses every slot (no_slot), or the "
-        "slot that the store would replace (pinned).",
+        "Stores that were not queued: the step in the making uses every slot "
+        "(no_slot), or the one that the store would replace (pinned).",
         "reason",
         ("no_slot", "pinned"),
     ),
     Metric(
         "dropped_blocks",
         "counter",
-        "KV blocks that the device evicted before they were stored, and whose store "
+        "KV blocks that the device evicted before the host had them, and whose store "
         "was refused.",
     ),
     Metric(
         "passed_over_blocks",
         "counter",
-        "KV blocks evicted by the device and not stored by choice: not used often "
-        "enough (store_from_use), or only used by a finished conversation.",
+        "KV blocks that the device evicted and that were not worth a slot: not used "
+        "often enough (store_from_use), or of a conversation that is over.",
     ),
     Metric(
         "released_blocks",
         "counter",
-        "KV blocks on device or host whose conversation a hint released.",
+        "KV blocks, on the device or the host, of conversations that a hint released.",
     ),
-    Metric("refused_hints", "counter", "Requests with invalid hints."),
+    Metric("refused_hints", "counter", "Requests with hints that were not understood."),
     Metric(
-        "hints", "counter", "Hints by kind, in requests and after them.", "kind", KINDS
+        "hints", "counter", "Hints by kind, of requests and after them.", "kind", KINDS
     ),
-    Metric("retained_blocks", "counter", "KV blocks that hints asked to retain."),
-    Metric("yielded_slots", "counter", "Host slots evicted although retained."),
-    Metric("prewarmed_blocks", "counter", "KV blocks that hints asked to prewarm."),
-    Metric("prewarmed_used_blocks", "counter", "Prewarmed blocks hit by a request."),
-    Metric(
-        "prewarmed_late_blocks",
-        "counter",
-        "Prewarmed blocks that a request computed first.",
-    ),
+    Metric("retained_blocks", "counter", "KV blocks that requests asked to keep."),
+    Metric("yielded_slots", "counter", "Host slots evicted though retained."),
+    Metric("prewarmed_blocks", "counter", "KV blocks that were to be prewarmed."),
+    Metric("prewarmed_used_blocks", "counter", "Of these, hit by another request."),
+    Metric("prewarmed_late_blocks", "counter", "Of these, computed by one meanwhile."),
     Metric("tenant_slots", "gauge", "Host slots of a tenant with a quota.", "tenant"),
     Metric(
         "cleaner_backlog_blocks",
         "gauge",
-        "KV blocks selected for storing before eviction and not stored yet.",
+        "Blocks that are to be stored ahead of their eviction and are not yet.",
     ),
     Metric(
         "deferred_requests",
         "counter",
-        "Times that a step did not admit a waiting request because its loads would "
-        "have stalled the other requests for too long.",
+        "Times that a waiting request was passed over in a step because the others "
+        "would have waited too long for its loads.",
     ),
     Metric(
         "recomputed_lookups",
         "counter",
-        "Prefix lookups that stopped at a host slot because computing was cheaper.",
+        "Prefix lookups that ended at a host slot because computing was cheaper.",
     ),
     Metric("load_seconds_per_block", "gauge", "Measured cost of loading one KV block."),
     Metric(
         "prefill_seconds_per_block",
         "gauge",
-        "Measured cost of computing one KV block; 0: not measured yet.",
+        "Measured cost of computing one KV block; 0: not yet.",
     ),
     Metric(
         "failures",
         "counter",
-        "Steps in which a copy failed (store, load), a layer did not wait for its "
-        "loads (layer_wait), or a copy did not end (hang). Requests recompute.",
+        "Steps in which copies failed (store, load) or a layer did not wait for its "
+        "loads (layer_wait), or was given up because a copy does not end (hang); what "
+        "depends on them is computed again.",
         "kind",
         FAILURES,
     ),
     *(
-        Metric(f"secondary_{name}", kind, f"Secondary tier: {text}", "store")
+        Metric(
+            f"secondary_{name}", kind, f"Of one tier below the host. {text}", "store"
+        )
         for name, kind, text in _SECONDARY
     ),
     *(
         Metric(
             f"secondary_{kind}_seconds",
             "histogram",
-            f"Secondary tier: Duration of the {what} of one step, on the slowest rank.",
+            f"Of one tier below the host. Duration of the {what} of one step, on the "
+            "slowest rank.",
             "store",
             buckets=_decades(-4, 2),
         )
