@@ -221,6 +221,6 @@ def _run(
         except BaseException:
             # A store says no where it does not know. This is a fault of its own, which
             # may be any exception, and must not end this thread.
-            logger.exception("KV tier: the tier below could not be asked.")
+            logger.exception("KV tier: a secondary tier could not be asked.")
             answer = [False] * len(keys)
         told.put((number, answer, time.monotonic() - begun))
