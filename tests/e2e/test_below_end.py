@@ -27,7 +27,7 @@ from .workloads import text
 pytestmark = NEEDS_KEYS
 
 PROMPTS = prompts(600, 6)
-WROTE = "blocks that the tier below lacked are there now"
+WROTE = "blocks that the secondary tier lacked"
 NEVER = 1000
 """A use that no block has: nothing is written while the server serves."""
 END_S = 25
@@ -130,4 +130,4 @@ def test_a_store_that_hangs_does_not_keep_the_server(
         server.process.wait(END_S)
         assert server.leftover_processes(END_S) == []
         assert time.monotonic() - begun < END_S
-        assert "KV tier: 0 of " in server.log() or WROTE not in server.log()
+        assert "KV tier: wrote 0 of " in server.log() or WROTE not in server.log()

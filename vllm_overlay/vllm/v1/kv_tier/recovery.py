@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler does when loads failed or never end.
+"""What the scheduler does when loads fail or hang.
 
-What failed loads were for starts over. Device blocks that a load may overwrite whenever
-it likes are gone: what no longer fits the rest ends with an error.
+Requests that used failed loads start over. Device blocks that a hanging load may still
+overwrite are lost; requests that no longer fit end with an error.
 """
 
 import time
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Of a request whose prompt comes in parts, in releases that have such requests.
+# Requests whose prompt arrives in parts, in releases that support them.
 _BETWEEN_INPUTS = getattr(RequestStatus, "WAITING_FOR_STREAMING_REQ", None)
 
-# Not all releases can say that it was no fault of the client.
+# Older releases have no status for an error of the server.
 _FAILED = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
 
 
 def start_over(scheduler: "Scheduler") -> None:
     """Let every request that holds blocks compute them again.
 
-    Running requests are preempted, as for a reset of the prefix cache, and drop what
-    they have in flight. The others hold blocks because a KV connector loads, or has
-    loaded, what follows in their prompt.
+    Running requests are preempted, as on a reset of the prefix cache, and drop outputs
+    in flight. Other requests hold blocks because a KV connector is loading, or has
+    loaded, the next part of their prompt.
     """
     while scheduler.running:
         request = scheduler.running.pop()
@@ -40,49 +40,50 @@ def start_over(scheduler: "Scheduler") -> None:
         scheduler._preempt_request(request, time.monotonic())
     get_block_ids = scheduler.kv_cache_manager.get_block_ids
     for request in scheduler.requests.values():
-        # Where upstream does not count them, the scheduler drops all that is void.
+        # Where upstream does not count stale outputs, the scheduler drops them itself.
         request.drop_stale_output = getattr(request, "num_stale_output_tokens", 0) > 0
         if request.is_finished() or not any(get_block_ids(request.request_id)):
             continue
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-            # The connector still writes to its blocks: they are freed when it ends.
+            # The connector still writes to these blocks; they are freed when it has
+            # ended.
             scheduler.failed_recving_kv_req_ids.add(request.request_id)
         elif request.status == _BETWEEN_INPUTS:
-            # It has read its blocks, so its report came before it waited.
+            # It had read its blocks before it waited, so their report came before.
             continue
         else:
             scheduler._free_request_blocks(request)
         request.num_computed_tokens = 0
-    # Not all releases ask who was in the step before.
+    # Not all releases record the requests of the previous step.
     getattr(scheduler, "prev_step_scheduled_req_ids", set()).clear()
 
 
 def _count_as_computed(request: Any) -> None:
-    """A prompt that starts over before its first token was not served from a cache.
+    """Count a prompt that starts over before its first token as computed, not cached.
 
-    Upstream counts cached tokens when a request is scheduled first, and not again.
+    Upstream counts cached tokens only when a request is first scheduled.
     """
     stats = getattr(request, "prefill_stats", None)
     if stats is not None and stats.num_prompt_tokens:
         stats.set(stats.num_prompt_tokens, 0, 0)
     elif getattr(request, "num_cached_tokens", 0) > 0 and not request.num_output_tokens:
-        # Older releases count when it is below zero.
+        # Older releases count again if the number is negative.
         request.num_cached_tokens = -1
 
 
 def end_what_cannot_fit(
     scheduler: "Scheduler", outputs: dict[int, list[EngineCoreOutput]]
 ) -> None:
-    """End requests that need more device blocks than are left; they would wait for
-    ever. While no block is lost, it counts the outputs that the scheduler has taken,
-    and lets an engine without requests step on that has device memory to give back, or
-    blocks to write to a tier below.
+    """End requests that need more device blocks than are left, and would wait forever.
 
-    Answers that grow beyond what fits end as at `max_model_len`, which is lowered.
+    Answers that grow too long end as at `max_model_len`, which is lowered. Also notes
+    that the scheduler has received an output, and keeps an engine without requests
+    stepping while it has device memory to give back or blocks to write to secondary
+    tiers.
 
     Args:
-        scheduler: In `update_from_output`.
-        outputs: By client, what it will hear of; the errors are added.
+        scheduler: Called from its `update_from_output`.
+        outputs: By client, the outputs to send; errors are added.
 
     """
     tier = scheduler.kv_cache_manager.kv_tier
@@ -91,7 +92,7 @@ def end_what_cannot_fit(
     if tier.backing is not None or isinstance(tier, ElasticBlockPool):
         _step_on(scheduler, tier)
     if tier.backing is not None:
-        # Each output of a step comes by here, its report before it.
+        # Called for each output of a step, after its report.
         tier.backing.heard()
     if not tier.num_lost_blocks:
         return
@@ -124,15 +125,15 @@ def end_what_cannot_fit(
 
 
 def _step_on(scheduler: "Scheduler", pool: TieredBlockPool) -> None:
-    """Let the engine step on while it has no requests and something is due, or soon."""
+    """Keep the engine stepping while it has no requests but other work."""
     if "has_requests" not in vars(scheduler):
-        # A scheduler that held itself would outlive its engine.
+        # A strong reference to itself would keep the scheduler alive after its engine.
         owner, has_requests = ref(scheduler), type(scheduler).has_requests
 
         def has_work() -> bool:
             if (me := owner()) is None:
                 return False
-            # Who pauses it waits until it does nothing. Not all releases can.
+            # A pause waits until the scheduler has no work. Not all releases can pause.
             is_paused = bool(getattr(me, "pause_state", 0))
             return has_requests(me) or (not is_paused and _is_due(pool))
 
@@ -140,7 +141,7 @@ def _step_on(scheduler: "Scheduler", pool: TieredBlockPool) -> None:
     if not isinstance(pool, ElasticBlockPool) or scheduler.requests:
         return
     if pool.elastic.is_waiting and not _writes_on(pool):
-        # Else the engine would spin.
+        # Without this the engine would spin.
         time.sleep(pool.elastic.pause_s)
 
 
@@ -155,7 +156,7 @@ def _writes_on(pool: TieredBlockPool) -> bool:
 
 
 def _most_tokens(scheduler: "Scheduler") -> int:
-    """Tokens of the longest request that fits the device blocks that are left."""
+    """Tokens of the longest request that fits the remaining device blocks."""
     manager = scheduler.kv_cache_manager
     tier = manager.kv_tier
     assert tier is not None
@@ -163,7 +164,8 @@ def _most_tokens(scheduler: "Scheduler") -> int:
     step_tokens = scheduler.max_num_scheduled_tokens
 
     def blocks_for(num_tokens: int) -> int:
-        # Windows hold what a step computes, and what it reads of the steps before.
+        # Windows hold the tokens of the current step, and those that it reads of
+        # earlier steps.
         return sum(
             -(-num_tokens // each.block_size)
             - each.get_num_skipped_tokens(max(0, num_tokens - step_tokens))

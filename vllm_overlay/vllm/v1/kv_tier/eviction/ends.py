@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When keys expire, the earliest first."""
+"""Expiry times of keys, earliest first."""
 
 import heapq
 
@@ -9,23 +9,23 @@ _Entry = tuple[float, int, Key]
 
 
 class Ends:
-    """The ends of keys, of which there is one for each at most.
+    """Expiry times; at most one for each key.
 
-    Entries of keys that have another end by now, or none, stay in a heap until their
-    time has come, or until they are found here: while entries are added to the younger
-    of two heaps, the older one is emptied, a few entries for each. So there are no more
-    than a few entries for each key, and nothing ever goes through all of them.
+    Entries whose key has another expiry time by now, or none, stay in a heap until they
+    are due or discarded here: there are two heaps, and whenever an entry is added to
+    the younger one, a few entries of the older one are moved or dropped. So there are
+    only a few entries for each key, and no operation visits all of them.
     """
 
     _MOVED = 4
-    """Entries of the older heap that are looked at when one is added."""
+    """Entries of the older heap that are moved when one is added."""
     _FEW = 64
-    """Entries with which nothing is done."""
+    """Invalid entries that are tolerated."""
 
     def __init__(self) -> None:
         self._number: dict[Key, int] = {}
         self._num_entries = 0
-        # Keys have no order of their own, so numbers come before them.
+        # Keys may not be comparable, so a number comes before them.
         self._young: list[_Entry] = []
         self._old: list[_Entry] = []
 
@@ -34,16 +34,16 @@ class Ends:
 
     @property
     def num_entries(self) -> int:
-        """With those that are of no use."""
+        """Number of entries, including invalid ones."""
         return len(self._young) + len(self._old)
 
     def set(self, key: Key, until: float) -> None:
-        """`key` expires then, and not when it would have until now."""
+        """Set the expiry time of `key`, replacing an earlier one."""
         self._num_entries += 1
         self._number[key] = self._num_entries
         heapq.heappush(self._young, (until, self._num_entries, key))
         for _ in range(min(self._MOVED, len(self._old))):
-            # The last one of a heap can be taken away.
+            # The last entry of a heap can be removed without restoring its order.
             entry = self._old.pop()
             if self._is_valid(entry):
                 heapq.heappush(self._young, entry)
@@ -51,17 +51,19 @@ class Ends:
             self._old, self._young = self._young, []
 
     def discard(self, key: Key) -> None:
-        """`key` does not expire."""
+        """Remove the expiry time of `key`."""
         self._number.pop(key, None)
 
     def is_due(self, now: float) -> bool:
-        """Whether there is an entry for `pop`."""
+        """Whether there is a due entry for `pop`."""
         heap = self._first()
         return bool(heap) and heap[0][0] <= now
 
     def pop(self) -> Key | None:
-        """Take out the earliest entry. Returns its key, or None if that has another
-        end, or none."""
+        """Remove the earliest entry.
+
+        Returns its key, or None if the entry is invalid.
+        """
         entry = heapq.heappop(self._first())
         if not self._is_valid(entry):
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients have said of keys."""
+"""Hints by key."""
 
 import math
 from collections import OrderedDict
@@ -9,15 +9,15 @@ from vllm.v1.kv_tier.eviction.base import NO_HINT, About, Key
 
 
 class Said:
-    """Remembers what was said of keys, beyond their blocks.
+    """Remembers the hints for keys, also after their blocks are gone.
 
-    A key has one tenant, the first that uses it: else who floods could take over what
-    others share. A tenant cannot make less of what another has said, while it holds;
-    what was said below `NO_HINT` holds until somebody uses the key who does not say so.
+    A key belongs to the first tenant that uses it, so that a flood of requests cannot
+    take over shared keys. Another tenant cannot lower a hint while it is valid. A
+    priority below `NO_HINT` is valid until a request uses the key without that hint.
 
     Args:
-        num_keys: Keys that are remembered, those of which something was said last.
-        clock: The time, in seconds.
+        num_keys: Most keys that are remembered; those with the latest hints stay.
+        clock: Time in seconds.
 
     """
 
@@ -25,14 +25,14 @@ class Said:
         self._num_keys = num_keys
         self.clock = clock
         self._about: OrderedDict[Key, About] = OrderedDict()
-        # No method: asked for every victim.
+        # Not a method, since it is called for every victim.
         self.get: Callable[[Key], About | None] = self._about.get
 
     def __len__(self) -> int:
         return len(self._about)
 
     def is_retained(self, key: Key) -> bool:
-        """Whether `key` shall be kept longer than others, as of now."""
+        """Whether `key` has a valid priority above `NO_HINT`."""
         about = self.get(key)
         return (
             about is not None
@@ -41,7 +41,7 @@ class Said:
         )
 
     def is_low(self, key: Key) -> bool:
-        """Whether `key` shall go before others, as of now."""
+        """Whether `key` has a valid priority below `NO_HINT`."""
         about = self.get(key)
         return (
             about is not None
@@ -57,17 +57,17 @@ class Said:
         tenant: Hashable = None,
         turn: int = 1,
     ) -> About:
-        """A request uses `key`.
+        """Record that a request uses `key`.
 
         Args:
-            key: Of a block.
-            priority: None: the request says nothing of it.
-            until: How long that holds.
-            tenant: Of the request.
-            turn: Of its conversation.
+            key: Key of a block.
+            priority: Priority that the request gives; None if it gives none.
+            until: When the priority expires.
+            tenant: Tenant of the request.
+            turn: Turn of its conversation.
 
         Returns:
-            What holds from now on.
+            The hints that are valid from now on.
 
         """
         old = self._about.pop(key, None)
@@ -90,18 +90,18 @@ class Said:
         return about
 
     def renew(self, keys: Collection[Key], about: About) -> bool:
-        """A request says `about`, of a priority above `NO_HINT`, of all of `keys`.
+        """Give all of `keys` the hints `about`, whose priority is above `NO_HINT`.
 
-        It is `tell` without what that costs for each block of a long prefix.
+        Faster than `tell` for the blocks of a long prefix.
 
         Returns:
-            Whether it did. Nothing has changed where somebody else has said something
-            of one of them, or that it is to go first.
+            Whether it did. Nothing changes if another tenant has a hint for one of
+            them, or if one has a low priority.
 
         """
         abouts = self._about
         known = abouts.keys() & keys
-        # There are few that differ.
+        # Keys of a prefix have few different hints.
         for old in set(map(abouts.__getitem__, known)):
             if old.tenant != about.tenant or old.priority < NO_HINT:
                 return False
@@ -113,8 +113,10 @@ class Said:
         return True
 
     def used_in_silence(self, key: Key) -> bool:
-        """A request uses `key` that says nothing. Returns whether that changes what was
-        said before."""
+        """Record that a request without hints uses `key`.
+
+        Returns whether its hint changed.
+        """
         about = self.get(key)
         if about is None or about.priority >= NO_HINT:
             return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks of each KV cache group a prompt takes."""
+"""How many blocks of each KV cache group a prompt needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ class GroupBlocks:
     """Blocks of one KV cache group."""
 
     block_size: int
-    """Tokens of a block, of all ranks that share its tokens together."""
+    """Tokens of a block, over all ranks that share them."""
     num_blocks: int
-    """That a hit of the longest prompt needs."""
+    """Blocks that a hit of the longest prompt needs."""
     num_tokens: int
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
 
 
 def group_blocks(vllm_config: "VllmConfig", kv_cache_config: Any) -> list[GroupBlocks]:
-    """The blocks of all groups, in their order."""
+    """The blocks of all groups, in order."""
     parallel = vllm_config.parallel_config
-    # With context parallelism each rank has its share of a block's tokens, so that the
-    # block stands for as many more. Not all releases have it, nor layers that stay
-    # whole. Those that resolve block sizes in one place share them in decode only.
+    # With context parallelism each rank has a share of a block's tokens, so a block
+    # covers more. Older releases lack it, or layers that are not shared. Releases with
+    # a function for block sizes share tokens in decode only.
     num_shares = getattr(parallel, "decode_context_parallel_size", 1)
     if not hasattr(kv_cache_utils, "resolve_kv_cache_block_sizes"):
         num_shares *= getattr(parallel, "prefill_context_parallel_size", 1)
@@ -45,14 +45,17 @@ def group_blocks(vllm_config: "VllmConfig", kv_cache_config: Any) -> list[GroupB
 
 
 def tokens_per_block(groups: Sequence[GroupBlocks]) -> float:
-    """Tokens whose KV takes one block, over all groups together, as a hit of the
-    longest prompt loads it: of a window or a state it needs only the end."""
+    """Tokens whose KV takes one block, over all groups together.
+
+    Taken for a hit of the longest prompt, which needs only the end of a window or
+    state.
+    """
     return max(g.num_tokens for g in groups) / sum(g.num_blocks for g in groups)
 
 
 def _kept(spec: Any, size: int) -> float:
-    """Blocks that a hit of any length needs of a group; infinite if that is all."""
-    # Layers of one kind may share a group with a spec for each.
+    """Most blocks that any hit needs of a group; infinite if it needs all."""
+    # A group may have one spec for each of its layers.
     each = getattr(spec, "kv_cache_specs", None)
     spec = next(iter(each.values())) if each else spec
     if _is_a(spec, "MambaSpec"):
@@ -62,7 +65,7 @@ def _kept(spec: Any, size: int) -> float:
         return -(-(spec.sliding_window - 1 + more) // size) + 1
     if _is_a(spec, "ChunkedLocalAttentionSpec"):
         return -(-spec.attention_chunk_size // size)
-    # Full attention may have a window, too: its blocks are loaded all the same.
+    # Full attention with a window still loads all blocks.
     return float("inf")
 
 

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The setting `quotas`."""
+"""Checks the setting `quotas`."""
 
 from collections.abc import Mapping
 
 from vllm.v1.kv_tier.hints import MAX_NAME
 
 MAX_QUOTAS = 100
-"""Tenants with a quota: each has metrics of its own."""
+"""Most tenants with a quota, since each has its own metrics."""
 
 
 def check_quotas(quotas: object) -> None:
-    """Raise a ValueError that names what is wrong with the setting and the mend."""
+    """Check the setting.
+
+    Raises:
+        ValueError: It is wrong. The message has the value and the fix.
+
+    """
     setting = "--kv-offloading-config: quotas"
     if quotas is None:
         return
@@ -22,7 +27,7 @@ def check_quotas(quotas: object) -> None:
     if len(quotas) > MAX_QUOTAS:
         raise ValueError(
             f"{setting} must name at most {MAX_QUOTAS} tenants, got {len(quotas)}. "
-            "Give a quota to those who need one; others share the rest."
+            "Give quotas to those who need one; others share the rest."
         )
     for tenant, part in quotas.items():
         if not isinstance(tenant, str) or not 0 < len(tenant) <= MAX_NAME:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of an engine to its ranks that may change weights.
+"""Watches an engine's calls to its ranks for those that may change weights.
 
-New weights come in many ways: upstream's own (`reload_weights`, `update_weights`, …),
-and methods of a worker extension that have any name. All of them are calls of the
-executor, in the scheduler's process. KV of new weights must not be kept under the name
-of the old ones, nor be continued with what was computed by these; the reset of the
-prefix cache, which tells of new weights too, comes later, and other steps in between.
-So a call that is not known to leave weights alone counts as one that changes them.
+Weights can change in many ways: by upstream's methods (`reload_weights`,
+`update_weights`, …), and by methods of worker extensions with any name. All of them are
+calls of the executor, in the scheduler's process. KV of new weights must not be stored
+under the name of the old ones, nor continue old KV. The reset of the prefix cache that
+follows new weights comes later, possibly after other steps. So any call that is not
+known to keep weights counts as a change.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,8 @@ KEEP_WEIGHTS = frozenset(
         *("take_draft_token_ids", "start_worker_execution_loop"),
         *("add_lora", "remove_lora", "pin_lora", "list_loras"),
         *("check_health", "profile", "shutdown", "synchronize_device"),
-        # The prefix cache is cleared before, and is another reason. See `Asleep`.
+        # The prefix cache is cleared before these, which is handled elsewhere. See
+        # `Asleep`.
         *("sleep", "wake_up"),
         *("reset_mm_cache", "reset_encoder_cache", "get_encoder_timing_stats"),
         *("get_supported_tasks", "supports_draft_weight_updates"),
@@ -28,30 +29,29 @@ KEEP_WEIGHTS = frozenset(
         *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model"),
     }
 )
-"""Methods of upstream's workers, of all releases, that are called while an engine runs
-and change no weight."""
+"""Methods of upstream's workers, in all releases, that do not change weights."""
 
 _OURS = "vllm.v1.kv_tier."
 
 
 class RankCalls:
-    """Listens to the calls of an executor."""
+    """Watches the calls of an executor."""
 
     def __init__(self) -> None:
         self.may_change: Callable[[str], None] = lambda method: None
-        """Is told the name of what may change weights, before the ranks hear of it."""
+        """Called with the name of a method that may change weights, before the ranks
+        are."""
         self.sleeps: Callable[[Mapping[str, Any]], None] = lambda options: None
-        """Is told, before the ranks are, that they shall sleep; with upstream's
-        `level`."""
+        """Called before the ranks are put to sleep, with upstream's `level`."""
         self.wakes_up: Callable[[Mapping[str, Any]], None] = lambda options: None
-        """The same of waking up, with upstream's `tags`."""
+        """Called before the ranks wake up, with upstream's `tags`."""
 
     def listen(self, executor: Any) -> None:
-        """Hear of all calls of `executor` from now on."""
-        # An executor that held itself would outlive its engine.
+        """Watch all calls of `executor` from now on."""
+        # A strong reference to itself would keep the executor alive after its engine.
         call = WeakMethod(executor.collective_rpc)
 
-        # Each step comes by here.
+        # A hot path: called in each step.
         def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
             if method not in KEEP_WEIGHTS:
                 if not _is_ours(method):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stores by their type in `secondary_tiers`, or by import path."""
+"""Store types by their name in `secondary_tiers`, or by import path."""
 
 import inspect
 from typing import Any
@@ -18,14 +18,14 @@ STORES: dict[str, type[StoreConfig]] = {
 
 
 def check_entry(entry: Any, index: int = 0) -> StoreConfig:
-    """The settings of an entry of `secondary_tiers`.
+    """Parse and check an entry of `secondary_tiers`.
 
     Args:
-        entry: As it was given.
-        index: Its place in the list.
+        entry: The entry as given.
+        index: Its index in the list.
 
     Raises:
-        ValueError: No such type, or a setting of it is wrong.
+        ValueError: The type is unknown, or one of its settings is wrong.
 
     """
     setting = f"{SECONDARY_TIERS}[{index}]"
