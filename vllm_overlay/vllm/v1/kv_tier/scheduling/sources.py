@@ -231,7 +231,7 @@ class Source:
             logger.warning(
                 "KV tier: the tier below (%s) takes %.2f ms to bring a block to the "
                 "device, which takes %.2f to compute: it is left alone, and measured "
-                "again every %d seconds. See docs/below.md for when it pays.",
+                "again every %d seconds. See docs/secondary-tiers.md for when it pays.",
                 self._tier.name,
                 (self._fetch_s + self._costs.load_s) * 1e3,
                 self._prefill_s * 1e3,
