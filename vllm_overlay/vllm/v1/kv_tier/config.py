@@ -57,7 +57,7 @@ class KVTierConfig:
     store_from_use: int | Literal["auto"] = "auto"
     """Store a block only from its n-th use on: being computed is one, and so is a hit.
     `2` spares slots and copies of what never comes back; what does is computed once
-    more first. `auto` tries both on a sample, does what had more hits of late, and
+    more first. `auto` tries both on a sample, does what had more hits recently, and
     fills empty slots; it is 1 where `secondary_tiers` get what comes by the host."""
 
     eviction_policy: str = "proven"

@@ -202,7 +202,7 @@ def choose_engines(
     stores = choose_beside_compute(store_rates)
     logger.info(
         "KV tier: copy engines for pieces of %s bytes: load %s; store %s GB/s. Loads "
-        "that a step waits for: %s; loads ahead: %s; stores: %s.",
+        "that a step waits for: %s; prefetches: %s; stores: %s.",
         _sizes(regions),
         _gigabytes(load_rates),
         _gigabytes(store_rates),

@@ -154,5 +154,5 @@ def check_asleep(keeps: bool, has_tiers_below: bool, vllm_config: "VllmConfig") 
         if keeps and is_set:
             raise ValueError(
                 f"--kv-offloading-config: keep_while_asleep and {name} do not go "
-                "together yet. Take out one of them."
+                "together yet. Remove one of them."
             )

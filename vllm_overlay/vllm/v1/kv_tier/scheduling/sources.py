@@ -238,7 +238,8 @@ class Source:
             logger.warning(
                 "KV tier: secondary tier %s takes %.2f ms to bring a block to the "
                 "device, which takes %.2f ms to compute. It is not read from, and is "
-                "measured again every %d seconds. docs/secondary-tiers.md says when it pays.",
+                "measured again every %d seconds. docs/secondary-tiers.md says when it "
+                "pays.",
                 self._tier.name,
                 (self._fetch_s + self._costs.load_s) * 1e3,
                 self._prefill_s * 1e3,
