@@ -135,10 +135,10 @@ class StepPlan:
         assert len({*filled_slots}) == len(filled_slots), "A slot is filled twice"
         assert len({*filled_blocks}) == len(filled_blocks), "A block is loaded twice"
         read_slots, read_blocks = {*loaded[0], *ahead[0]}, {*stored[1]}
-        assert not read_slots & {*cleaned[0]}, "A load of what is stored after it"
-        assert not {*cleaned[1]} & {*filled_blocks}, "A store of what is loaded"
+        assert not read_slots & {*cleaned[0]}, "A load from a slot that is stored later"
+        assert not {*cleaned[1]} & {*filled_blocks}, "A store from a loaded block"
         if read_slots & {*stored[0]} or read_blocks & {*filled_blocks}:
-            assert self.load_after_stores == self.seq, "A load beside its store"
+            assert self.load_after_stores == self.seq, "No fence between store and load"
 
     def pairs(self) -> tuple[tuple[list[int], list[int]], ...]:
         """Slots and blocks of stores, clean stores, loads and loads ahead."""

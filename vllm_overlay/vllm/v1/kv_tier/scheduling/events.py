@@ -124,7 +124,7 @@ class TierEvents:
         """Number of keys with a description."""
         return len(self._descriptions)
 
-    # ------------------------------------------------- what upstream's pool has told
+    # ---------------------------------------------- what upstream's pool has emitted
 
     def block_range_cached(
         self,

@@ -72,7 +72,8 @@ class BlockStore(ABC):
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         """Store rows under keys. True: the object exists and is complete.
 
-        Rows are read only until the call returns. An object is complete or not visible.
+        Rows are read until the call returns. Bytes read later must never become part of
+        an object.
         """
 
     @abstractmethod

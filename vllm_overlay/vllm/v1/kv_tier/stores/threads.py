@@ -45,7 +45,7 @@ class Threads:
                 answers[i] = work(first[i], second[i])
 
         helpers = []
-        with suppress(RuntimeError):  # This process ends: no help any more.
+        with suppress(RuntimeError):  # The process ends, and has no helpers.
             for _ in range(min(self._num_helpers, len(first) - 1)):
                 helpers.append(self._helpers.submit(take_turns))
         try:
@@ -70,7 +70,7 @@ class Threads:
         """
         try:
             helped = self._helpers.submit(work)
-        except RuntimeError:  # This process ends.
+        except RuntimeError:  # The process ends.
             return work
         return lambda: work() if helped.cancel() else helped.result()
 
