@@ -111,7 +111,7 @@ compat: env ## docs/compatibility.md from the results in build/compat [TAG=]
 	@build/env/$(TAG)/bin/python scripts/compat.py \
 	  --python build/env/$(TAG)/bin/python build/compat/*.jsonl
 
-format: env ## ruff: format, and mend what it can [TAG=]
+format: env ## ruff: format, and fix what it can [TAG=]
 	@build/env/$(TAG)/bin/ruff format --quiet .
 	@build/env/$(TAG)/bin/ruff check --quiet --fix .
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of features that meet, for docs/compatibility.md.
+"""The table of combinations of features, for docs/compatibility.md.
 
 Of each two features of `tests/pairs/features.py` it says by which tests they are run
 together, or with which message they are refused. `scripts/compat.py` asks for both.
@@ -9,14 +9,15 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from string import ascii_letters
 
 ROOT = Path(__file__).parents[1]
-TITLE = "Features that meet"
+TITLE = "Combinations of features"
 
 Pair = tuple[str, str]
 
@@ -45,7 +46,7 @@ class Table:
                     f"{a} and {b}: refused, but {sorted(self.tests[pair])} run both"
                 )
         if unknown := {c for pair in self.tests for c in pair} - self.names.keys():
-            found.append(f"{sorted(unknown)}: features that nobody knows")
+            found.append(f"{sorted(unknown)}: unknown features")
         return found
 
     def render(self) -> list[str]:
@@ -56,7 +57,7 @@ class Table:
         numbers = {message: i for i, message in enumerate(messages, 1)}
         codes = list(self.names)
         lines = [f"## {TITLE}", "", *_INTRODUCTION.splitlines(), ""]
-        lines += [f"- {code}: {name}" for code, name in self.names.items()]
+        lines += _wrapped(f"{code} {name}" for code, name in self.names.items())
         lines += ["", f"| | {' | '.join(codes[:-1])} |", "|---" * len(codes) + "|"]
         for i, code in enumerate(codes[1:], 1):
             cells = []
@@ -66,18 +67,25 @@ class Table:
                 refused = self.refusals.get(pair)
                 cells.append(ran if refused is None else str(numbers[refused]))
             lines.append(f"| {code} | {' | '.join(cells)} |")
-        lines += ["", "Tests:", ""]
-        lines += [f"- {letter}: `{module}`" for module, letter in letters.items()]
+        lines += ["", "Tests:"]
+        lines += _wrapped(f"{letter} `{module}`" for module, letter in letters.items())
         lines += ["", "Refused at start:", ""]
         lines += [f"{number}. `{text}`" for text, number in numbers.items()]
         return lines
 
 
 _INTRODUCTION = """\
-Whether two features have been on together: letters are tests that run both, numbers
-messages with which both are refused. `sim/test_pairs` has upstream's scheduler with a
-simulated model and a simulated store, which stands for all three; that each store does
-what it does shows `unit/test_store_contract`."""
+Each cell is for two features: letters are tests that run both, numbers are messages
+that refuse the combination at start. `sim/test_pairs` runs upstream's scheduler with a
+simulated model and one simulated store for all three types; `unit/test_store_contract`
+tests the real stores."""
+
+
+def _wrapped(entries: Iterable[str]) -> list[str]:
+    """A paragraph that lists them."""
+    text = ", ".join(entries).replace(" ", "\0").replace(",\0", ", ")
+    lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]
 
 
 def section(document: str) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass, field
 
-from .check import PREREQUISITE, num_counted_lines, num_lines, parse_header
+from .check import num_counted_lines, num_lines, parse_header
 from .config import Layout, Patch, ToolError, load_pins, read_series, tomllib
 
 PAGE, README = "docs/tags.md", "README.md"
@@ -25,9 +25,17 @@ FROZEN = ("v0.9.2", "v0.11.0")
 """Releases whose series get no new seams."""
 
 
+PATCHES = """\
+## Patches
+
+Upstream lines that each patch touches. –: not in this series. Releases without a
+prerequisite have it upstream or do not need it.
+"""
+
+
 @dataclass(frozen=True)
 class Results:
-    """What was run on a release, and what one must know of it."""
+    """What was run on a release, and what its users must know."""
 
     date: str
     summary: str = "nothing"
@@ -37,7 +45,8 @@ class Results:
     e2e: str = "not run"
     gpu: str = "not run"
     turn: str = "not yet"
-    """The last time that CI ran test_answers and test_faults on it, by turns."""
+    """When CI last ran test_answers and test_faults on it; it takes the older releases
+    in turn."""
     notes: tuple[str, ...] = field(default=())
 
 
@@ -92,7 +101,7 @@ def page(layout: Layout) -> str:
         cpu = load_pins(layout, tag).cpu
         engine = "none" if cpu is None else f"torch {cpu.torch}"
         if cpu is not None and cpu.extensions_only:
-            engine += ", compiled files of another release"
+            engine += ", binaries of another release"
         found = results.get(tag, Results("–"))
         lines = str(num_counted_lines(layout, tag))
         tested.append(
@@ -121,16 +130,15 @@ def page(layout: Layout) -> str:
         cells = []
         for tag in tags:
             sizes = {p.name: num_lines(p) for p in series[tag]}
-            missing = "upstream's own" if PREREQUISITE in name else "–"
-            cells.append(f"{sizes[name]} lines" if name in sizes else missing)
-        rows.append([f"`{name.removesuffix('.patch')}`: {titles[name]}", *cells])
-    text += f"\n## What the series add\n\n{_table(['patch', *tags], rows)}"
+            cells.append(str(sizes[name]) if name in sizes else "–")
+        title = titles[name].removeprefix("Prerequisite: ")
+        rows.append([f"`{name.removesuffix('.patch')}`: {title}", *cells])
+    text += f"\n{PATCHES}\n{_table(['patch', *tags], rows)}"
 
     notes = [(tag, results[tag].notes) for tag in tags if tag in results]
-    text += "\n## What differs\n"
+    text += "\n## Differences between releases\n\n"
     for tag, lines_of in notes:
-        if lines_of:
-            text += f"\n**{tag}**\n\n" + "".join(f"- {line}\n" for line in lines_of)
+        text += "".join(f"- **{tag}**: {line}\n" for line in lines_of)
     return text
 
 
@@ -140,19 +148,8 @@ def readme(layout: Layout) -> str:
     rows = []
     for tag in layout.tags()[::-1]:
         found = results.get(tag, Results("–"))
-        adds = [_topic(p) for p in read_series(layout, tag) if PREREQUISITE in p.name]
-        rows.append(
-            [
-                tag,
-                str(num_counted_lines(layout, tag)),
-                ", ".join(["the tier", *adds]),
-                f"{found.summary}, {found.date}",
-                found.turn,
-            ]
-        )
-    head = ["release", "lines of upstream", "the series adds", "tested"]
-    head.append("last turn in CI")
-    table = _table(head, rows)
+        rows.append([tag, str(num_counted_lines(layout, tag)), found.summary])
+    table = _table(["release", "lines", "tested on"], rows)
     text = (layout.root / README).read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -160,11 +157,6 @@ def readme(layout: Layout) -> str:
         raise ToolError(f"{README} lacks the lines {BEGIN.strip()} and {END.strip()}")
     frozen = _frozen(layout.tags()[::-1])
     return f"{before}{BEGIN}\n{table}{frozen}\n{END}{after}"
-
-
-def _topic(patch: Patch) -> str:
-    """What a prerequisite is about, from its name."""
-    return patch.name.removesuffix(".patch").split(PREREQUISITE)[1].replace("-", " ")
 
 
 def write_page(layout: Layout) -> None:

@@ -198,7 +198,7 @@ class Soak:
             if code or left:
                 failures.append(f"exit code {code}, left behind: {left}")
             # What is too slow says so.
-            log = re.sub(r".*KV tier: the tier below .* is too slow.*", "", log)
+            log = re.sub(r".*KV tier: secondary tier .* is too slow.*", "", log)
             if bad := re.findall(r".*(?:ERROR|Traceback).*", log):
                 failures.append(f"{len(bad)} errors in the log, first: {bad[0]}")
         finally:

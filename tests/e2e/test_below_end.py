@@ -148,4 +148,4 @@ def test_a_store_that_hangs_does_not_keep_the_server(
         server.process.wait(END_S)
         assert server.leftover_processes(END_S) == []
         assert time.monotonic() - begun < END_S
-        assert "KV tier: 0 of " in server.log() or WROTE not in server.log()
+        assert "KV tier: wrote 0 of " in server.log() or WROTE not in server.log()

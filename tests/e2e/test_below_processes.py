@@ -76,7 +76,7 @@ def test_what_is_killed_or_stopped_costs_time_only(
         first[1].send_signal(signal.SIGSTOP)
         # Not more of them: three that wait in vain would keep all others from it.
         assert ask(server, PROMPTS[0])[0] == right[0]
-        until(lambda: server.log().count("counts as not done") == 2)
+        until(lambda: server.log().count("count as failed") == 2)
         # All is fetched again, by others.
         forget(server, 1000)
         loaded = counted(server, "secondary_loaded_blocks")
@@ -86,7 +86,7 @@ def test_what_is_killed_or_stopped_costs_time_only(
         assert counted(server, "secondary_loaded_blocks") > loaded
         second = processes(server)
         assert len(second) == 2 and not {*first} & {*second}
-        assert server.log().count("counts as not done") == 2
+        assert server.log().count("count as failed") == 2
         assert CHANGED not in server.log()
         # What they fill is checked as what is stored: the device gets nothing of it.
         forget(server, 1200, NUM_OTHERS_ON_DEVICE)

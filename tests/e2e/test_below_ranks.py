@@ -87,7 +87,7 @@ def test_ranks_that_hold_the_same_have_one_object(tmp_path: Path) -> None:
     ) as server:
         texts = [ask(server, prompt)[0] for prompt in PROMPTS]
         writes(server, 5 * len(PROMPTS), before=0)
-        assert "have one object of a block below" in server.log()
+        assert "share one object for each block" in server.log()
     assert len(set(texts)) == len(PROMPTS)
     assert {path.parent.parent.name for path in objects(root)} == {"r0"}
     with serving(

@@ -86,7 +86,9 @@ def test_blocks_that_a_connector_could_not_load_are_computed(results: Results) -
 
 
 @pytest.mark.engines("large", "slow_connector")
-@pytest.mark.compat("faults", "a load of the tier fails beside one of a connector")
+@pytest.mark.compat(
+    "faults", "a load of the tier fails together with one of a connector"
+)
 def test_a_request_that_waits_for_a_connector_starts_over(results: Results) -> None:
     workload = "tier_load_fails_beside_a_connector"
     found = results("slow_connector")["workloads"][workload]

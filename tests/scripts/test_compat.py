@@ -81,7 +81,7 @@ def met(*codes: str) -> dict[str, Any]:
         (
             {("A", "B"): "no", ("A", "C"): "no", ("B", "C"): "no"},
             [met("A", "D")],
-            ["['D']: features that nobody knows"],
+            ["['D']: unknown features"],
         ),
     ],
 )
@@ -95,7 +95,8 @@ def test_the_table_of_features() -> None:
     table = pairs.make(NAMES, {("A", "B"): "no"}, [met("A", "C"), met("B", "C")])
     lines = table.render()
     assert "| B | 1 |" in lines and "| C | a | a |" in lines
-    assert "- a: `sim/test_some`" in lines and "1. `no`" in lines
+    assert "a `sim/test_some`" in lines and "1. `no`" in lines
+    assert "A first, B second, C third" in lines
     assert pairs.section("\n".join(["# Before", "", *lines])) == lines
 
 
@@ -117,8 +118,8 @@ def test_results_of_several_runs_and_releases() -> None:
     text = compat.render(compat.make_rows(marks, wanted), records)
     assert line_of("a", text) == [
         "a",
-        "supported, 2 tests",
-        "supported, 1 test (1 not run)",
+        "supported",
+        "supported (1 of 2 tests not run)",
         "`e2e/t`, `unit/u`",
         "slow",
     ]
@@ -128,10 +129,18 @@ def test_results_of_several_runs_and_releases() -> None:
     assert "v0.1.0: vLLM 0.1, torch 2, Python 3.11, x86_64, 3 tests" in text
 
 
+def test_rows_with_the_same_results_are_one_line() -> None:
+    marks = [mark("a", "e2e/t.py::1"), mark("b|c", "e2e/t.py::2")]
+    records = [record(m["row"], m["test"], "passed") for m in marks]
+    text = compat.render(compat.make_rows(marks, []), records)
+    assert "| a<br>b\\|c | supported | `e2e/t` |  |" in text.splitlines()
+    assert compat.problems(text, marks, []) == []
+
+
 def test_what_is_refused() -> None:
     row = compat.Row({"e2e/t.py::1"})
     outcomes: dict[str, Any] = {"e2e/t.py::1": {"outcome": "passed", "why": ""}}
-    assert compat.cell(row, "refused at start", outcomes) == "refused, 1 test"
+    assert compat.cell(row, "refused at start", outcomes) == "refused"
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def test_one_that_fails_costs_its_part_and_another_takes_its_place(
     assert came[::2] == right(0, 2, 4, 6) and came[1::2] == [None] * 4
     # It cannot write to a row any more.
     assert failing not in children()
-    assert len(logged) == 1 and "counts as not done" in logged[0]
+    assert len(logged) == 1 and "count as failed" in logged[0]
     assert rank.get(*numbers) == right(*numbers)
     until(lambda: len(children()) == 2)
     assert len(logged) == 1

@@ -39,7 +39,7 @@ def test_memory_is_given_back_on_cpus_and_cuda(
     elastic: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: False)
-    refused(elastic, "works on CPUs and on CUDA, not on", "Remove it")
+    refused(elastic, "works on CPUs and on CUDA, not on", "Remove shrink")
 
 
 def test_memory_of_a_gpu_needs_kvcached(

@@ -190,7 +190,7 @@ def test_a_layer_that_is_no_attention_layer_keeps_the_step_waiting(
     caplog.set_level("INFO")
     regions = build_regions([a, state], NUM_BLOCKS)
     assert make_layer_waits(config(layers), regions) is None
-    assert "SimpleNamespace is no attention layer" in caplog.text
+    assert "SimpleNamespace is not an attention layer" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -190,9 +190,9 @@ def test_what_is_held_once_takes_its_bytes_once() -> None:
         ([(8, 8), (8, 8)], 2, True, False, None),
         ([(8, 8), (8, 8), (4,), (4,)], 2, True, False, None),
         ([(8, 8), (8, 8)], 2, False, False, "several machines"),
-        ([(8, 8), (8, 8)], 2, True, True, "into slots of its own"),
-        ([(8, 8), (16,)], 2, True, False, "lie differently"),
-        ([(8,), (8,), (8,)], 2, True, False, "3 ranks are no groups of 2"),
+        ([(8, 8), (8, 8)], 2, True, True, "into its own slots"),
+        ([(8, 8), (16,)], 2, True, False, "different layouts"),
+        ([(8,), (8,), (8,)], 2, True, False, "3 ranks do not divide into groups of 2"),
         ([(), ()], 2, True, False, "no KV memory"),
     ],
 )

@@ -164,8 +164,8 @@ def test_it_is_told_why_a_tier_brings_nothing() -> None:
         assert not lines
         tier.fetch(SLOW_S, 5)
         (line,) = lines
-        assert "(/kv) takes 12.04 ms to bring a block to the device" in line
-        assert "which takes 0.50 to compute" in line
+        assert "tier /kv takes 12.04 ms to bring a block to the device" in line
+        assert "which takes 0.50 ms to compute" in line
         # Nor is it told again soon, where it is slow now and then.
         tier.fetch(FAST_S, 5)
         tier.fetch(SLOW_S, 5)

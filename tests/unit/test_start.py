@@ -182,7 +182,7 @@ def test_not_enough_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     text = str(error.value)
     assert f"--kv-offloading-size {(3 * BLOCK_BYTES - 1) / GiB:g}" in text
     assert f"not enough for one KV block: a block takes {3 * BLOCK_BYTES} bytes" in text
-    advice = re.search(r"Set it to (\S+) GiB at least", text)
+    advice = re.search(r"Set it to at least (\S+) GiB", text)
     assert advice is not None
     assert 3 * BLOCK_BYTES <= int(float(advice[1]) * GiB) < 3.1 * BLOCK_BYTES
     assert all(w.kv_tier is None for w in executor.wrappers)

@@ -167,13 +167,13 @@ def test_a_directory_that_others_can_open(tmp_path: Path, mode: int) -> None:
 
 def test_what_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot be made.*or name another"):
+    with pytest.raises(ValueError, match="cannot be made.*or set another directory"):
         check(tmp_path / "file")
-    with pytest.raises(ValueError, match="cannot be made.*or name another"):
+    with pytest.raises(ValueError, match="cannot be made.*or set another directory"):
         check(tmp_path / "file" / "kv")
     check(tmp_path / "kv")
     (tmp_path / "link").symlink_to(tmp_path / "kv")
-    with pytest.raises(ValueError, match=f"Give the path.* {tmp_path}/kv"):
+    with pytest.raises(ValueError, match=f"Set its target.* {tmp_path}/kv"):
         check(tmp_path / "link")
 
 

@@ -142,10 +142,10 @@ def test_a_password(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(ValueError, match="does not take the password, or wants one"):
+    with pytest.raises(ValueError, match="rejects the password, or needs one"):
         check_redis(closed_server)
     monkeypatch.setenv("STORE_PASSWORD", "wrong")
-    with pytest.raises(ValueError, match="does not take the password, or wants one"):
+    with pytest.raises(ValueError, match="rejects the password, or needs one"):
         check_redis(closed_server, password_env="STORE_PASSWORD")
     monkeypatch.setenv("STORE_PASSWORD", SECRET)
     config = check_redis(closed_server, password_env="STORE_PASSWORD")
@@ -289,7 +289,7 @@ def test_an_error_that_the_package_has_not_announced_is_a_miss(
 
 def test_tls_where_there_is_none(open_server: Valkey) -> None:
     wrong = f"rediss://127.0.0.1:{open_server.port}"
-    with pytest.raises(ValueError, match="rediss:// is for servers with TLS"):
+    with pytest.raises(ValueError, match="Use rediss:// for servers with TLS"):
         check_redis(open_server, url=wrong)
 
 

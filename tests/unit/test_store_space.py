@@ -430,7 +430,7 @@ def test_a_lock_that_nobody_gives_back_stops_writing_only(
     fcntl.flock(held, fcntl.LOCK_EX)
     store._files._space._wait_s = 0.1
     assert store.put([KEYS[3]], [row(3)]) == [False]
-    assert len(logged) == 1 and "does not go on holds its lock" in logged[0]
+    assert len(logged) == 1 and "a stalled process holds its lock" in logged[0]
     assert store.get([KEYS[1]], [empty()]) == [True]
     late = open_fs(root)
     late.close()

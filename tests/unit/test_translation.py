@@ -253,7 +253,7 @@ def test_what_is_said_afterwards() -> None:
         ({**given, "retain": {"priority": 5}}, "unknown field 'retain'"),
         ({"conversation": ""}, "^Hints after requests: conversation must be a string"),
         ({"release": True}, "conversation is missing"),
-        ({"conversation": "c", "release": False}, "release must be true: .*False"),
+        ({"conversation": "c", "release": False}, "release must be true, .*False"),
     ):
         with pytest.raises(ValueError, match=words):
             check(wrong)

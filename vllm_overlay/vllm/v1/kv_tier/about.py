@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this build of vLLM carries, for people who must know."""
+"""Tells which tag, version and patches this build of vLLM has."""
 
 import json
 from pathlib import Path
@@ -21,8 +21,8 @@ def about() -> dict[str, Any]:
     """
     if not _BUILD_INFO.exists():
         raise RuntimeError(
-            f"{_BUILD_INFO.name} is missing beside vllm.v1.kv_tier: this tree was "
-            "not made by `make apply-patches` or `make wheel`."
+            f"{_BUILD_INFO.name} is missing in vllm/v1/kv_tier: this tree was not made "
+            "by `make apply-patches` or `make wheel`. Use one of them."
         )
     return json.loads(_BUILD_INFO.read_text())
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From which load of a LoRA adapter the content of a block is.
+"""Distinguishes the loads of a LoRA adapter in block keys.
 
-Upstream's keys name an adapter by its name and path, and a reload from the same path
-changes neither: what was computed before is served as if nothing had happened
-(upstream issues 42125 and 53769). The device forgets it soon; the host would not.
-With the tier, keys count the loads. With a tier below it, which outlives this process
-and its numbers, they name the content.
+Upstream's keys contain an adapter's name and path, which a reload from the same path
+does not change, so blocks computed with the old weights are served (upstream issues
+42125 and 53769). The device soon evicts them; the host would not. With the tier, keys
+contain the number of the load. With a secondary tier, which outlives this process and
+its numbers, they contain a digest of the adapter's files.
 """
 
 import functools
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _MAX_BYTES = 8 << 20
-"""Of what is known of adapters, whose names and number clients may choose."""
+"""Bytes of memory about adapters, since clients may choose their names and number."""
 
 _CHUNK_BYTES = 1 << 20
 
@@ -55,17 +55,18 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Load(NamedTuple):
-    """What tells a load of an adapter from others."""
+    """Distinguishes one load of an adapter from others."""
 
     number: int
-    """In this process. 0: the first under its name, or `content` says it all."""
+    """Number in this process. 0 for the first load of a name, or if `content`
+    suffices."""
     content: str = ""
-    """Digest of the adapter's files, where other processes must know it again; a random
-    text where its weights are not known for sure."""
+    """Digest of the adapter's files, for keys that other processes must find; random if
+    it is unknown which weights are loaded."""
 
 
 class _Loaded(NamedTuple):
-    """What workers have under an id."""
+    """The adapter that workers have under an id."""
 
     name: str
     path: str
@@ -73,7 +74,7 @@ class _Loaded(NamedTuple):
     """What else shapes the weights, see `_options`."""
     load: Load
     files: Hashable
-    """What the files were like; None: they are not to be seen here."""
+    """State of its files; None if they cannot be read here."""
 
 
 _NOT_KNOWN = _Loaded("", "", "", Load(0), None)
@@ -83,21 +84,21 @@ _NOT_KNOWN = _Loaded("", "", "", Load(0), None)
 class AdapterLoads:
     """Numbers the loads of all adapters of an engine.
 
-    Requests keep the load with which they came, for all their blocks, unless their
-    adapter is loaded anew meanwhile. From then on weights of both are in their KV,
-    which gets keys that no other request has. So do requests for an adapter whose files
-    have changed without a reload: workers have the old weights until they drop them,
-    and read the new ones then.
+    A request keeps the load with which it came for all of its blocks, unless its
+    adapter is reloaded meanwhile. Then its KV mixes both weights, and it gets keys that
+    no other request has. So does a request whose adapter's files have changed without a
+    reload: workers use the old weights until they drop them, and read the new ones
+    afterwards.
 
     Args:
-        by_content: Other processes must know a load again, and by its bytes.
+        by_content: Identify loads by the adapter's files, for other processes.
 
     """
 
     def __init__(self, by_content: bool = False) -> None:
         self._by_content = by_content
         self._numbers = itertools.count(1)
-        # By id: under a new one workers load an adapter anew.
+        # By id, since workers load an adapter again under a new one.
         self._loaded: BoundedMap[int, _Loaded] = BoundedMap(_MAX_BYTES)
         # Digests of names that were loaded.
         self._names: BoundedMap[bytes, None] = BoundedMap(
@@ -107,17 +108,17 @@ class AdapterLoads:
         # Adapters that ranks may read soon: how often their files are still looked at.
         self._recent: BoundedMap[int, int] = BoundedMap(_MAX_BYTES)
         self._of_request: WeakKeyDictionary[Request, Load] = WeakKeyDictionary()
-        # Requests are made, and hashed, on a thread of their own.
+        # Requests are created and hashed on another thread.
         self._lock = Lock()
 
     def load(self, lora: "LoRARequest") -> None:
-        """Workers are about to load `lora`, if it is new or replaces itself."""
+        """Note that workers are about to load `lora`, if they do not have it."""
         with self._lock:
             if reloads_in_place(lora) or lora.lora_int_id not in self._loaded:
                 self._load(lora)
 
     def unload(self, number: int) -> None:
-        """Workers drop the adapter with this id, and read its files when it is back."""
+        """Note that workers drop the adapter with this id."""
         with self._lock:
             self._loaded.pop(number, None)
             self._disown(number)
@@ -142,7 +143,7 @@ class AdapterLoads:
                     self._disown(number)
 
     def of(self, request: "Request") -> Load:
-        """The load whose weights `request` runs with."""
+        """The load whose weights `request` uses."""
         load = self._of_request.get(request)
         if load is None:
             lora = request.lora_request
@@ -180,7 +181,7 @@ class AdapterLoads:
         return changed
 
     def _now(self, lora: "LoRARequest") -> Load:
-        """For a new request with this adapter."""
+        """The load for a new request with this adapter."""
         self._recent[lora.lora_int_id] = _NUM_CHECKS
         loaded = self._loaded.use(lora.lora_int_id)
         if loaded is None:
@@ -188,8 +189,8 @@ class AdapterLoads:
         files = _files(lora.lora_path)
         unchanged = files == loaded.files
         if reloads_in_place(lora):
-            # Workers reload it for each step of such a request. Servers go on sending
-            # it after a reload.
+            # Workers reload the adapter for each step of such a request, and servers
+            # keep sending the flag after a reload.
             is_same = unchanged and files and loaded.options == _options(lora)
             return loaded.load if is_same else self._load(lora)
         same = lora.lora_name, lora.lora_path, _options(lora)
@@ -210,7 +211,7 @@ class AdapterLoads:
             reloads_in_place(lora) or name in self._names or self._has_forgotten
         )
         self._names[name] = None
-        # As without a tier.
+        # 0 gives the same key as without a tier.
         load = Load(0 if is_first else next(self._numbers))
         files, options = _files(lora.lora_path), _options(lora)
         if self._by_content:
@@ -219,7 +220,7 @@ class AdapterLoads:
                 # The weights lie elsewhere.
                 content = None
             if content is None or files != _files(lora.lora_path):
-                # Nobody else must take it for theirs.
+                # No other request may find this KV.
                 load = Load(load.number, os.urandom(16).hex())
             else:
                 load = Load(0, f"{content} {options}" if options else content)
@@ -228,8 +229,10 @@ class AdapterLoads:
         return load
 
     def _disown(self, number: int) -> None:
-        """The weights under this id change: requests under way have those of both, in
-        blocks that are computed from now on, and maybe computed again."""
+        """Give new keys to running requests whose weights change.
+
+        Blocks that they compute from now on mix old and new weights.
+        """
         for request in list(self._of_request):
             lora = request.lora_request
             if lora is not None and lora.lora_int_id == number:
@@ -245,10 +248,12 @@ def _unknown() -> Load:
 
 
 def _rename(request: "Request") -> None:
-    """Give the blocks of a request keys that no other request has. Those that it has
-    computed keep theirs on the device: they were computed before."""
+    """Give the blocks of a request keys that no other request has.
+
+    Blocks that it has computed before stay cached under their old keys.
+    """
     hashes: list[Any] = request.block_hashes
-    # Random throughout: KV events have the last bytes only.
+    # All bytes are random, since KV events contain only the last ones.
     hashes[:] = [os.urandom(32) for _ in hashes]
 
 
@@ -263,7 +268,7 @@ def _options(lora: "LoRARequest") -> str:
 
 
 def _files(path: str) -> Hashable:
-    """What tells whether the files of an adapter have changed; None if nothing does."""
+    """State of an adapter's files; None if they cannot be read."""
     try:
         with os.scandir(os.path.expanduser(path)) as entries:
             found = [(entry.name, entry.stat()) for entry in entries]
@@ -275,8 +280,7 @@ def _files(path: str) -> Hashable:
 
 
 def _content(path: str) -> str | None:
-    """A digest of the names and of all bytes of an adapter's files; None: they are not
-    to be seen here."""
+    """Digest of an adapter's file names and bytes; None if they cannot be read here."""
     from blake3 import blake3
 
     made, chunk = blake3(), bytearray(_CHUNK_BYTES)
@@ -287,7 +291,8 @@ def _content(path: str) -> str | None:
             if not os.path.isfile(place):
                 continue
             made.update(f"{name}/{os.path.getsize(place)}/".encode())
-            # Not as mapped memory: this process would die if the file became shorter.
+            # Not memory-mapped: if the file became shorter, this process would be
+            # killed.
             with open(place, "rb", buffering=0) as file:
                 while num_bytes := file.readinto(chunk):
                     made.update(memoryview(chunk)[:num_bytes])
@@ -297,15 +302,17 @@ def _content(path: str) -> str | None:
 
 
 _starting: AdapterLoads | None = None
-"""Of the engine whose block hasher is made next."""
+"""Loads of the engine whose block hasher is made next."""
 
 _of_hashers: WeakKeyDictionary[Any, AdapterLoads] = WeakKeyDictionary()
-"""By block hasher, of which each engine has one: a process may run several engines."""
+"""Loads by block hasher. Each engine has one, and a process may run several engines."""
 
 
 def set_adapter_loads(loads: AdapterLoads | None, hasher: Any = None) -> None:
-    """Count loads in the engine with this block hasher; without one, in the engine that
-    starts. None: its keys are upstream's."""
+    """Count loads for the engine with this block hasher; None: for the next engine.
+
+    Without `loads`, the engine uses upstream's keys.
+    """
     global _starting
     if hasher is None:
         _starting = loads
@@ -316,8 +323,7 @@ def set_adapter_loads(loads: AdapterLoads | None, hasher: Any = None) -> None:
 
 
 def with_adapter_loads(hasher: _Hasher) -> _Hasher:
-    """The block hasher of the engine that starts; its requests' keys have what
-    upstream's lack, if the engine has a tier."""
+    """Register the block hasher of the engine that starts, and return it."""
     set_adapter_loads(_starting, hasher)
     return hasher
 
@@ -368,7 +374,7 @@ def notes_adapter_unload(remove_lora: _Method) -> _Method:
 
 
 def loads_of(request: "Request") -> AdapterLoads | None:
-    """Of the engine that runs `request`; None without a tier."""
+    """Loads of the engine that runs `request`; None without a tier."""
     hasher = block_hasher(request)
     return None if hasher is None else _of_hashers.get(hasher)
 
@@ -391,13 +397,16 @@ def adapters_have_changed(running: Iterable["Request"]) -> bool:
 
 
 def salt_key(request: "Request", salt: str) -> str | tuple[str, str]:
-    """What a block's key has of a cache salt, where upstream's has the bare salt, and
-    would take it for the adapter of that name (upstream issue 44701)."""
+    """The part of a block's key for a cache salt.
+
+    Upstream uses the bare salt, which can equal an adapter's name (upstream issue
+    44701).
+    """
     return salt if loads_of(request) is None else ("cache_salt", salt)
 
 
 def adapter_load_keys(request: "Request") -> list[tuple[str, str, str]]:
-    """What a block's key must have beside name and path of the request's adapter."""
+    """Parts of a block's key in addition to name and path of the request's adapter."""
     if (loads := loads_of(request)) is None:
         return []
     load = loads.of(request)

@@ -14,30 +14,29 @@ __all__ = ["StepReportAggregator", "note_rank_call"]
 
 
 class StepReportAggregator:
-    """Merges the reports of all ranks onto the output of one of them.
+    """Merges the reports of all ranks into the output of one of them.
 
-    A multi-process executor returns one rank's output only, but a copy may fail
-    on any.
+    A multi-process executor returns the output of one rank only, but a copy may fail on
+    any rank.
 
     Args:
-        max_times: Copies that some ranks have told of: if others never do, memory must
-            not fill up.
+        max_times: Most copies that only some ranks have reported, to bound memory.
 
     """
 
     def __init__(self, max_times: int = 1000) -> None:
         self._max_times = max_times
         self._waiting: StepReport | None = None
-        # What not all ranks have told of yet, and how many have.
+        # Times that not all ranks have reported yet, and how many have.
         self._times: Times = {}
         self._num_told: Counter[tuple[str, int]] = Counter()
 
     def aggregate(
         self, outputs: Sequence[ModelRunnerOutput | None], output_rank: int = 0
     ) -> ModelRunnerOutput | None:
-        """The output of `output_rank` with every rank's report.
+        """The output of `output_rank` with the reports of all ranks.
 
-        Reports wait for the next call while that rank has no output.
+        While that rank has no output, reports wait for the next call.
         """
         reports = [
             o.kv_tier_report
@@ -55,7 +54,7 @@ class StepReportAggregator:
         return with_report(output, report)
 
     def _told_by_all(self, reports: Iterable[StepReport], num_ranks: int) -> Times:
-        """Times of the slowest rank, once every rank has told its own."""
+        """Times of the slowest rank, for copies that every rank has reported."""
         for report in reports:
             self._num_told.update(report.times.keys())
             merge_times(self._times, report.times)

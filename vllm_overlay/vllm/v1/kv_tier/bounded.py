@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mapping that clients cannot make larger than so many bytes, and names of a fixed
-size for what clients call by names of any length."""
+"""A mapping bounded in bytes, and digests of names.
+
+They bound the memory for data whose names and number clients choose.
+"""
 
 import hashlib
 import sys
@@ -12,21 +14,20 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 ENTRY_BYTES = 256
-"""What an entry takes beside its key and its value: the places of both in a table, the
-link of the order, and the size that is remembered. Rounded up."""
+"""Bytes of an entry besides key and value: table, order and size, rounded up."""
 
 _CONTAINERS = (tuple, list, set, frozenset)
 
 
 def digest(*names: object) -> bytes:
-    """16 bytes that stand for `names`, in this order. Never raises.
+    """A 16-byte digest of `names`, in this order. Never raises.
 
-    No two lists of strings have the same digest, as far as anybody can find out.
+    No two lists of strings are known to have the same digest.
     """
     made = hashlib.blake2b(digest_size=16)
     for name in names:
         if isinstance(name, str):
-            # A string of Python may have surrogates that no encoding has.
+            # Python strings may have surrogates, which UTF-8 cannot encode.
             kind, data = b"s", name.encode("utf-8", "surrogatepass")
         elif isinstance(name, bytes):
             kind, data = b"b", name
@@ -38,7 +39,7 @@ def digest(*names: object) -> bytes:
 
 
 def _hash(value: object) -> int:
-    """The hash of `value`; that of its type if it has none."""
+    """The hash of `value`, or that of its type if it is not hashable."""
     try:
         return hash(value)
     except Exception:
@@ -46,11 +47,10 @@ def _hash(value: object) -> int:
 
 
 def size_of(value: object) -> int:
-    """Bytes that `value` takes, with what is in it.
+    """Bytes of `value` and its content.
 
-    What is in several places counts for each. Of objects of other types than Python's
-    own only the object itself is counted: who keeps such values gives a size of their
-    own.
+    Shared content counts each time. Objects of other than built-in types count without
+    content, so users of such values pass their own size function.
     """
     total, left = 0, [value]
     while left:
@@ -65,17 +65,17 @@ def size_of(value: object) -> int:
 
 
 class BoundedMap(MutableMapping[K, V]):
-    """A mapping that forgets its oldest entries beyond `max_bytes`.
+    """A mapping that drops its oldest entries beyond `max_bytes`.
 
-    An entry is as young as its latest assignment or `use`. An entry that is larger than
-    `max_bytes` by itself is forgotten at once. A value that grows is to be assigned
-    anew, so that it is counted.
+    The age of an entry is that of its latest assignment or `use`. An entry larger than
+    `max_bytes` is dropped at once. A value that grows must be assigned again to be
+    counted.
 
     Args:
-        max_bytes: Of keys, values and entries together, about.
-        size: Bytes of a key or a value. Called once for each, when they are assigned.
-        dropped: Is called with each entry that is forgotten for lack of room, after it
-            has left. It must not change this mapping.
+        max_bytes: Limit for keys, values and entries together, about.
+        size: Bytes of a key or a value. Called once for each, on assignment.
+        dropped: Called with each entry that was dropped for lack of room. It must not
+            change this mapping.
 
     """
 
@@ -87,7 +87,7 @@ class BoundedMap(MutableMapping[K, V]):
     ) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        """Of all entries."""
+        """Bytes of all entries."""
         self._size = size
         self._dropped = dropped
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
@@ -99,7 +99,7 @@ class BoundedMap(MutableMapping[K, V]):
         return key in self._entries
 
     def __iter__(self) -> Iterator[K]:
-        """The oldest first."""
+        """Iterate over the keys, oldest first."""
         return iter(self._entries)
 
     def __len__(self) -> int:
@@ -122,8 +122,7 @@ class BoundedMap(MutableMapping[K, V]):
         self.num_bytes -= self._entries.pop(key)[1]
 
     def use(self, key: K) -> V | None:
-        """The value of `key`, which is the youngest from now on; None: there is
-        none."""
+        """The value of `key`, which becomes the newest; None if missing."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -131,6 +130,6 @@ class BoundedMap(MutableMapping[K, V]):
         return entry[0]
 
     def clear(self) -> None:
-        """Forget all entries."""
+        """Drop all entries."""
         self._entries.clear()
         self.num_bytes = 0

@@ -50,7 +50,7 @@ GiB = 1 << 30
 _END_S = 5.0
 
 MAX_QUOTAS = 100
-"""Tenants with a quota: each has metrics of its own."""
+"""Most tenants with a quota, since each has its own metrics."""
 
 _REMOVED = {
     "keep_while_asleep": "A sleep of the engine clears the host tier, as it clears the "

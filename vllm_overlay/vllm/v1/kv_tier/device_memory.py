@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the KV cache of a GPU lies: in memory of torch, or, if it is to be given back,
-behind addresses whose memory comes and goes."""
+"""Allocates the KV cache of a GPU: from torch, or with memory that comes and goes.
+
+With `shrink_after_s`, the KV cache is a range of addresses in which pages get and lose
+memory.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +20,11 @@ from vllm.v1.kv_tier.memory.regions import build_regions
 logger = init_logger(__name__)
 
 _make: Callable[[int, torch.device], torch.Tensor] | None = None
-"""What makes the KV cache at present; None if torch does."""
+"""Allocates the KV cache; None for torch."""
 
 
 def new_kv_cache(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """The memory of a KV cache: `[num_bytes]`, int8, zero as soon as it has memory."""
+    """Memory of a KV cache: `[num_bytes]`, int8, zero wherever it has memory."""
     if _make is None:
         return torch.zeros(num_bytes, dtype=torch.int8, device=device)
     return _make(num_bytes, device)
@@ -29,15 +32,14 @@ def new_kv_cache(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def kv_cache_memory(wrapper: Any, kv_cache_config: Any) -> Iterator[None]:
-    """While the KV caches of a rank are made: let their memory come and go, if that is
-    set, and give them as much as there is now.
+    """While a rank makes its KV caches, give them elastic memory if that is set.
 
     Args:
-        wrapper: The `WorkerWrapperBase`; has `kv_pages` afterwards.
-        kv_cache_config: Of the rank.
+        wrapper: The `WorkerWrapperBase`; gets `kv_pages`.
+        kv_cache_config: KV cache configuration of the rank.
 
     Raises:
-        ValueError: There is no memory at all, or kvcached cannot be used.
+        ValueError: There is no free memory, or kvcached cannot be used.
 
     """
     config = tier_config(wrapper.vllm_config)
@@ -63,11 +65,10 @@ def kv_cache_memory(wrapper: Any, kv_cache_config: Any) -> Iterator[None]:
 
 
 def device_pages(wrapper: Any) -> tuple[DevicePages, list[int]] | None:
-    """Pages of the GPU of a rank in this process, and those without memory at first.
-    None on a CPU.
+    """Pages of a rank's GPU, and those without memory at first; None on a CPU.
 
     Raises:
-        ValueError: The KV cache was made by torch.
+        ValueError: The KV cache was allocated by torch.
 
     """
     if not _on_gpu(wrapper):
@@ -75,19 +76,19 @@ def device_pages(wrapper: Any) -> tuple[DevicePages, list[int]] | None:
     if (pages := vars(wrapper).get("kv_pages")) is None:
         raise ValueError(
             "--kv-offloading-config: shrink_after_s on a GPU needs vLLM v0.30.0 or "
-            "newer, which make the KV cache in one piece of memory. Remove it."
+            "newer, which allocates the KV cache in one piece. Remove shrink_after_s."
         )
     return pages
 
 
 def _on_gpu(wrapper: Any) -> bool:
-    # A worker for CPUs does not know its device in all releases.
+    # In some releases, a CPU worker does not know its device.
     device: str = wrapper.vllm_config.device_config.device_type
     return device != "cpu"
 
 
 def num_mapped(wrapper: Any, num_blocks: int) -> int:
-    """Device blocks of a rank that have memory at first; those with lower numbers."""
+    """Number of a rank's device blocks with memory at first, counted from block 0."""
     pages, absent = vars(wrapper).get("kv_pages") or (None, [])
     return pages.blocks_per_page * absent[0] if pages and absent else num_blocks
 
@@ -95,14 +96,14 @@ def num_mapped(wrapper: Any, num_blocks: int) -> int:
 def _pages(
     wrapper: Any, memory: KvcachedMemory, num_blocks: int
 ) -> tuple[DevicePages, list[int]]:
-    """Pages of the KV caches that were made in `memory`, and those without memory."""
+    """Pages of the KV caches that lie in `memory`, and those without memory."""
     base = memory.memory.data_ptr()
     end = base + memory.memory.numel()
     regions = build_regions(wrapper.worker.model_runner.kv_caches, num_blocks)
     if any(not base <= region.blocks.data_ptr() < end for region in regions):
         raise ValueError(
             "--kv-offloading-config: shrink_after_s does not know the layout of this "
-            "model's KV cache, part of which lies elsewhere. Remove it."
+            "model's KV cache, part of which lies elsewhere. Remove shrink_after_s."
         )
     pages = DevicePages(memory, base, regions, num_blocks)
     absent = pages.map_at_first()
@@ -112,7 +113,7 @@ def _pages(
             "--kv-offloading-config: with shrink_after_s there is no GPU memory for "
             f"the first page of the KV cache ({pages.page_bytes / GiB:.2f} GiB beyond "
             f"2% of the GPU; {free / GiB:.2f} GiB are free). Start the engine when "
-            "others have given memory back, or give it less of other memory."
+            "others have given memory back, or reduce its other memory."
         )
     if absent:
         logger.warning(

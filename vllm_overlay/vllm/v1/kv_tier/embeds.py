@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which inputs of a block are embeddings, and where, for its key: a door.
+"""Adds to block keys which positions take embeddings, and where images begin.
 
-A prompt may mix token ids with embeddings. Upstream's keys have the ids of all
-positions (0 where there is none) and the bytes of all embeddings, but neither which of
-the two a position takes nor the type of the bytes. Keys of older releases omit where in
-a block an image begins.
+A prompt may mix token ids and embeddings. Upstream's keys contain the ids of all
+positions (0 where there is none) and the bytes of all embeddings, but not which of them
+a position takes, nor the type of the bytes. Keys of older releases lack the offset of
+an image in its block.
 """
 
 from typing import TYPE_CHECKING
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def embeds_keys(request: "Request", start: int, end: int) -> list[tuple[str, str]]:
-    """What the key of a block of a request with embeddings must have in addition.
+    """Additional parts of the key of a block of a request with embeddings.
 
     Args:
-        request: It has `prompt_embeds`.
-        start: First position that the key covers.
-        end: The position after the last one.
+        request: A request with `prompt_embeds`.
+        start: First position of the block.
+        end: Position after its last one.
 
     """
     if loads_of(request) is None:
@@ -32,7 +32,7 @@ def embeds_keys(request: "Request", start: int, end: int) -> list[tuple[str, str
     if takes_ids is not None:
         where = "".join("01"[bool(is_id)] for is_id in takes_ids[start:end])
     else:
-        # With ids and no mask, model runners differ in what they take.
+        # With both and no mask, releases differ in which one the model takes.
         where = "embeddings" if request.prompt_token_ids is None else "both"
     return [("prompt embeds", f"{request.prompt_embeds.dtype} {where}")]
 
@@ -40,13 +40,14 @@ def embeds_keys(request: "Request", start: int, end: int) -> list[tuple[str, str
 def mm_key(
     request: "Request", identifier: str, offset: int
 ) -> str | tuple[str, str, int]:
-    """What a block's key has of an image or the like, where upstream's has the bare
-    identifier.
+    """The part of a block's key for an image or similar input.
+
+    Upstream uses the bare identifier.
 
     Args:
-        request: It has the image.
-        identifier: Of the image.
-        offset: Of its begin in the block; negative if it began before.
+        request: The request with the image.
+        identifier: Identifier of the image.
+        offset: Offset of its beginning in the block; negative if it began earlier.
 
     """
     return identifier if loads_of(request) is None else ("mm", identifier, offset)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where hints come in: over HTTP, from Python, and in upstream's envelope."""
+"""Accepts hints over HTTP, from Python, and in upstream's envelope."""
 
 import copy
 from collections.abc import Mapping
@@ -25,27 +25,27 @@ PARAMS = "kv_transfer_params"
 class HintError(releases.VLLMValidationError, ValueError):
     """A hint is not as the schema says.
 
-    It is the client's fault. Newer releases tell that by the class, and answer a plain
-    ValueError with a status of 500.
+    The class marks it as the client's fault: newer releases answer a plain ValueError
+    with status 500.
     """
 
 
 def with_hints(
     vllm_config: "VllmConfig", params: Any, envelope: Any | None = None
 ) -> Any:
-    """The parameters of a request with all that was said of its KV.
+    """The parameters of a request with all of its hints.
 
-    What the client says in `kv_transfer_params.kv_tier` counts more than the envelope,
-    and that more than fields of other APIs.
+    `kv_transfer_params.kv_tier` overrides the envelope, which overrides fields of other
+    APIs.
 
     Args:
-        vllm_config: Settings of the engine. Does nothing when its tier is off.
-        params: Of the request; not changed.
+        vllm_config: Settings of the engine. Without the tier this does nothing.
+        params: Parameters of the request; not changed.
         envelope: Upstream's `KvHintsEnvelope`, if the request has one.
 
     Raises:
-        HintError: A hint is not as the schema says. The message names field, value
-            and mend; upstream makes an HTTP status 400 of it.
+        HintError: A hint does not match the schema. The message has field, value and
+            fix; upstream answers with status 400.
 
     """
     if releases.offloading_backend(vllm_config) != BACKEND:
@@ -55,7 +55,8 @@ def with_hints(
     extra = params.extra_args or {}
     given, said = extra.get(PARAMS), heard.get()
     try:
-        # Over HTTP that was checked before, but for bodies that only Python reads.
+        # The middleware has checked HTTP requests, except for bodies that only Python
+        # reads.
         if not isinstance(given, dict) or said.checked != for_tier(given):
             Hints.from_params(given)
         envelope_hints = from_envelope(envelope)
@@ -77,10 +78,10 @@ def with_hints(
 
 
 def add_hint_doors(app: Any, args: Any) -> None:
-    """Let a FastAPI application read hints, if its engine has a tier.
+    """Add the middleware and the route for hints, if the engine has a tier.
 
     Args:
-        app: Upstream's, with no middleware yet.
+        app: Upstream's FastAPI application, without middleware yet.
         args: The parsed command line.
 
     """
@@ -93,18 +94,18 @@ def add_hint_doors(app: Any, args: Any) -> None:
 
 
 def tell(llm: Any, hints: Mapping[str, Any]) -> dict[str, int]:
-    """Say something of a conversation of an `LLM` after its requests.
+    """Give an `LLM` a hint about a conversation after its requests.
 
     Args:
         llm: An `LLM` with the tier.
         hints: As the body of `POST /v1/kv_tier/hints`.
 
     Returns:
-        Counts, as that has them: `released_blocks`, `running_requests`, `engines`.
+        Counts: `released_blocks`, `running_requests` and `engines`.
 
     Raises:
-        ValueError: They are not understood, or there is no tier. The message names
-            field, value and mend.
+        ValueError: The hint is invalid, or there is no tier. The message has field,
+            value and fix.
 
     """
     _check_tier(llm.llm_engine.vllm_config)
@@ -112,7 +113,7 @@ def tell(llm: Any, hints: Mapping[str, Any]) -> dict[str, int]:
 
 
 async def tell_async(llm: Any, hints: Mapping[str, Any]) -> dict[str, int]:
-    """As `tell`, for an `AsyncLLM`, and for all of its engines."""
+    """As `tell`, for all engines of an `AsyncLLM`."""
     _check_tier(llm.vllm_config)
     return await tell_all(llm, check(hints))
 
@@ -122,5 +123,5 @@ def _check_tier(vllm_config: "VllmConfig") -> None:
     if backend != BACKEND:
         raise ValueError(
             f"Hints need --kv-offloading-backend {BACKEND}, but the backend is "
-            f"{backend!r}."
+            f"{backend!r}. Start the engine with it, or send no hints."
         )

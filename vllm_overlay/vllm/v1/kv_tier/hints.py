@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients say of the KV of their requests.
+"""The schema of hints: what clients know about the KV of their requests.
 
-A request carries hints in `kv_transfer_params`, which every release takes over HTTP
-and, as an entry of `SamplingParams.extra_args`, from Python, under a key of its own:
+Hints are part of `kv_transfer_params`, which every release accepts over HTTP and, in
+`SamplingParams.extra_args`, from Python:
 
     {"kv_transfer_params": {"kv_tier": {"conversation": "c42", "release": true}}}
 
-Hints order eviction, and limit what is stored and loaded. None of them pins a block,
-and none of them changes an answer.
+Hints affect the order of eviction, and limit what is stored and loaded. None of them
+pins a block or changes an answer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,18 @@ from typing import Any
 
 KEY = "kv_tier"
 VERSION = 1
-"""Of the schema. It grows by fields that say nothing when they are not sent; what means
-something else has another number."""
+"""Version of the schema. New optional fields do not change it; new meanings do."""
 MAX_NAME = 256
-"""Characters of the name of a conversation or tenant."""
+"""Most characters in the name of a conversation or tenant."""
 MAX_NUMBER = 2**53 - 1
-"""Of tokens and seconds: all JSON parsers agree on numbers up to this one, and messages
-between processes can carry them."""
+"""Largest number of tokens or seconds. All JSON parsers read integers up to this one
+exactly, and messages between processes can contain them."""
 MAX_RANGES = 8
-"""Ranges of one request that can be retained."""
+"""Most ranges that a request can retain."""
 NO_HINT = 50
-"""The priority of what nobody has said anything of."""
+"""Priority without a hint."""
 CAPS = ("max_load_tokens", "max_offload_tokens")
-"""Fields that upstream's connectors read beside `kv_tier`. The tier does, too."""
+"""Fields next to `kv_tier` that upstream's connectors read. The tier reads them too."""
 
 _FIELDS = frozenset((KEY, *CAPS))
 _PARAMS = "kv_transfer_params"
@@ -39,29 +38,34 @@ _WHERE = f"{_PARAMS}.{KEY}"
 
 @dataclass(frozen=True)
 class Retain:
-    """What is said of a range of tokens: keep it longer than others, or less long."""
+    """How long to keep a range of tokens, compared to others."""
 
     priority: int
-    """From 0 to 100. Above 50 is evicted after what nobody has said anything of, the
-    higher the later; below 50 before. 50 is no hint."""
+    """From 0 to 100. Above 50 is evicted after blocks without a hint, higher ones
+    later; below 50 before them. 50 is no hint."""
 
     ttl: float | None = None
-    """Seconds from the latest use by a request that says so for which this holds. None:
-    until the block is evicted."""
+    """Seconds for which this is valid after the latest use by a request with this hint.
+    None: until the block is evicted."""
 
     start: int = 0
-    """First token of the range, in the prompt."""
+    """First token of the range in the prompt."""
 
     end: int | None = None
-    """The token behind the range. None: the end of the prompt. Blocks that are
-    partly in the range are meant, too."""
+    """Token after the last one of the range. None: the end of the prompt. Blocks that
+    are partly in the range count."""
 
     answer: bool = False
-    """Whether what is generated is meant, too, wherever the range ends."""
+    """Whether generated tokens are included, wherever the range ends."""
 
     @classmethod
     def from_given(cls, given: object, where: str) -> "Retain":
-        """Raises ValueError if `given`, from the field `where`, is not as above."""
+        """Parse the value of the field `where`.
+
+        Raises:
+            ValueError: It does not match the schema.
+
+        """
         _check_fields(cls, given, where)
         assert isinstance(given, Mapping)
         if "priority" not in given:
@@ -103,67 +107,67 @@ class Hints:
     """The hints of one request."""
 
     version: int = VERSION
-    """Of the schema that the client means."""
+    """Version of the schema that the client uses."""
 
     conversation: str | None = None
-    """Name of the conversation, session or agent that the request belongs to. Requests
-    without one are conversations of their own. Names are known to one engine, apart for
-    each cache salt."""
+    """Name of the conversation, session or agent of the request. A request without one
+    is its own conversation. Names are known to one engine, separately for each cache
+    salt."""
 
     release: bool = False
-    """Nobody will continue the conversation: when the request has ended, the blocks
-    that only this conversation has used are evicted before all others, on the device
-    and on the host, and are not stored any more. They serve hits until then."""
+    """The conversation is over after this request. Blocks that only this conversation
+    has used are then evicted first, on the device and on the host, and no longer
+    stored. Until then they serve hits."""
 
     prewarm: bool = False
-    """The prompt is to be computed or loaded only, for a request to come. The front end
-    ends the answer after one token."""
+    """Only compute or load the prompt, for a later request. The answer ends after one
+    token."""
 
     retain: tuple[Retain, ...] = ()
-    """What to keep longer, or less long. Where ranges overlap, the last one counts. In
-    requests it is a range, or a list of at most `MAX_RANGES`."""
+    """What to keep longer or less long: a range, or in requests a list of at most
+    `MAX_RANGES`. Where ranges overlap, the last one applies."""
 
     tenant: str | None = None
-    """Whose quota the blocks of the request count for. None: that of its cache salt, if
-    a quota has that name."""
+    """Tenant whose quota the request's blocks count for. None: that of its cache salt,
+    if a quota has that name."""
 
     store: bool = True
-    """Whether the blocks of the request are worth storing. False: they stay on the
-    device, unless a request that says nothing uses them."""
+    """Whether to store the request's blocks. False: they stay on the device only,
+    unless a request without this hint uses them."""
 
     max_load_tokens: int | None = None
-    """Tokens that the tier may load for the request at most. What lies beyond them is
-    computed. None: no limit."""
+    """Most tokens that the tier may load for the request; the rest is computed. None:
+    no limit."""
 
     max_offload_tokens: int | None = None
-    """Only the first so many tokens of the request are worth storing. None: all."""
+    """Store only the first `max_offload_tokens` tokens of the request. None: all."""
 
     @property
     def offload_limit(self) -> int | None:
-        """Tokens at the beginning that are worth storing. None: all."""
+        """Number of tokens, from the beginning, that may be stored. None: all."""
         return self.max_offload_tokens if self.store else 0
 
     def kinds(self) -> list[str]:
-        """Which of `KINDS` say something."""
+        """Names of the fields that are set."""
         return [name for name, unsaid in _UNSAID.items() if vars(self)[name] != unsaid]
 
     @classmethod
     def from_params(cls, params: object) -> "Hints | None":
-        """The hints among the `kv_transfer_params` of a request, whatever it sent.
+        """Parse the hints in the `kv_transfer_params` of a request.
 
         Returns:
             None if there are none.
 
         Raises:
-            ValueError: They are not as above. The message names field, value and mend.
+            ValueError: They do not match the schema. The message has field, value and
+                fix.
 
         """
         if params is None:
             return None
         if not isinstance(params, Mapping):
             raise ValueError(
-                f"{_PARAMS} must be an object, or null (nothing to say), got "
-                f"{shown(params)}."
+                f"{_PARAMS} must be an object, or null (no hints), got {shown(params)}."
             )
         beside = {cap: params[cap] for cap in CAPS if params.get(cap) is not None}
         given = params.get(KEY)
@@ -206,8 +210,8 @@ class Hints:
 
 
 KINDS = tuple(field.name for field in fields(Hints) if field.name != "version")
-"""Of hints: the names of the fields."""
-# A default is the attribute of the class, too.
+"""Kinds of hints: the names of the fields."""
+# Defaults are also attributes of the class.
 _UNSAID = {name: vars(Hints)[name] for name in KINDS}
 
 
@@ -225,7 +229,7 @@ def _ranges(given: object) -> tuple[Retain, ...]:
     if len(given) > MAX_RANGES:
         raise ValueError(
             f"{where} must have at most {MAX_RANGES} ranges, got {len(given)}. Join "
-            "ranges that lie side by side."
+            "adjacent ranges."
         )
     return tuple(
         Retain.from_given(one, f"{where}[{place}]") for place, one in enumerate(given)
@@ -269,7 +273,7 @@ def _check_cap(value: object, where: str) -> None:
 
 
 def _is_int(value: object) -> bool:
-    """Whether it is a whole number from 0 to `MAX_NUMBER`."""
+    """Whether it is an integer from 0 to `MAX_NUMBER`."""
     return (
         isinstance(value, int)
         and not isinstance(value, bool)
@@ -278,7 +282,7 @@ def _is_int(value: object) -> bool:
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can encode it. JSON can spell halves of characters, too."""
+    """Whether UTF-8 can encode it. JSON can contain single surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -293,18 +297,17 @@ _short.maxstring = _short.maxother = _short.maxlong = 80
 
 
 def shown(value: object) -> str:
-    """`value` in a message: not more of it than helps, however large or deep it is."""
+    """A short form of `value` for messages, however large or deep it is."""
     try:
         return _short.repr(value)
     except Exception:
-        # Python prints no integers of more than some thousand digits.
+        # Python does not print integers of more than some thousand digits.
         return f"<{type(value).__name__}>"
 
 
 def are_in(params: object) -> bool:
-    """Whether a client says something of the KV of its request, with these
-    `kv_transfer_params`."""
-    # Asked in each step, and mostly there are none.
+    """Whether a request's `kv_transfer_params` contain hints."""
+    # Called in each step, and usually there are none.
     return (
         params is not None
         and isinstance(params, Mapping)
@@ -313,5 +316,5 @@ def are_in(params: object) -> bool:
 
 
 def for_tier(params: Mapping[str, Any]) -> dict[str, Any]:
-    """What is for the tier in the `kv_transfer_params` of a request."""
+    """The tier's fields of a request's `kv_transfer_params`."""
     return {name: params[name] for name in (KEY, *CAPS) if name in params}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where attention layers wait for their own part of a step's loads: a door.
+"""The function that upstream's attention layers call before they use the KV cache.
 
-Upstream's layers call `wait_for_layer_load`. What they wait for is in `rank.layers`.
+It waits for the layer's own part of the step's loads, as `rank.layers` arranges.
 """
 
 from vllm.v1.kv_tier.rank.layers import LayerWaits
@@ -10,12 +10,12 @@ _waits: LayerWaits | None = None
 
 
 def set_layer_waits(waits: LayerWaits | None) -> None:
-    """The waits of the rank whose step this process runs."""
+    """Set the waits of the rank whose step this process runs."""
     global _waits
     _waits = waits
 
 
 def wait_for_layer_load(layer: str) -> None:
-    """Called by every attention layer before it touches its KV cache."""
+    """Wait for a layer's loads. Called by every attention layer."""
     if _waits is not None and _waits.is_armed:
         _waits.wait(layer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier in vLLM's stat loggers: `vllm:kv_tier_*` and the periodic log line."""
+"""The tier's metrics `vllm:kv_tier_*`, and its part of the periodic log line."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -16,55 +16,55 @@ PREFIX = "vllm:kv_tier_"
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric; `name` goes without `PREFIX`, and without what Prometheus adds."""
+    """A metric. `name` excludes `PREFIX` and suffixes that Prometheus adds."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     text: str
     label: str = ""
     values: tuple[str, ...] = ()
-    """Known values of the label. Each is there from the start."""
+    """Known values of the label, which exist from the start."""
     buckets: tuple[float, ...] = ()
 
 
 def _decades(first: int, last: int) -> tuple[float, ...]:
-    """1, 2 and 5 of each power of ten."""
+    """1, 2 and 5 times each power of ten."""
     powers = range(first, last)
     return (*(float(f"{m}e{e}") for e, m in product(powers, (1, 2, 5))), 10.0**last)
 
 
 _TIERS = ("device", "host")
 _HIT_SOURCES = {"fs": "disk"}
-"""Upstream's `CacheHitSource` of what comes from tiers below, by their type."""
+"""Upstream's `CacheHitSource` for hits of secondary tiers, by their type."""
 _COPIES = ("store", "clean", "load", "load_ahead")
 FAILURES = ("store", "load", "layer_wait", "hang")
 
 _SECONDARY: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
-    ("loaded_tokens", "counter", "Prompt tokens whose KV came from below."),
-    ("hit_tokens", "counter", "Prompt tokens of these that requests have hit, once."),
-    ("loaded_blocks", "counter", "KV blocks that came from below."),
-    ("loaded_bytes", "counter", "Their bytes, all ranks together."),
-    ("missed_blocks", "counter", "KV blocks that were named and did not come whole."),
-    ("late_requests", "counter", "Requests that went on: it was too slow for them."),
-    ("stored_blocks", "counter", "KV blocks that went below the host."),
-    ("stored_bytes", "counter", "Their bytes, all ranks together."),
+    ("loaded_tokens", "counter", "Prompt tokens whose KV was read from it."),
+    ("hit_tokens", "counter", "Of these, prompt tokens that requests hit, once each."),
+    ("loaded_blocks", "counter", "KV blocks read from it."),
+    ("loaded_bytes", "counter", "Bytes of these blocks, all ranks together."),
+    ("missed_blocks", "counter", "KV blocks that it had listed but did not deliver."),
+    ("late_requests", "counter", "Requests that stopped waiting for it."),
+    ("stored_blocks", "counter", "KV blocks written to it."),
+    ("stored_bytes", "counter", "Bytes of these blocks, all ranks together."),
     ("refused_blocks", "counter", "KV blocks that it did not take: full, or failed."),
     ("dropped_blocks", "counter", "KV blocks that left the host before their turn."),
     ("evicted_bytes", "counter", "Bytes that this engine evicted for max_gib."),
     ("due_blocks", "gauge", "KV blocks that wait to be written."),
     ("writing_blocks", "gauge", "Host slots that are being written."),
-    ("filling_blocks", "gauge", "Host slots kept for what is on its way from below."),
-    ("is_closed", "gauge", "1 while it is left alone because it was too slow."),
+    ("filling_blocks", "gauge", "Host slots that are reserved for reads from it."),
+    ("is_closed", "gauge", "1 while it is not read from because it was too slow."),
 )
 
 METRICS = (
     Metric("slots_used", "gauge", "Host slots that hold a KV block."),
     Metric("host_slots", "gauge", "Host slots."),
-    # Dashboards of core.1 have this name, which Prometheus keeps for counters.
+    # Dashboards of core.1 use this name, which Prometheus reserves for counters.
     Metric(
         "slots",
         "counter",
-        "Host slots allocated since the start: what host_slots was called before. "
+        "Host slots allocated since the start: former name of host_slots. "
         "Gone in the next version.",
     ),
     Metric("slot_bytes", "gauge", "Bytes of one host slot, all ranks together."),
@@ -104,12 +104,12 @@ METRICS = (
         "counter",
         "Times that a preempted request went on with blocks from the host KV tier.",
     ),
-    Metric("device_mapped_bytes", "gauge", "Device memory of blocks that is there."),
+    Metric("device_mapped_bytes", "gauge", "Device memory of blocks that have some."),
     Metric("device_unmapped_bytes", "gauge", "Device memory that was given back."),
-    Metric("given_back_pages", "counter", "Device pages whose blocks were taken out."),
-    Metric("mapped_pages", "counter", "Of these, pages that were taken again."),
-    Metric("map_seconds", "counter", "Seconds of the driver to map them (GPU)."),
-    Metric("unmap_seconds", "counter", "Seconds of the driver to unmap them (GPU)."),
+    Metric("given_back_pages", "counter", "Device pages that were given back."),
+    Metric("mapped_pages", "counter", "Device pages that got memory again."),
+    Metric("map_seconds", "counter", "Seconds of the driver to map pages (GPU)."),
+    Metric("unmap_seconds", "counter", "Seconds of the driver to unmap pages (GPU)."),
     Metric("stored_blocks", "counter", "KV blocks copied from device to host."),
     Metric("stored_bytes", "counter", "Bytes copied from device to host."),
     Metric(
@@ -132,8 +132,8 @@ METRICS = (
         "copy_seconds",
         "histogram",
         "Duration of the copies of one kind in one step, on the slowest rank, without "
-        "pauses for what is more urgent. A store is one that its step waits for, "
-        "clean one ahead of eviction.",
+        "pauses for more urgent work. store: the step waits for it; clean: ahead of "
+        "eviction.",
         "kind",
         _COPIES,
         _decades(-4, 1),
@@ -158,48 +158,48 @@ METRICS = (
     Metric(
         "refused_stores",
         "counter",
-        "Stores that were not queued: the step in the making uses every slot "
-        "(no_slot), or the one that the store would replace (pinned).",
+        "Stores that were not queued: the current plan uses every slot (no_slot), or "
+        "the one that the store would replace (pinned).",
         "reason",
         ("no_slot", "pinned"),
     ),
     Metric(
         "dropped_blocks",
         "counter",
-        "KV blocks that the device evicted before the host had them, and whose store "
-        "was refused.",
+        "KV blocks that the device evicted before they were on the host, and whose "
+        "store was refused.",
     ),
     Metric(
         "passed_over_blocks",
         "counter",
-        "KV blocks that the device evicted and that were not worth a slot: not used "
-        "often enough (store_from_use), or of a conversation that is over.",
+        "KV blocks that the device evicted without storing them: not used often enough "
+        "(store_from_use), or of a finished conversation.",
     ),
     Metric(
         "released_blocks",
         "counter",
         "KV blocks, on the device or the host, of conversations that a hint released.",
     ),
-    Metric("refused_hints", "counter", "Requests with hints that were not understood."),
+    Metric("refused_hints", "counter", "Requests with invalid hints."),
     Metric(
         "hints", "counter", "Hints by kind, of requests and after them.", "kind", KINDS
     ),
     Metric("retained_blocks", "counter", "KV blocks that requests asked to keep."),
     Metric("yielded_slots", "counter", "Host slots evicted though retained."),
-    Metric("prewarmed_blocks", "counter", "KV blocks that were to be prewarmed."),
+    Metric("prewarmed_blocks", "counter", "KV blocks requested to be prewarmed."),
     Metric("prewarmed_used_blocks", "counter", "Of these, hit by another request."),
     Metric("prewarmed_late_blocks", "counter", "Of these, computed by one meanwhile."),
     Metric("tenant_slots", "gauge", "Host slots of a tenant with a quota.", "tenant"),
     Metric(
         "cleaner_backlog_blocks",
         "gauge",
-        "Blocks that are to be stored ahead of their eviction and are not yet.",
+        "Blocks to be stored ahead of their eviction that are not stored yet.",
     ),
     Metric(
         "deferred_requests",
         "counter",
-        "Times that a waiting request was passed over in a step because the others "
-        "would have waited too long for its loads.",
+        "Times that a waiting request was deferred in a step because its loads would "
+        "have held up the others for too long.",
     ),
     Metric(
         "recomputed_lookups",
@@ -210,29 +210,27 @@ METRICS = (
     Metric(
         "prefill_seconds_per_block",
         "gauge",
-        "Measured cost of computing one KV block; 0: not yet.",
+        "Measured cost of computing one KV block; 0 if not measured yet.",
     ),
     Metric(
         "failures",
         "counter",
-        "Steps in which copies failed (store, load) or a layer did not wait for its "
-        "loads (layer_wait), or was given up because a copy does not end (hang); what "
-        "depends on them is computed again.",
+        "Steps in which copies failed (store, load), a layer did not wait for its "
+        "loads (layer_wait), or a copy did not end (hang); what depends on them is "
+        "computed again.",
         "kind",
         FAILURES,
     ),
     *(
-        Metric(
-            f"secondary_{name}", kind, f"Of one tier below the host. {text}", "store"
-        )
+        Metric(f"secondary_{name}", kind, f"Of a secondary tier. {text}", "store")
         for name, kind, text in _SECONDARY
     ),
     *(
         Metric(
             f"secondary_{kind}_seconds",
             "histogram",
-            f"Of one tier below the host. Duration of the {what} of one step, on the "
-            "slowest rank.",
+            f"Of a secondary tier. Duration of the {what} of one step, on the slowest "
+            "rank.",
             "store",
             buckets=_decades(-4, 2),
         )
@@ -242,16 +240,16 @@ METRICS = (
 
 
 class KVTierProm:
-    """Prometheus metrics of the tier, one child per engine and label value.
+    """Prometheus metrics of the tier, with one child per engine and label value.
 
     Args:
-        counter_cls: Makes counters.
-        gauge_cls: Makes gauges.
-        histogram_cls: Makes histograms.
+        counter_cls: Class of counters.
+        gauge_cls: Class of gauges.
+        histogram_cls: Class of histograms.
         hits_by_source: Upstream's counter of hit tokens, whose last label is the
-            `CacheHitSource`. None where a release has none.
-        labelnames: Of every metric.
-        per_engine_labelvalues: Their values, by engine.
+            `CacheHitSource`. None in releases without it.
+        labelnames: Labels of every metric.
+        per_engine_labelvalues: Values of these labels, by engine.
 
     """
 
@@ -280,7 +278,7 @@ class KVTierProm:
             name = PREFIX + metric.name
             self._metrics[metric.name] = cls(name, metric.text, names, **options)
             for engine in per_engine_labelvalues:
-                # Which tiers are below is known when they report.
+                # Labels of secondary tiers are known when they report.
                 for value in metric.values or ([] if metric.label else [""]):
                     self._child(metric.name, engine, value)
 
@@ -292,7 +290,7 @@ class KVTierProm:
         return self._children[key]
 
     def observe(self, scheduler_stats: SchedulerStats, engine: int) -> None:
-        """Publish what `engine` reports."""
+        """Publish the stats of `engine`."""
         stats = scheduler_stats.kv_tier_stats
         if stats is None:
             return
@@ -345,7 +343,7 @@ class KVTierProm:
 
 
 def _counts(stats: KVTierStats) -> dict[str, Any]:
-    """Values of the metrics without labels of their own."""
+    """Values of the metrics that have no label of their own."""
     size = stats.slot_bytes
     return vars(stats) | {
         "host_slots": stats.slots_total,
@@ -360,17 +358,16 @@ def _counts(stats: KVTierStats) -> dict[str, Any]:
 
 
 def device_hits(stats: SchedulerStats) -> int:
-    """Tokens of the prefix hits in `stats` that the device had: all of them, where
-    there is no host tier."""
+    """Tokens of the prefix hits in `stats` that the device had."""
     hits = stats.prefix_cache_stats.hits
     if stats.kv_tier_stats is None:
         return hits
-    # No counter may go down: that kills the API server (upstream #36755).
+    # A counter that decreases would crash the API server (upstream #36755).
     return max(0, hits - stats.kv_tier_stats.host_hit_tokens)
 
 
 def _host_hits(stats: SchedulerStats) -> dict[str, int]:
-    """Tokens of the prefix hits that came from the host, by where it had them from."""
+    """Tokens of the prefix hits from host slots, by the tier that they came from."""
     assert stats.kv_tier_stats is not None
     from_host = stats.prefix_cache_stats.hits - device_hits(stats)
     hits: dict[str, int] = {}
@@ -385,8 +382,7 @@ def _host_hits(stats: SchedulerStats) -> dict[str, int]:
 class KVTierLogging:
     """The tier's part of the periodic log line.
 
-    The hit rate is that of upstream's own, over the same requests, for what came from
-    the host.
+    The hit rate covers the same requests as upstream's own.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler tells the workers for one step, and what they tell it.
+"""The messages between scheduler and workers: the plan of a step, and its report.
 
-Every step has a plan. Workers take the plans in the order of their `seq`. A copy
-may still run when later plans arrive; the fences say which earlier copies and
-forward passes must have ended before memory that they use is used again.
+Every step has a plan. Workers take the plans in the order of their `seq`. A copy may
+still run when later plans arrive. Fences say which earlier copies and forward passes
+must have ended before a plan may use the same memory.
 """
 
 from collections import Counter
@@ -13,66 +13,66 @@ from typing import NamedTuple
 
 
 class SecondaryJob(NamedTuple):
-    """What moves between host slots and the tier below them, in no hurry.
+    """A transfer between host slots and a secondary tier, without a deadline.
 
-    Fences as in `StepPlan` say when it may begin; nothing says when it ends but the
-    report of each rank.
+    Fences as in `StepPlan` say when it may begin. It has ended when all ranks report
+    so.
     """
 
     number: int
     """Counts up from 1."""
     is_put: bool
-    """From slots to the store. Else from the store to slots."""
+    """True: from slots to the store. False: from the store to slots."""
     keys: list[bytes]
-    """Names of the objects; pairs with `slots`."""
+    """Keys of the objects; pairs with `slots`."""
     slots: list[int]
     tier: int
-    """Which tier below, in the order of the settings."""
+    """Index of the secondary tier, in the order of the settings."""
     after_stores: int
     """Stores of plans up to this `seq` fill these slots, or filled them before."""
     after_loads: int
-    """Loads of plans up to this `seq` read what was in these slots before."""
+    """Loads of plans up to this `seq` read the slots' earlier content."""
 
 
 @dataclass
 class StepPlan:
-    """Copies of one step. `seq` starts at 1; a fence of 0 asks for nothing.
+    """The copies of one step. `seq` starts at 1; a fence of 0 requires nothing.
 
-    The loads of a step end before its forward pass reads what they load. Loads
-    ahead and stores end some time; later plans have fences for them. What no fence
-    orders may run in any order, or at once; but stores run in the order of their
-    plans, and those of blocks that the plan takes before the others of it. They do
-    not wait for loads of the same plan, which may wait for them.
+    The loads of a step end before its forward pass reads their blocks. Loads ahead and
+    stores end later; fences of later plans refer to them. Copies without a fence
+    between them may run in any order, or at the same time, except that stores run in
+    the order of their plans, and `store_blocks` before `clean_blocks`. Stores do not
+    wait for loads of the same plan, but those may wait for them.
     """
 
     seq: int
     store_blocks: list[int] = field(default_factory=list)
-    """Device block ids to copy from, before this plan overwrites them; pairs with
+    """Device block ids to copy from before this plan overwrites them; pairs with
     `store_slots`."""
     store_slots: list[int] = field(default_factory=list)
     clean_blocks: list[int] = field(default_factory=list)
-    """As above, of blocks that a later plan may overwrite; pairs with `clean_slots`.
-    Fences of this plan for its own `seq` are not about them."""
+    """The same for blocks that a later plan may overwrite; pairs with `clean_slots`.
+    Fences of this plan on its own `seq` exclude them."""
     clean_slots: list[int] = field(default_factory=list)
     load_slots: list[int] = field(default_factory=list)
     """Host slots to copy from; pairs with `load_blocks`."""
     load_blocks: list[int] = field(default_factory=list)
     ahead_slots: list[int] = field(default_factory=list)
-    """As above, for requests of later steps; pairs with `ahead_blocks`."""
+    """The same for requests of later steps; pairs with `ahead_blocks`."""
     ahead_blocks: list[int] = field(default_factory=list)
 
     compute_after_stores: int = 0
-    """The forward pass overwrites device blocks that stores of plans up to this
-    `seq` (it may be this plan's own) still read."""
+    """The forward pass overwrites device blocks that stores of plans up to this `seq`,
+    possibly this plan's, still read."""
     compute_after_loads: int = 0
-    """The forward pass uses device blocks that loads ahead of plans up to this
-    `seq` fill."""
+    """The forward pass uses device blocks that loads ahead of plans up to this `seq`
+    fill."""
     connector_writes: bool = False
-    """A KV connector may write to the same device blocks as the forward pass, when it
-    likes: what the forward pass waits for must have ended before the step begins."""
+    """A KV connector may write to the forward pass's blocks at any time, so what the
+    forward pass waits for must have ended before the step begins."""
     load_after_stores: int = 0
-    """The loads, ahead or not, read slots, or overwrite device blocks, that stores
-    of plans up to this `seq` use."""
+    """Loads and loads ahead use slots or device blocks that stores of plans up to this
+    `seq` use."""
     load_after_loads: int = 0
     """The loads overwrite device blocks that loads ahead of plans up to this `seq`
     fill."""
@@ -85,29 +85,27 @@ class StepPlan:
     device blocks that they fill."""
     clean_after_compute: int = 0
     clean_after_loads: int = 0
-    """As the two above, for `clean_blocks`."""
+    """The two fences above, for `clean_blocks`."""
 
     secondary: list[SecondaryJob] = field(default_factory=list)
-    """What the tier below is to write and to read."""
+    """Jobs for secondary tiers."""
     asks_secondary: bool = False
-    """The step runs nothing, and asks the tier below what a request lacks: writes leave
-    the way to the answer, and to what is read then."""
+    """The step runs nothing, and asks secondary tiers for a request's blocks: writes
+    pause for the answer, and for the reads that follow."""
     awaits_secondary: int = 0
-    """The step runs nothing, and before so many jobs of tiers below have ended on a
-    rank, of all that it was ever given, there is nothing to do: it may take a moment to
-    see whether they do. 0: nobody waits for any."""
+    """The step runs nothing, and may wait a moment until this many jobs of secondary
+    tiers, counted from the start, have ended on a rank. 0: do not wait."""
 
     tell_end: bool = False
-    """Tell, in `StepReport.ended`, when the stores, loads and forward passes of plans
-    up to this one have ended."""
+    """Report in `StepReport.ended` when all work of plans up to this one has ended."""
     unmap_blocks: tuple[tuple[int, int], ...] = ()
-    """Device blocks, each from one up to before another, whose memory goes back to the
-    machine before anything else of the plan. Nothing that is under way touches them."""
+    """(first, end) of device blocks whose memory is given back before the rest of the
+    plan. No copy or forward pass in flight uses them."""
 
     def check(self) -> None:
-        """Assert what holds for every plan, in time that does not grow with it.
+        """Assert the invariants of every plan that take constant time.
 
-        Both ends call it: who makes a plan, and who carries it out.
+        Called by the scheduler and by the workers.
         """
         for slots, blocks in self.pairs():
             assert len(slots) == len(blocks), f"Slots and blocks differ: {self}"
@@ -126,22 +124,24 @@ class StepPlan:
         assert not later, f"A fence for a later plan: {self}"
 
     def check_copies(self) -> None:
-        """As `check`, for each copy: none to a place that another one writes to, and
-        none from a block or slot that another one fills without a fence between."""
+        """Assert the invariants of each copy.
+
+        No two copies write to the same place, and none reads what another one fills
+        without a fence between them.
+        """
         stored, cleaned, loaded, ahead = map(list, self.pairs())
         filled_slots = [*stored[0], *cleaned[0]]
         filled_blocks = [*loaded[1], *ahead[1]]
         assert len({*filled_slots}) == len(filled_slots), "A slot is filled twice"
         assert len({*filled_blocks}) == len(filled_blocks), "A block is loaded twice"
         read_slots, read_blocks = {*loaded[0], *ahead[0]}, {*stored[1]}
-        assert not read_slots & {*cleaned[0]}, "A load of what is stored after it"
-        assert not {*cleaned[1]} & {*filled_blocks}, "A store of what is loaded"
+        assert not read_slots & {*cleaned[0]}, "A load from a slot that is stored later"
+        assert not {*cleaned[1]} & {*filled_blocks}, "A store from a loaded block"
         if read_slots & {*stored[0]} or read_blocks & {*filled_blocks}:
-            assert self.load_after_stores == self.seq, "A load beside its store"
+            assert self.load_after_stores == self.seq, "No fence between store and load"
 
     def pairs(self) -> tuple[tuple[list[int], list[int]], ...]:
-        """Slots and blocks of stores, of those of `clean_blocks`, of loads and of loads
-        ahead."""
+        """Slots and blocks of stores, clean stores, loads and loads ahead."""
         return (
             (self.store_slots, self.store_blocks),
             (self.clean_slots, self.clean_blocks),
@@ -151,71 +151,70 @@ class StepPlan:
 
 
 class CopyTime(NamedTuple):
-    """How long copies took that ended together."""
+    """Duration of copies that ended together."""
 
     num_blocks: int
-    """0: the copies failed."""
+    """0 if the copies failed."""
     seconds: float
 
 
 class PrefillTime(NamedTuple):
-    """How long a step took that was mostly prefill."""
+    """Duration of a step that was mostly prefill."""
 
     num_tokens: int
-    """0: there was none."""
+    """0 if there was none."""
     seconds: float
 
 
 class SecondaryResult(NamedTuple):
-    """What became of a `SecondaryJob` on one rank."""
+    """Result of a `SecondaryJob` on one rank."""
 
     number: int
     done: list[bool]
-    """For each of its slots whether the store, or the slot, has all of it."""
+    """For each slot, whether the object, or the slot, is complete."""
     seconds: float
     evicted_bytes: int = 0
-    """That the store has removed to make room, and nobody has told yet."""
+    """Bytes that the store evicted since the last report."""
     changed: tuple[int, ...] = ()
-    """Slots that turned out not to hold what filled them, see `verify`: they are of no
-    use any more."""
+    """Slots that have changed since they were filled (see `verify`), and are
+    unusable."""
 
 
 Times = dict[tuple[str, int], CopyTime]
-"""How long copies took that ended, by their kind and the `seq` of their plan. Kinds are
-`store`, `clean`, `load`, `load_ahead`; and `stall`: the seconds that a forward pass
-waited for loads."""
+"""Durations of copies by kind and `seq` of their plan. Kinds are `store`, `clean`,
+`load`, `load_ahead`, and `stall`: seconds that a forward pass waited for loads."""
 
 
 @dataclass
 class StepReport:
-    """What the scheduler must hear of. Absent from a step with nothing to tell."""
+    """What the ranks report about a step; absent if there is nothing to report."""
 
     failed_load_seq: int | None = None
-    """Lowest `seq` of a plan with a failed load on some rank."""
+    """Lowest `seq` of a plan with a failed load on any rank."""
     failed_store_slots: dict[int, int] = field(default_factory=dict)
-    """Host slot to `seq` of the store that failed to fill it on some rank."""
+    """Host slot to `seq` of the store that failed to fill it on any rank."""
     lost_blocks: list[int] | None = None
-    """A copy hangs on some rank, and that rank copies no more: device blocks that its
-    loads may still write to, at any time."""
+    """A copy hangs on some rank, which copies no more: device blocks that its loads may
+    still write to at any time."""
     prefill: PrefillTime = PrefillTime(0, 0.0)
-    """Of steps that waited for no load."""
+    """From steps that waited for no load."""
     joins: dict[int, float] = field(default_factory=dict)
-    """Seconds to launch a step in which requests joined with little to compute, which
-    is less than it took, by the bit length of its number of tokens."""
+    """Seconds to launch a step in which requests joined with little to compute, by the
+    bit length of its number of tokens. A lower bound for the duration of the step."""
     times: Times = field(default_factory=dict)
-    """What a rank has not told of before."""
+    """Times that were not reported before."""
     secondary: list[SecondaryResult] = field(default_factory=list)
-    """Jobs that ended, each as often as there are ranks that have told of it."""
+    """Jobs that ended, once for each rank that reports it."""
     ended: list[int] = field(default_factory=list)
-    """`seq` of plans with `tell_end`, each as often as there are ranks that have told:
-    once this report has come, all is over that plans up to it touched."""
+    """`seq` of plans with `tell_end` whose work has ended, once for each rank that
+    reports it."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Steps in which copies failed, by kind (`store`, `load`), or a layer did not
-    wait for its loads (`layer_wait`), or that were given up (`hang`)."""
+    """Steps in which copies failed, by kind (`store`, `load`), a layer did not wait for
+    its loads (`layer_wait`), or that were given up (`hang`)."""
 
 
 def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
-    """One report for all ranks: a copy failed if it failed on any of them."""
+    """One report for all ranks: a copy failed if it failed on any rank."""
     merged: StepReport | None = None
     for report in reports:
         if report is None:
@@ -226,20 +225,20 @@ def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
         merged.failed_store_slots.update(report.failed_store_slots)
         if report.lost_blocks is not None:
             merged.lost_blocks = (merged.lost_blocks or []) + report.lost_blocks
-        # The slowest rank is what a step waits for.
+        # A step takes as long as its slowest rank.
         merged.prefill = _slower(merged.prefill, report.prefill)
         for size, seconds in report.joins.items():
             merged.joins[size] = max(seconds, merged.joins.get(size, 0.0))
         merge_times(merged.times, report.times)
         merged.secondary += report.secondary
         merged.ended += report.ended
-        # Ranks mostly fail together.
+        # Ranks usually fail in the same step.
         merged.failures |= report.failures
     return merged
 
 
 def merge_times(times: Times, others: Times) -> None:
-    """Take what `others` says into `times`: the slowest counts, and every failure."""
+    """Merge `others` into `times`: the slowest time, and any failure."""
     for key, other in others.items():
         known = times.get(key, other)
         times[key] = CopyTime(

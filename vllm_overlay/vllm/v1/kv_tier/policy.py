@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which host slot makes room for the next block: what is public of `eviction`.
+"""Public: the base class of eviction policies, and policies by name.
 
-An eviction policy of one's own is a subclass of `EvictionPolicy`, and the setting
-`eviction_policy` names it by its import path.
+To use your own, subclass `EvictionPolicy` and set `eviction_policy` to its import path.
 """
 
 from vllm.v1.kv_tier.eviction.arc import ARC

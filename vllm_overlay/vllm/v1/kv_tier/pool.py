@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block pool of an engine: upstream's, or one with a host tier."""
+"""Makes the block pool of an engine: upstream's, or one with a host tier."""
 
 from typing import Any
 
@@ -22,13 +22,13 @@ __all__ = [
 ]
 
 _is_tiered = False
-"""Whether the pool that was made last, for the manager that asks next, is tiered."""
+"""Whether the last pool that was made is tiered, for `kv_tier_of`."""
 
 
 def make_block_pool(kv_cache_config: Any, *args: Any, **kwargs: Any) -> BlockPool:
-    """The pool of a `KVCacheConfig`: tiered when the engine has a host tier.
+    """Make the pool for a `KVCacheConfig`; tiered if the engine has a host tier.
 
-    What follows is for upstream's `BlockPool`, in its order or by name.
+    The other arguments are those of upstream's `BlockPool`, by position or name.
     """
     global _is_tiered
     layout: KVTierLayout | None = kv_cache_config.kv_tier
@@ -48,10 +48,10 @@ def make_block_pool(kv_cache_config: Any, *args: Any, **kwargs: Any) -> BlockPoo
 
 
 def kv_tier_of(pool: BlockPool) -> "TieredBlockPool | None":
-    """The tier of an engine's pool, or None when it has none.
+    """The pool as a `TieredBlockPool`, or None if the engine has no tier.
 
     Raises:
-        ValueError: The engine was given a tiered pool and has another now.
+        ValueError: The engine's tiered pool was replaced.
 
     """
     if isinstance(pool, TieredBlockPool):
@@ -60,7 +60,7 @@ def kv_tier_of(pool: BlockPool) -> "TieredBlockPool | None":
         raise ValueError(
             "--kv-offloading-backend core: the block pool was replaced by "
             f"{type(pool).__module__}.{type(pool).__qualname__}, which has no host "
-            "tier. Take out what does so (kvcached does: unset ENABLE_KVCACHED), or "
+            "tier. Remove what replaces it (kvcached does: unset ENABLE_KVCACHED), or "
             "remove the backend."
         )
     return None

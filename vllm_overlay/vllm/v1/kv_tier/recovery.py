@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler does when loads failed or never end.
+"""What the scheduler does when loads fail or hang.
 
-What failed loads were for starts over. Device blocks that a load may overwrite whenever
-it likes are gone: what no longer fits the rest ends with an error.
+Requests that used failed loads start over. Device blocks that a hanging load may still
+overwrite are lost; requests that no longer fit end with an error.
 """
 
 import time
@@ -30,9 +30,9 @@ _FAILED = releases.failed_status()
 def start_over(scheduler: "Scheduler") -> None:
     """Let every request that holds blocks compute them again.
 
-    Running requests are preempted, as for a reset of the prefix cache, and drop what
-    they have in flight. The others hold blocks because a KV connector loads, or has
-    loaded, what follows in their prompt.
+    Running requests are preempted, as on a reset of the prefix cache, and drop outputs
+    in flight. Other requests hold blocks because a KV connector is loading, or has
+    loaded, the next part of their prompt.
     """
     while scheduler.running:
         request = scheduler.running.pop()
@@ -44,10 +44,11 @@ def start_over(scheduler: "Scheduler") -> None:
         if request.is_finished() or not any(get_block_ids(request.request_id)):
             continue
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-            # The connector still writes to its blocks: they are freed when it ends.
+            # The connector still writes to these blocks; they are freed when it has
+            # ended.
             scheduler.failed_recving_kv_req_ids.add(request.request_id)
         elif request.status == _BETWEEN_INPUTS:
-            # It has read its blocks, so its report came before it waited.
+            # It had read its blocks before it waited, so their report came before.
             continue
         else:
             scheduler._free_request_blocks(request)
@@ -162,7 +163,7 @@ def _writes_on(pool: TieredBlockPool) -> bool:
 
 
 def _most_tokens(scheduler: "Scheduler") -> int:
-    """Tokens of the longest request that fits the device blocks that are left."""
+    """Tokens of the longest request that fits the remaining device blocks."""
     manager = scheduler.kv_cache_manager
     tier = manager.kv_tier
     assert tier is not None
@@ -170,7 +171,8 @@ def _most_tokens(scheduler: "Scheduler") -> int:
     step_tokens = scheduler.max_num_scheduled_tokens
 
     def blocks_for(num_tokens: int) -> int:
-        # Windows hold what a step computes, and what it reads of the steps before.
+        # Windows hold the tokens of the current step, and those that it reads of
+        # earlier steps.
         return sum(
             -(-num_tokens // each.block_size)
             - each.get_num_skipped_tokens(max(0, num_tokens - step_tokens))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the host tier up on all ranks, after their KV caches exist, and has them write
-to the tiers below before they end."""
+"""Starts the host tier once KV caches exist, and writes it to stores at the end."""
 
 import sys
 import time
@@ -67,16 +66,17 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# For all ranks to hear of the last writes, and to tell how they went.
+# Time for the ranks to receive the last writes and to answer.
 _RPC_S = 1.0
 
 
 def states_of_files(vllm_config: "VllmConfig") -> FileStates | None:
-    """What the files that shape KV are like before the ranks load them; None without
-    a tier below, which names KV by their bytes.
+    """States of the files that shape KV, before the ranks load them.
+
+    None without a secondary tier, which identifies KV by their bytes.
 
     Raises:
-        ValueError: KV of this engine cannot be named.
+        ValueError: KV of this engine cannot be identified.
 
     """
     config = tier_config(vllm_config)
@@ -91,18 +91,18 @@ def start_kv_tier(
     kv_cache_config: Any,
     states: FileStates | None = None,
 ) -> None:
-    """Allocate the host tier and tell the scheduler's `KVCacheConfig` of it.
+    """Allocate the host tier, and set it in the scheduler's `KVCacheConfig`.
 
-    Does nothing when the tier is off.
+    Does nothing if the tier is off.
 
     Args:
         vllm_config: Settings of the engine.
         executor: Reaches all ranks of the engine.
-        kv_cache_config: The scheduler's; its `kv_tier` is set.
+        kv_cache_config: The scheduler's KV cache configuration; its `kv_tier` is set.
         states: From `states_of_files`, before the ranks were made.
 
     Raises:
-        ValueError: The size does not fit the machine, or not one block fits it.
+        ValueError: The size does not fit the machine, or is less than one block.
 
     """
     config = tier_config(vllm_config)
@@ -158,15 +158,14 @@ def start_kv_tier(
 
 
 def flush_kv_tier(scheduler: Any, executor: Any) -> None:
-    """Before the ranks of an engine end, let them write to the tiers below what a
-    restart would miss most, for some seconds.
+    """Write the most valuable blocks to secondary tiers before the engine ends.
 
     Does nothing without a tier below, nor for an engine that ends since it failed, nor
     a second time.
 
     Args:
-        scheduler: Of the engine, which takes no more steps.
-        executor: Its ranks are still there.
+        scheduler: The scheduler, which runs no more steps.
+        executor: Its ranks are still running.
 
     """
     pool = releases.tier_of(scheduler)
@@ -195,7 +194,7 @@ def _flush(pool: "TieredBlockPool", executor: Any) -> None:
     backing = pool.backing
     assert backing is not None
     is_first, backing.is_flushed = not backing.is_flushed, True
-    # Upstream calls this while the exception is handled that made it end.
+    # Upstream calls this while it handles the exception that ended the engine.
     if not is_first or isinstance(sys.exc_info()[1], Exception):
         return
     begun = time.monotonic()
@@ -220,8 +219,8 @@ def _flush(pool: "TieredBlockPool", executor: Any) -> None:
         logger.warning("KV tier: nothing was written at the end (%s).", e)
         return
     logger.info(
-        "KV tier: %d of %d blocks that the tier below lacked are there now, after %.1f "
-        "s (flush_s).",
+        "KV tier: wrote %d of %d blocks that the secondary tier lacked, in %.1f s "
+        "(flush_s).",
         num_written,
         num_blocks,
         time.monotonic() - begun,
@@ -235,11 +234,12 @@ def _take_slots(
     kv_cache_config: Any,
     per_rank: Sequence[tuple[HostMemory, int]],
 ) -> tuple[int, int]:
-    """How many ranks share their slots, 1 if none do, and the number of slots. What is
-    shared is there afterwards.
+    """How many ranks share slots (1 if none do), and the number of slots.
+
+    Allocates the slots that ranks share.
 
     Raises:
-        ValueError: As of `start_kv_tier`.
+        ValueError: As in `start_kv_tier`.
 
     """
     num_blocks = kv_cache_config.num_blocks
@@ -254,7 +254,7 @@ def _take_slots(
     replicas, facts = found or (1, [])
     num_slots = _num_slots(config, held_once(sizes, replicas), num_blocks)
     if config.debug.check_memory:
-        # Those that share are on one machine.
+        # Ranks that share slots are on one machine.
         takes = [(memory, num_slots * size // replicas) for memory, size in per_rank]
         check_hosts(config.size_bytes, takes)
     if facts and not share_slots(executor, num_blocks, num_slots, replicas, facts):
@@ -263,10 +263,10 @@ def _take_slots(
 
 
 def _num_slots(config: KVTierConfig, block_bytes: int, num_blocks: int) -> int:
-    """Slots of the host tier.
+    """Number of host slots.
 
     Raises:
-        ValueError: There is no memory to offload, or no room for one block.
+        ValueError: There is no KV cache, or the size is less than one block.
 
     """
     if block_bytes == 0:
@@ -279,8 +279,8 @@ def _num_slots(config: KVTierConfig, block_bytes: int, num_blocks: int) -> int:
             f"--kv-offloading-size {config.size_bytes / GiB:g} is not enough for one "
             f"KV block: a block takes {block_bytes} bytes on all ranks together. "
             # One percent more than a block, since the number is rounded.
-            f"Set it to {1.01 * block_bytes / GiB:.3g} GiB at least; "
-            "it is useful from the size of the device cache on "
+            f"Set it to at least {1.01 * block_bytes / GiB:.3g} GiB. It is useful from "
+            "the size of the device cache on "
             f"({block_bytes * num_blocks / GiB:.3g} GiB)."
         )
     return num_slots
@@ -293,7 +293,7 @@ def _elastic(
     kv_cache_config: Any,
     per_rank: Sequence[tuple[HostMemory, int]],
 ) -> ElasticLayout | None:
-    """Who maps device memory, if any of it is given back."""
+    """The layout of elastic device memory, if any of it is given back."""
     if config.shrink_after_s is None:
         return None
     num_blocks = kv_cache_config.num_blocks
@@ -319,10 +319,10 @@ def _open_secondary(
     num_slots: int,
     states: FileStates | None,
 ) -> SecondaryLayout | None:
-    """Open the tiers below on all ranks, if there are to be any.
+    """Open the secondary tiers on all ranks, if any.
 
     Raises:
-        ValueError: It cannot be used. The message names the setting and the mend.
+        ValueError: One cannot be used. The message has the setting and the fix.
 
     """
     if not (entries := config.secondary_tiers):
@@ -341,7 +341,7 @@ def _open_secondary(
         logger.info("KV tier: %s", hint)
     opened = []
     for entry, label in zip(entries, labels([entry.type for entry in entries])):
-        logger.info("KV tier: below the host, %s, as %s.", entry.name, space)
+        logger.info("KV tier: secondary tier %s, namespace %s.", entry.name, space)
         opened.append(
             SecondaryTier(
                 name=entry.name,
@@ -376,7 +376,7 @@ def _namespace(
     kv_cache_config: Any,
     states: FileStates | None,
 ) -> str:
-    """The name for KV of this engine, whose ranks have loaded the files by now."""
+    """The namespace of this engine's KV. The ranks have loaded the model by now."""
     found = executor.collective_rpc(_weight_sources)
     sources = sorted({source for sources in found for source in sources})
     if not is_one_machine(vllm_config):
@@ -392,20 +392,21 @@ def _namespace(
     return namespace(vllm_config, kv_cache_config, about()["tag"], states, sources)
 
 
-# These run on the ranks. `wrapper` is a WorkerWrapperBase.
+# These functions run on the ranks. `wrapper` is a WorkerWrapperBase.
 
 
 def _weight_sources(wrapper: Any) -> list[tuple[str, str]]:
-    """Repositories, and folders in them, that models on this rank named as sources of
-    more weights."""
+    """(repository, folder in it) of additional weights of the models on this rank."""
     return releases.weight_sources(wrapper.worker.model_runner)
 
 
 def _files_of_rank(
     wrapper: Any, sources: Sequence[tuple[str, str]]
 ) -> list[Any] | None:
-    """Which files models have on the machine of this rank, if it is the first one
-    there; [] if they are younger than the rank."""
+    """Files of the models on this rank's machine.
+
+    None unless it is the first rank there; [] if they are newer than the rank.
+    """
     if wrapper.worker.local_rank != 0:
         return None
     config = wrapper.worker.vllm_config
@@ -424,13 +425,13 @@ def _last_report(wrapper: Any) -> StepReport | None:
 
 
 def _flush_rank(wrapper: Any, jobs: Any) -> int | None:
-    """Blocks that are below now; None where the rank has no KV memory."""
+    """Blocks that were written; None if the rank has no KV memory."""
     tier = wrapper.kv_tier
     return None if tier is None or tier.secondary is None else tier.flush(jobs)
 
 
 def _block_bytes(wrapper: Any, num_blocks: int) -> tuple[HostMemory, int]:
-    """Host memory where this rank runs, and its part of a block, in bytes."""
+    """Memory of this rank's machine, and the rank's bytes of a block."""
     regions = build_regions(wrapper.worker.model_runner.kv_caches, num_blocks)
     return host_memory(), slot_bytes(regions)
 
@@ -454,7 +455,8 @@ def _start_rank(
     waits = None
     if layerwise_loads and runner.device.type == "cuda":
         waits = make_layer_waits(wrapper.worker.vllm_config, regions)
-    # Another engine of this process sets its own with each step that has some.
+    # Cleared, since another engine of this process sets its own in each step that needs
+    # it.
     set_layer_waits(None)
     if waits is not None:
         waits.use = set_layer_waits
@@ -478,9 +480,9 @@ def _start_rank(
     if (checksums := tier.slots.checksums) is not None:
         check_s = checksums.seconds_per_slot()
         logger.info(
-            "KV tier: slots are checked before their loads, at %.1f GB/s.",
+            "KV tier: slots are verified before their loads, at %.1f GB/s.",
             slot_bytes(regions) / check_s / 1e9,
         )
         load_s += check_s
-    # Nobody waits for a rank without KV memory.
+    # A rank without KV memory never delays a step.
     return load_s, waits is not None or not regions

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier of one rank: a door. Workers call it at both ends of a step."""
+"""The host tier of one rank, which workers call at both ends of a step."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -43,12 +43,12 @@ class HostTier:
 
     Args:
         regions: KV memory of the rank, in the order of the layers.
-        engines: What copies between them and the host slots.
-        order: When.
-        slots: What these slots hold.
-        layer_waits: Where the layers wait for loads, if they can.
-        tuning: Sizes and times that no user sets.
-        peers: The ranks that share the host slots, if any do.
+        engines: Copy engines.
+        order: Orders copies and compute.
+        slots: State of the host slots.
+        layer_waits: Waits of the layers, if layers wait for their own loads.
+        tuning: Constants that users do not set.
+        peers: The ranks that share the host slots, if any.
 
     """
 
@@ -69,13 +69,13 @@ class HostTier:
         self._order = order
         self._layer_waits = layer_waits
         self.report = ReportDraft()
-        """What the scheduler is to hear next."""
+        """What to report next."""
         self._peers = peers
         self._copier = Copier(regions, engines, self.report, slots, tuning, peers)
         self.secondary: SecondaryIO | None = None
-        """The tiers below, if there are any."""
+        """The secondary tiers, if any."""
         self._join = JoinTimer(tuning)
-        # Plans whose end is to be told.
+        # Plans whose end is to be reported.
         self._to_tell: list[int] = []
         self._seq = 0
         self._is_off = False
@@ -94,22 +94,23 @@ class HostTier:
         num_mapped: int | None = None,
         as_file: bool = False,
     ) -> "HostTier":
-        """A tier with host memory.
+        """Make a tier, and allocate its host memory.
 
         Args:
             regions: KV memory of the rank, in the order of the layers.
-            num_slots: Host slots, the same on every rank.
-            device: Where the regions are.
-            copy_engine: `auto`, or the engine that must be used.
-            layer_waits: Where the layers wait for loads, if they can.
-            verify: Check before each load that the slot holds what was stored.
-            tuning: Sizes and times that no user sets.
-            shared: The memory, if other ranks have it too. Else it is the rank's own.
-            num_mapped: Device blocks that have memory, the first ones; None if all do.
-            as_file: Whether processes of stores are to map the memory of the rank.
+            num_slots: Number of host slots, the same on every rank.
+            device: Device of the regions.
+            copy_engine: `auto`, or the engine to use.
+            layer_waits: Waits of the layers, if layers wait for their own loads.
+            verify: Check before each load that the slot has not changed.
+            tuning: Constants that users do not set.
+            shared: Slots that the rank shares with others; None for its own.
+            num_mapped: Number of device blocks with memory, the first ones; None for
+                all.
+            as_file: Whether processes of stores should be able to map the memory.
 
         Raises:
-            MemoryError: The host memory cannot be had.
+            MemoryError: There is not enough host memory.
             ValueError: The copy engine cannot be used.
 
         """
@@ -121,7 +122,7 @@ class HostTier:
             buffer, memory_file = _own_memory(
                 num_slots, slot_bytes(regions), device, as_file
             )
-        # Engines are tried on slots: by one rank at a time where they are the same.
+        # Tests of engines overwrite slots, so ranks that share them take turns.
         with shared.memory.alone() if shared is not None else nullcontext():
             engines = choose_engines(
                 regions,
@@ -144,7 +145,7 @@ class HostTier:
         return tier
 
     def open_secondary(self, stores: Sequence[BlockStore]) -> None:
-        """From now on carry out what plans ask of the tiers below."""
+        """Use these stores for the jobs of plans."""
         file = self._memory_file
         self.secondary = SecondaryIO(
             stores, self.buffer.slots, self.slots, self.report, self._tuning, file
@@ -153,25 +154,25 @@ class HostTier:
             file.close()
 
     buffer: HostBuffer
-    """Kept as long as the tier is."""
+    """Kept alive by the tier."""
 
     _memory_file: SharedMemory | None = None
-    """That memory, if it is a file."""
+    """The same memory, if it is a file."""
 
     is_last_stage = True
-    """Whether the outputs of this rank's pipeline stage have tokens. The reports of
-    the others go alone."""
+    """Whether this rank's pipeline stage outputs tokens. Reports of other stages are
+    sent without."""
 
     @torch.inference_mode()
     def begin_step(self, scheduler_output: "SchedulerOutput") -> None:
-        """Queue the copies of a step. Call it before anything else of the step."""
+        """Queue the copies of a step, before any other work of it."""
         plan = scheduler_output.kv_tier_plan
         if plan is None:
             return
         plan.check()
         self._seq = plan.seq
         if self._is_off:
-            # The scheduler did not know yet.
+            # The scheduler does not know yet.
             self._refuse_loads(plan)
             return
         if self._peers is not None and self._peers.is_lost:
@@ -198,8 +199,11 @@ class HostTier:
             self._join.begin(scheduler_output)
 
     def _tell_ends(self, plan: StepPlan) -> None:
-        """Tell which plans are over, when the output of this step tells it: then the
-        forward passes before this one are over, too."""
+        """Report which plans have ended.
+
+        The output with this report follows the forward pass before this step, so
+        earlier forward passes have ended too.
+        """
         ended = [
             seq
             for seq in self._to_tell
@@ -212,7 +216,10 @@ class HostTier:
             self._to_tell.append(plan.seq)
 
     def end_step(self, output: Any) -> Any:
-        """The step's forward pass is queued. Returns `output`, maybe with a report."""
+        """Note that the forward pass is queued.
+
+        Returns `output`, possibly with a report.
+        """
         if self.secondary is not None:
             self.secondary.launches(False)
         if joined := self._join.end():
@@ -230,31 +237,31 @@ class HostTier:
         return self.attach_report(output)
 
     def attach_report(self, output: Any) -> Any:
-        """Put what is to report since the last output on `output`, if anything is.
+        """Attach what there is to report to `output`.
 
         Args:
-            output: A model output, or None where the next call brings it.
+            output: A model output, or None if a later call has it.
 
         """
         return self.report.attach(output, self.is_last_stage)
 
     def finish(self) -> None:
-        """Wait for all copies: the device memory may go away (sleep mode).
+        """Wait for all copies, before the device memory is released (sleep mode).
 
-        Upstream waits for the device, which does not know of what has not been
+        Upstream waits for the device, which does not know about copies that are not
         launched yet (upstream issue 45268).
         """
         if not self._is_off:
             self._order.finish()
 
     def flush(self, jobs: Sequence[tuple[float, Sequence[SecondaryJob]]]) -> int:
-        """Write to the tiers below before the engine ends, see `SecondaryIO.flush`."""
+        """Write to secondary tiers before the engine ends, see `SecondaryIO.flush`."""
         if self.secondary is None or self._is_off:
             return 0
         return self.secondary.flush(jobs, self._order.have_ended)
 
     def _switch_off(self, plan: StepPlan) -> None:
-        """A copy hangs: do without copies from now on."""
+        """Stop copying after a copy hung."""
         logger.error(
             "KV tier: a copy between device and host memory does not end. The tier is "
             "off from now on, and requests are computed without it. Look for errors "
@@ -262,7 +269,7 @@ class HostTier:
         )
         self._is_off = True
         if self._peers is not None:
-            # First: copies that are given up must not count as done.
+            # First, since copies that are given up must not count as done.
             self._peers.leave()
         filling = self._order.give_up()
         self.report.copies_hang(sorted({*chain(*filling.values())}))
@@ -277,7 +284,7 @@ class HostTier:
     def _can_wait_by_layer(self, scheduler_output: "SchedulerOutput") -> bool:
         waits = self._layer_waits
         if waits is None or releases.copies_blocks(scheduler_output):
-            # Copies on write come before the forward pass.
+            # Copies on write precede the forward pass.
             return False
         tokens = scheduler_output.num_scheduled_tokens.values()
         return max(tokens, default=0) > waits.max_decode_tokens
@@ -286,15 +293,15 @@ class HostTier:
 def _own_memory(
     num_slots: int, num_bytes: int, device: torch.device, as_file: bool
 ) -> tuple[HostBuffer, SharedMemory | None]:
-    """Memory of this rank alone, and the file that it is, if it is one."""
+    """Memory of this rank alone, and its file if it has one."""
     if as_file and num_bytes:
         try:
             return _file_memory(num_slots, num_bytes, device)
         except NotShared as e:
             reason = str(e)
-        # Not before that memory is gone, which the traceback holds.
+        # After the `except` block, whose traceback would keep the memory alive.
         logger.info(
-            "KV tier: no other processes read and write objects for this rank, "
+            "KV tier: no separate processes read and write objects for this rank, "
             "which is slower: %s.",
             reason,
         )
@@ -317,9 +324,9 @@ def _slots(
     verify: bool,
     shared: SharedSlots | None,
 ) -> RankSlots:
-    """The slots of this rank, or those that it has together with others."""
+    """The slots of this rank, or those that it shares with others."""
     if not memory.shape[1]:
-        # Without KV memory it fetches nothing, and lacks nothing.
+        # Without KV memory, every fetch counts as complete.
         return RankSlots(len(memory), states=np.full(len(memory), FILLED, np.uint8))
     sums, states = None, None
     if shared is not None:

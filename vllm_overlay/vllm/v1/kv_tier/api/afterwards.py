@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints that come after the requests they are about: a session was closed.
+"""Hints about a conversation after its requests, for example that it is over.
 
-They go to every engine, since only the engine that served a conversation knows it.
+They go to every engine, since only the engine that served the conversation knows it.
 """
 
 import asyncio
@@ -11,16 +11,19 @@ from typing import Any
 from vllm.v1.kv_tier.hints import KEY, Hints, is_text, shown
 
 UTILITY = "hint_kv_tier"
-"""The method of upstream's `EngineCore` that takes them."""
+"""Method of upstream's `EngineCore` that receives them."""
 FIELDS = ("conversation", "cache_salt", "release")
 
 
 def check(given: object) -> dict[str, Any]:
-    """What engines are told of a conversation.
+    """Check the body of a hint about a conversation.
+
+    Returns:
+        What to send to the engines.
 
     Raises:
-        ValueError: It is not an object with `FIELDS`. The message names field, value
-            and mend.
+        ValueError: It is not an object with `FIELDS`. The message has field, value and
+            fix.
 
     """
     if not isinstance(given, Mapping):
@@ -53,8 +56,8 @@ def check(given: object) -> dict[str, Any]:
         )
     if not hints.release:
         raise ValueError(
-            "release must be true: there is nothing else to say of a conversation "
-            f"afterwards, got {shown(given.get('release'))}."
+            "release must be true, since it is the only hint about a conversation "
+            f"after its requests, got {shown(given.get('release'))}."
         )
     return {"conversation": hints.conversation, "cache_salt": salt}
 
@@ -64,9 +67,12 @@ def _names() -> str:
 
 
 async def tell_all(client: Any, said: dict[str, Any]) -> dict[str, int]:
-    """Tell every engine that an `AsyncLLM` has, and add up what they answer."""
+    """Send a hint to every engine of an `AsyncLLM`.
+
+    Returns the sums of their answers.
+    """
     core = client.engine_core
-    # `call_utility_async` returns what the first engine says.
+    # `call_utility_async` returns only the first engine's answer.
     return _sum(
         await asyncio.gather(
             *(
@@ -78,11 +84,11 @@ async def tell_all(client: Any, said: dict[str, Any]) -> dict[str, int]:
 
 
 def tell_one(client: Any, said: dict[str, Any]) -> dict[str, int]:
-    """Tell the engine of an `LLMEngine`."""
+    """Send a hint to the engine of an `LLMEngine`."""
     from vllm.v1.engine.core_client import InprocClient
 
     core = client.engine_core
-    # An engine in this process has no messages.
+    # An engine in this process is called directly.
     if isinstance(core, InprocClient):
         return _sum([core.engine_core.hint_kv_tier(said)])
     return _sum([core.call_utility(UTILITY, said)])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there must be known of a request's body, without making objects of the rest.
+"""Extracts hints from a request's body without parsing all of it.
 
-A body of 1 MB has up to half a million JSON values. To parse them takes 20 to 130 ms;
-to skip them, 5 ms. Parts that are needed as they came stay `msgspec.Raw`.
+A body of 1 MB has up to half a million JSON values, which take 20 to 130 ms to parse
+and 5 ms to skip. Parts that are needed unparsed stay `msgspec.Raw`.
 """
 
 import json
@@ -14,7 +14,7 @@ import msgspec
 from vllm.v1.kv_tier.hints import CAPS, KEY
 
 MAX_HINT = 1 << 16
-"""Bytes of a hint. The longest that the schema takes has a tenth of that."""
+"""Most bytes of a hint, about ten times as many as the schema allows."""
 
 _Part = msgspec.Raw | msgspec.UnsetType
 _UNSET = msgspec.UNSET
@@ -55,11 +55,11 @@ class _Block(msgspec.Struct):
 
 
 def fields_in(body: bytes) -> dict[str, Any]:
-    """Fields of the object in `body` that `translation` and `hints_in` look at: lists
-    of `Raw`, values of hints, and other fields as `Raw`.
+    """Fields of the object in `body` that `translation` and `hints_in` use.
 
     Returns:
-        Nothing if `body` is no JSON object that is not too deep: the endpoint says so.
+        Lists of `Raw`, values of hints, and other fields as `Raw`. Empty if `body` is
+        not a JSON object or nested too deeply: the endpoint answers that itself.
 
     Raises:
         ValueError: A hint is too large.
@@ -76,7 +76,7 @@ def fields_in(body: bytes) -> dict[str, Any]:
 
 
 def hints_in(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What `kv_transfer_params` has for the tier.
+    """The tier's fields of `kv_transfer_params`.
 
     Raises:
         ValueError: A hint is too large.
@@ -93,7 +93,7 @@ def hints_in(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_in(part: object) -> object:
-    """The entries of a list that is still raw; any other thing as it is."""
+    """The entries of a list that is still raw; anything else unchanged."""
     if not isinstance(part, msgspec.Raw):
         return part
     try:
@@ -103,7 +103,7 @@ def list_in(part: object) -> object:
 
 
 def turn_in(message: object) -> Mapping[str, Any]:
-    """Role and content of a message, that as a list if it is one."""
+    """Role and content of a message; content that is a list becomes a list of `Raw`."""
     if isinstance(message, msgspec.Raw):
         message = _present(message, _Turn)
         if "content" in message:
@@ -112,12 +112,12 @@ def turn_in(message: object) -> Mapping[str, Any]:
 
 
 def has_control(part: object) -> bool:
-    """Whether there may be a `cache_control` in `part`. Only a look."""
+    """Whether `part` may contain a `cache_control`; only looks for the text."""
     return not isinstance(part, msgspec.Raw) or b'"cache_control"' in bytes(part)
 
 
 def control_of(block: dict[str, Any] | msgspec.Raw) -> object:
-    """The `cache_control` of a block; None: it has none.
+    """The `cache_control` of a block, or None.
 
     Raises:
         ValueError: It is too large.
@@ -134,7 +134,7 @@ def control_of(block: dict[str, Any] | msgspec.Raw) -> object:
 
 
 def _present(raw: bytes | msgspec.Raw, schema: type[msgspec.Struct]) -> dict[str, Any]:
-    """Fields of an object that are there; none if it is no object."""
+    """Fields of a JSON object that are present; empty if it is not an object."""
     try:
         found = msgspec.json.decode(raw, type=schema)
     except (ValueError, RecursionError):
@@ -147,7 +147,7 @@ def _value(part: msgspec.Raw, where: str) -> Any:
     if (size := len(bytes(part))) > MAX_HINT:
         raise ValueError(
             f"{where} must have at most {MAX_HINT} bytes, got {size}. Leave out what "
-            "is no hint."
+            "is not a hint."
         )
     try:
         return json.loads(bytes(part))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP request at hand says of its KV, for the engine's input processor.
+"""Passes the hints of the current HTTP request to the engine's input processor.
 
-Not every API of every release has a field that reaches the engine's requests. What an
-endpoint does for a request runs in its context, or in tasks that inherit it.
+Not every API of every release has a field that reaches the engine. An endpoint works in
+the context of its request, or in tasks that inherit it, so a context variable does.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Heard:
-    """Hints in other words than the schema's, translated."""
+    """Hints of a request."""
 
     hints: dict[str, Any] = field(default_factory=dict)
-    """Fields of `vllm.v1.kv_tier.hints.Hints`, checked."""
+    """Hints from other APIs, as checked fields of `vllm.v1.kv_tier.hints.Hints`."""
     checked: Mapping[str, Any] = field(default_factory=dict)
-    """What `kv_transfer_params` has for the tier, checked."""
+    """The tier's fields of `kv_transfer_params`, checked."""
 
 
 NOTHING = Heard()

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints over HTTP: those of requests, before an endpoint sees them, and those after.
+"""Hints over HTTP: a middleware for those of requests, and a route for later ones.
 
-A bad hint is answered before the request is served, also where the answer would be a
-stream. Bodies that name no hint are handed on as they came.
-
-All clients share the server's event loop, so a body is not parsed here as a whole: what
-is no hint is skipped, and large bodies are read in a thread.
+A bad hint is answered before the request is served, even if the answer would be a
+stream. Bodies without hints are passed on unchanged. All clients share the server's
+event loop, so bodies are parsed only as far as needed, and large ones in a thread.
 """
 
 import asyncio
@@ -29,18 +27,18 @@ logger = init_logger(__name__)
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 AFTERWARDS = "/v1/kv_tier/hints"
-"""Below /v1, which upstream guards with its API key."""
+"""Under /v1, which upstream protects with its API key."""
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES)
 WORDS = (b'"kv_transfer_params"', b'"prompt_cache_', b'"cache_control"')
 LARGE = 1 << 16
-"""Bytes of a body from which on it is read in a thread."""
+"""Least bytes of a body that is read in a thread."""
 
 
 async def hear_afterwards(request: Request) -> JSONResponse:
-    """Say of a conversation that it is over, when its last request has been sent.
+    """Handle a hint that a conversation is over.
 
-    The body has `conversation`, `cache_salt` if its requests had one, and `release`.
-    The answer says how many blocks make room now, on how many engines.
+    The body has `conversation`, `release`, and `cache_salt` if its requests had one.
+    The answer has the number of released blocks, and of engines.
     """
     try:
         said = check(msgspec.json.decode(await request.body()))
@@ -53,7 +51,7 @@ class HintsOfRequests:
     """ASGI middleware that reads the hints of requests.
 
     Args:
-        app: What serves them.
+        app: The application.
 
     """
 
@@ -61,7 +59,7 @@ class HintsOfRequests:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, with what it says of its KV in `heard`."""
+        """Serve a request with its hints in `heard`."""
         path = ""
         if scope["type"] == "http" and scope["method"] == "POST":
             path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -102,8 +100,12 @@ class HintsOfRequests:
         return ranges
 
     async def _count(self, body: bytes, scope: Scope) -> int | None:
-        """Tokens of the beginning of a message, as the server itself counts them. None
-        if it does not tell."""
+        """Count the tokens of a message prefix with the server's own endpoint.
+
+        Returns:
+            The number, or None if the endpoint fails.
+
+        """
         sent = list[Message]()
         path = scope["path"].removesuffix(MESSAGES) + COUNT
         headers = [h for h in scope["headers"] if h[0].lower() != b"content-length"]
@@ -113,9 +115,9 @@ class HintsOfRequests:
             sent.append(message)
 
         async def never() -> Message:
-            # The endpoint waits for its client to hang up, beside its work.
+            # The endpoint also waits for its client to disconnect.
             await asyncio.Event().wait()
-            raise AssertionError("nobody sets this event")
+            raise AssertionError("this event is never set")
 
         request: Message = {"type": "http.request", "body": body, "more_body": False}
         await self._app(inner, _replay([request], never), send)
@@ -123,7 +125,7 @@ class HintsOfRequests:
         if sent and sent[0].get("status") == 200:
             return int(json.loads(answer)["input_tokens"]) or None
         logger.warning_once(
-            "KV tier: %s does not tell where cache_control ends: all of the prompt is "
+            "KV tier: %s does not say where cache_control ends: all of the prompt is "
             "retained.",
             COUNT,
         )
@@ -131,10 +133,10 @@ class HintsOfRequests:
 
 
 def _read(path: str, body: bytes) -> tuple[Heard, list[Breakpoint]]:
-    """The hints of a request, and where a message is to be cached.
+    """The hints of a request, and the cache breakpoints of a message.
 
     Raises:
-        ValueError: A hint is not as its API or the schema says.
+        ValueError: A hint does not match its API or the schema.
 
     """
     found = fields_in(body)
@@ -147,7 +149,7 @@ def _read(path: str, body: bytes) -> tuple[Heard, list[Breakpoint]]:
 
 
 def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """What was received, and then what comes."""
+    """A `receive` that returns `messages` first."""
     left = iter(messages)
 
     async def again() -> Message:
@@ -159,7 +161,7 @@ def _replay(messages: list[Message], receive: Receive) -> Receive:
 
 
 def _refusal(path: str, message: str) -> JSONResponse:
-    """As the API at `path` refuses what it does not understand."""
+    """An error answer in the format of the API at `path`."""
     if path == MESSAGES:
         error = {"type": "invalid_request_error", "message": message}
         return JSONResponse({"type": "error", "error": error}, 400)

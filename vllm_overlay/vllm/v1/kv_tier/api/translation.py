@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of other APIs as hints of the schema.
+"""Translates fields of other APIs into hints of the schema.
 
-Every `ValueError` names the field, its value, and what to send instead.
+Every `ValueError` names the field and its value, and says what to send instead.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +15,10 @@ from vllm.v1.kv_tier.api.heard import Heard
 from vllm.v1.kv_tier.hints import KEY, VERSION, Hints, shown
 
 KEPT = 75
-"""Priority of what other APIs ask to keep: they know no degrees."""
+"""Priority of what other APIs ask to keep; they have no levels."""
 MINUTE, HOUR = 60, 3600
 ACTION = KEY
-"""`action_type` of the actions in upstream's `KvHintsEnvelope` that are the tier's."""
+"""`action_type` of the tier's actions in upstream's `KvHintsEnvelope`."""
 
 _RETENTION = {None: 0, "in_memory": 0, "in-memory": 0, "24h": 24 * HOUR}
 _OPTION_TTL = {None: 0, "30m": 30 * MINUTE, "12h": 12 * HOUR}
@@ -28,11 +28,11 @@ _COUNTED = (
     *("model", "messages", "system", "tools", "tool_choice"),
     *("thinking", "output_config", "chat_template_kwargs"),
 )
-"""Fields of a message that decide its prompt."""
+"""Fields of a message that determine its prompt."""
 
 
 def retain(ttl: float, end: int | None = None) -> dict[str, Any]:
-    """The hint that keeps a prompt, or its first `end` tokens, for `ttl` seconds."""
+    """The hint to keep a prompt, or its first `end` tokens, for `ttl` seconds."""
     return {"priority": KEPT, "ttl": ttl, "end": end}
 
 
@@ -40,11 +40,10 @@ def retain(ttl: float, end: int | None = None) -> dict[str, Any]:
 
 
 def from_openai(body: Mapping[str, Any]) -> Heard:
-    """`prompt_cache_retention` and `prompt_cache_options` of a completion, chat or
-    response.
+    """Translate `prompt_cache_retention` and `prompt_cache_options` of OpenAI's APIs.
 
     Raises:
-        ValueError: OpenAI's API has no such value.
+        ValueError: OpenAI's API does not allow the value.
 
     """
     ttl = _one_of(_RETENTION, body, "prompt_cache_retention", "")
@@ -58,7 +57,7 @@ def from_openai(body: Mapping[str, Any]) -> Heard:
         )
     ttl = max(ttl, _one_of(_OPTION_TTL, options, "ttl", f"{where}."))
     mode = options.get("mode")
-    # What JSON has beside strings may not be hashable.
+    # JSON values may be unhashable.
     if not (mode is None or isinstance(mode, str) and mode in _MODES):
         raise ValueError(
             f"{where}.mode must be implicit or explicit, got {shown(mode)}."
@@ -78,13 +77,13 @@ def _one_of(
     known: Mapping[Any, int], given: Mapping[str, Any], name: str, where: str
 ) -> int:
     value = given.get(name)
-    # What JSON has beside strings may not be hashable.
+    # JSON values may be unhashable.
     if value is None or isinstance(value, str) and value in known:
         return known[value]
     names = " or ".join(repr(each) for each in known if each and "-" not in each)
     raise ValueError(
-        f"{where}{name} must be {names}, got {shown(value)}. Any other time can stand "
-        "in kv_transfer_params.kv_tier.retain."
+        f"{where}{name} must be {names}, got {shown(value)}. Give other times in "
+        "kv_transfer_params.kv_tier.retain."
     )
 
 
@@ -92,26 +91,25 @@ def _one_of(
 
 
 Place = tuple[str, int, int]
-"""Of a block in a message: the field, and the index there. In `messages` that of the
-message, and that of the block in its content."""
+"""Position of a block: its field, its index there (in `messages`, that of its message),
+and its index in the message's content."""
 
 
 @dataclass(frozen=True)
 class Breakpoint:
-    """The last block of a message that is to be cached for so long."""
+    """A cache breakpoint: the last block of a message to be kept for a given time."""
 
     ttl: int
     """Seconds."""
     prefix: dict[str, Any] | None
-    """The message up to that block, for `count_tokens`. None: all of it."""
+    """The message up to that block, for `count_tokens`; None for all of it."""
 
 
 def breakpoints(body: Mapping[str, Any]) -> list[Breakpoint]:
-    """The last `cache_control` of each `ttl` in a message of Anthropic's API, those
-    that last longest behind the others.
+    """The last `cache_control` of each `ttl` in an Anthropic message, longest last.
 
     Raises:
-        ValueError: Anthropic's API has no such value.
+        ValueError: Anthropic's API does not allow the value.
 
     """
     last: dict[int, Place | None] = {}
@@ -130,8 +128,7 @@ def breakpoints(body: Mapping[str, Any]) -> list[Breakpoint]:
 
 
 def _controls(body: Mapping[str, Any]) -> Iterator[tuple[str, object, Place | None]]:
-    """Each `cache_control`, in the order of the prompt, with the path of its block and
-    where that is."""
+    """Path, value and position of each `cache_control`, in the order of the prompt."""
     for name in ("tools", "system"):
         for i, block in enumerate(_objects(body.get(name))):
             if (control := control_of(block)) is not None:
@@ -147,13 +144,13 @@ def _controls(body: Mapping[str, Any]) -> Iterator[tuple[str, object, Place | No
             is_last = i == len(messages) - 1 and j == len(content) - 1
             place = None if is_last else ("messages", i, j)
             yield f"messages[{i}].content[{j}].", control, place
-    # At the top it means the last block.
+    # At the top level it refers to the last block.
     if (control := control_of(dict(body))) is not None:
         yield "", control, None
 
 
 def _until(body: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """The message of `body` up to a block of it."""
+    """The message of `body` up to the block at `place`."""
     name, i, j = place
     counted = {each: body[each] for each in _COUNTED if each in body}
     if name == "messages":
@@ -162,13 +159,13 @@ def _until(body: Mapping[str, Any], place: Place) -> dict[str, Any]:
         return {**counted, "messages": [*body["messages"][:i], turn]}
     if name == "tools":
         counted.pop("system", None)
-    # A prompt needs a turn.
+    # A prompt needs at least one turn.
     asked = {"messages": [{"role": "user", "content": "."}]}
     return {**counted, **asked, name: body[name][: i + 1]}
 
 
 def _objects(given: object) -> Sequence[Any]:
-    """`given` if it is a list of objects; else nothing, and upstream says so."""
+    """`given` if it is a list of objects; else empty, and upstream rejects it."""
     kinds = dict, msgspec.Raw
     if isinstance(given, list) and all(isinstance(one, kinds) for one in given):
         return given
@@ -179,13 +176,13 @@ def _objects(given: object) -> Sequence[Any]:
 
 
 def from_envelope(envelope: Any) -> dict[str, Any]:
-    """Fields of the schema in upstream's `KvHintsEnvelope`.
+    """Hints in upstream's `KvHintsEnvelope`, as fields of the schema.
 
-    The tier's are the actions of type `ACTION`: their payload has the fields of
-    `kv_transfer_params.kv_tier`. All others are for somebody else.
+    The tier's actions have type `ACTION`, and the fields of
+    `kv_transfer_params.kv_tier` as payload. Other actions are ignored.
 
     Raises:
-        ValueError: A payload is not as the schema says, or of another version.
+        ValueError: A payload does not match the schema, or has another version.
 
     """
     hints: dict[str, Any] = {}

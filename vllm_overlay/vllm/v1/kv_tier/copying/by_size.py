@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies by the engine that suits their number."""
+"""A copy engine that picks one of two others by the size of a transfer."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,12 +8,12 @@ from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
 
 
 class BySizeCopyEngine(CopyEngine):
-    """One engine for transfers of few pieces, another for those of many.
+    """Uses one engine for small transfers and another for large ones.
 
     Args:
-        few: Serves transfers of at most `max_pieces` blocks times regions.
-        many: Serves the others. It has the regions and slots of `few`.
-        max_pieces: See `few`.
+        few: Used for transfers of at most `max_pieces` pieces (blocks times regions).
+        many: Used for larger transfers. Has the same regions and slots as `few`.
+        max_pieces: Largest transfer that `few` handles, in pieces.
 
     """
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which copy engine does what: measured at start, on the memory it will work on."""
+"""Chooses the copy engines of a rank.
+
+Each candidate is tested and timed at start, on the memory that it will copy. The choice
+weighs measured rates against what an engine takes from compute.
+"""
 
 import math
 import statistics
@@ -36,60 +40,59 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "kernel": ("kernel",),
     "torch": ("torch",),
 }
-"""What is measured for each value of the setting `copy_engine`."""
+"""Engines that are measured for each value of the setting `copy_engine`."""
 
 
 class EngineKind(NamedTuple):
-    """An engine that may be there."""
+    """How to make a copy engine, and what it needs."""
 
     make: Callable[[Sequence[Region], torch.Tensor], CopyEngine]
     needs_gpu: bool = True
-    """Whether regions must be on a GPU, and the memory of the slots be pinned."""
+    """Whether it needs regions on a GPU and pinned host memory."""
     max_pieces: int = 16384
-    """What one measured copy moves at most: less where launching a piece is slow."""
+    """Most pieces in one measured copy; fewer where launching a piece is slow."""
 
 
 ENGINES: Mapping[str, EngineKind] = {
     "dma by block": EngineKind(BlockDmaCopyEngine),
     "dma": EngineKind(DmaCopyEngine),
     "kernel": EngineKind(KernelCopyEngine),
-    # It takes 5 us for a piece.
+    # A launch takes 5 us.
     "torch": EngineKind(TorchCopyEngine, needs_gpu=False, max_pieces=1024),
 }
-"""All engines by their name in the log."""
+"""All engines, by the name that the log uses."""
 
-# What one measured copy moves at most.
+# Most bytes in one measured copy.
 _BYTES = {"cuda": 512 << 20, "cpu": 4 << 20}
 _REPEATS = 3
 _PROVEN_BLOCKS = 8
 
-# Which part of the best rate an engine must reach to be preferred for what else it
-# spares: the DMA multiprocessors (the kernel slows compute by a quarter), the kernel
-# launches.
+# Part of the best rate at which another engine is preferred: DMA because it uses no
+# multiprocessors (the kernel slows compute by a quarter), the kernel because it needs
+# few launches.
 _WORTH = 0.7
-# The same for copies by block, against those by piece: they spare the CPU nine tenths
-# of its time.
+# The same for DMA by block against DMA by piece: it takes a tenth of the CPU time.
 _BY_BLOCK_WORTH = 0.9
-# 0.3 ms of the worker's time, at 0.45 us each.
+# Launching these takes 0.3 ms of the worker's time, at 0.45 us each.
 _DMA_PIECES = 600
 
 
 @dataclass(frozen=True)
 class CopyEngines:
-    """Who copies what on a rank."""
+    """The copy engines of a rank, by use."""
 
     step_loads: CopyEngine
-    """Loads that the compute of a step waits for."""
+    """For loads that the current step waits for."""
     loads: CopyEngine
-    """Loads beside the compute of other requests."""
+    """For loads that run while other requests compute."""
     stores: CopyEngine
     load_bytes_per_s: float
-    """Of the slower one of the two that load."""
+    """Of the slower of the two load engines, in bytes per second."""
     store_bytes_per_s: float
 
 
 class _Measured(NamedTuple):
-    """An engine, and the bytes per second that it moves."""
+    """An engine, and its measured rates in bytes per second."""
 
     engine: CopyEngine
     load: float
@@ -98,21 +101,21 @@ class _Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadChoice:
-    """Names of what loads."""
+    """Names of the engines for loads."""
 
     few: str
-    """Where a step waits for no more than 600 pieces."""
+    """For a step that waits for at most 600 pieces."""
     many: str
-    """Where a step waits for more."""
+    """For a step that waits for more."""
     beside: str
-    """Where no step waits."""
+    """For loads that no step waits for."""
 
 
 def choose_beside_compute(rates: Mapping[str, float]) -> str:
-    """The engine for copies that run while others compute.
+    """Choose the engine for copies that run during compute.
 
     Args:
-        rates: Bytes per second of at least one engine, by name.
+        rates: Bytes per second by engine name; at least one engine.
 
     """
     best = max(rates, key=lambda name: rates[name])
@@ -121,23 +124,23 @@ def choose_beside_compute(rates: Mapping[str, float]) -> str:
 
 
 def choose_loads(rates: Mapping[str, float]) -> LoadChoice:
-    """The engines for loads.
+    """Choose the engines for loads.
 
-    A step that waits for its loads leaves the multiprocessors to them, but its
-    worker has other launches to do.
+    While a step waits for its loads, the multiprocessors are free for a kernel, but the
+    worker's CPU time is not free for many launches.
 
     Args:
-        rates: Bytes per second of at least one engine, by name.
+        rates: Bytes per second by engine name; at least one engine.
 
     """
     beside = choose_beside_compute(rates)
     kernel = rates.get("kernel", 0.0) >= _WORTH * rates[beside]
     if beside == "dma" and kernel:
-        # Launching every piece takes more from steps than 16 multiprocessors do, and
-        # leaves the link idle half of the time (H200).
+        # Launching every piece costs steps more than 16 multiprocessors do, and leaves
+        # the link idle half of the time (H200).
         beside = "kernel"
-    # A step waits for some layers at a time: by block, these would be copies of few
-    # rows, which are slow.
+    # A step waits for a few layers at a time. DMA by block would copy few rows at once,
+    # which is slow.
     few = rates.get("dma", 0.0) >= _WORTH * rates[beside]
     return LoadChoice(
         few="dma" if few else beside,
@@ -164,25 +167,24 @@ def choose_engines(
 ) -> CopyEngines:
     """Measure the engines that this machine has, and choose.
 
-    Slots are overwritten: call it before they hold anything. On a GPU it takes some
-    tenths of a second, and a second more when Triton first compiles.
+    Overwrites slots, so call it before they hold anything. On a GPU it takes some
+    tenths of a second, and about a second more when Triton compiles for the first time.
 
     Args:
         regions: Device memory.
         slots: `[num_slots, slot_bytes(regions)]` host memory.
         requested: One of `config.COPY_ENGINES`.
-        device: Where the regions are.
-        pinned: Whether the GPU driver has registered the host memory.
-        kinds: The engines by name.
-        num_blocks: Device blocks that there may be copies of, the first ones; None for
-            all.
+        device: Device of the regions.
+        pinned: Whether the host memory is registered with the GPU driver.
+        kinds: Engines by name.
+        num_blocks: Use only the first `num_blocks` device blocks; None for all.
 
     Raises:
         ValueError: The requested engine cannot run here.
 
     """
     if not regions:
-        # A rank without KV memory (pipeline parallel) has nothing to copy.
+        # A pipeline stage without KV memory has nothing to copy.
         none = TorchCopyEngine(regions, slots)
         return CopyEngines(none, none, none, math.inf, math.inf)
     blocks = num_blocks or regions[0].blocks.shape[0]
@@ -200,7 +202,7 @@ def choose_engines(
     stores = choose_beside_compute(store_rates)
     logger.info(
         "KV tier: copy engines for pieces of %s bytes: load %s; store %s GB/s. Loads "
-        "that a step waits for: %s; loads ahead: %s; stores: %s.",
+        "that a step waits for: %s; prefetches: %s; stores: %s.",
         _sizes(regions),
         _gigabytes(load_rates),
         _gigabytes(store_rates),
@@ -242,7 +244,7 @@ def _measure(
     device: torch.device,
     pinned: bool,
 ) -> tuple[dict[str, _Measured], dict[str, Exception]]:
-    """The engines that run here, and for each other one why it does not."""
+    """Rates of the engines that run here, and the error of each that does not."""
     found: dict[str, _Measured] = {}
     errors: dict[str, Exception] = {}
     for name in names:
@@ -254,7 +256,8 @@ def _measure(
             pairs = _random_pairs(regions, num_blocks, slots, device, kind.max_pieces)
             with _stream(device):
                 prove(engine, *pairs[:, :_PROVEN_BLOCKS].tolist())
-                # In this order loads write what is there already.
+                # Stores first, so that the loads write back what the blocks already
+                # hold.
                 store = _bytes_per_s(engine, pairs, device, to_device=False)
                 load = _bytes_per_s(engine, pairs, device, to_device=True)
             found[name] = _Measured(engine, load, store)
@@ -262,7 +265,7 @@ def _measure(
             errors[name] = e
             logger.debug("KV tier: no copy engine %r here: %s", name, e)
         except Exception as e:
-            # Whatever it is, another engine may do the work.
+            # After any error another engine may still work.
             errors[name] = e
             logger.warning("KV tier: copy engine %r failed.", name, exc_info=True)
     return found, errors
@@ -271,7 +274,7 @@ def _measure(
 def _check_memory(device: torch.device, pinned: bool) -> None:
     if device.type != "cuda":
         raise CopyEngineUnavailable(
-            f"It is for GPUs, and the KV cache is on {device.type}. Run on a GPU."
+            f"It needs a GPU, but the KV cache is on {device.type}. Run on a GPU."
         )
     if not pinned:
         raise CopyEngineUnavailable(
@@ -287,7 +290,7 @@ def _random_pairs(
     device: torch.device,
     max_pieces: int,
 ) -> NDArray[np.int64]:
-    """`[2, n]`: distinct blocks and slots, in no order."""
+    """Random pairs of distinct blocks and slots, `[2, n]`."""
     num_slots = slots.shape[0]
     wanted = min(_BYTES[device.type] // slot_bytes(regions), max_pieces // len(regions))
     num_pairs = min(max(wanted, 1), num_blocks, num_slots)
@@ -298,12 +301,12 @@ def _random_pairs(
 
 @contextmanager
 def _stream(device: torch.device) -> Iterator[None]:
-    """On a stream of its own, where there are streams."""
+    """Run the body on a new stream, where the device has streams."""
     if device.type != "cuda":
         yield
         return
     stream = torch.cuda.Stream(device)
-    # Whatever fills the KV cache is over before the first copy.
+    # What fills the KV cache must end before the first copy.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
@@ -323,7 +326,7 @@ def _bytes_per_s(
         wait_for_copies(device)
         times.append(time.perf_counter() - started)
     num_bytes = pairs.shape[1] * sum(region.block_bytes for region in engine.regions)
-    # The first one compiles, and touches memory.
+    # The first run compiles the kernel and touches memory.
     return num_bytes / statistics.median(times[1:])
 
 

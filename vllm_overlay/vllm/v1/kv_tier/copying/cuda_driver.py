@@ -31,7 +31,7 @@ class _Attributes(ctypes.Structure):
 ACCESS_ORDER_STREAM = 1
 OPERAND_IS_ADDRESS = 1
 
-# `CUmemcpy3DOperand`. The rest is for managed memory: where it should be.
+# `CUmemcpy3DOperand`. The fields left out are placement hints for managed memory.
 _OPERAND = np.dtype(
     {
         "names": ["type", "address", "pitch", "rows"],
@@ -56,20 +56,20 @@ In each operand, rows lie `pitch` bytes apart, and layers `rows` times as much.
 
 
 class CudaDriver:
-    """`libcuda`, for one device.
+    """Calls `libcuda` for one device.
 
     Args:
         device: A CUDA device.
 
     Raises:
-        CopyEngineUnavailable: There is no such library.
+        CopyEngineUnavailable: `libcuda` cannot be loaded.
 
     """
 
     def __init__(self, device: torch.device) -> None:
         try:
-            # A call may take as long as the queue of the device is full: CDLL lets
-            # other threads run meanwhile.
+            # CDLL releases the GIL: a call blocks for as long as the device's queue is
+            # full.
             self._lib = ctypes.CDLL("libcuda.so.1")
         except OSError as e:
             raise CopyEngineUnavailable(f"The CUDA driver cannot be loaded: {e}") from e
@@ -89,8 +89,8 @@ class CudaDriver:
         self._copy_strided, self._copy_strided_failed = self._batch_function(
             "cuMemcpy3DBatchAsync", [size, address], [ctypes.c_ulonglong, address]
         )
-        # The driver knows a device by its context, which a thread that torch has not
-        # used yet does not have.
+        # The driver identifies a device by the context of the calling thread. A thread
+        # that torch has not used has none.
         self._context = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.synchronize()
@@ -98,7 +98,12 @@ class CudaDriver:
         self._check("cuCtxGetCurrent", code)
 
     def device_address(self, host_address: int) -> int:
-        """Where the device sees pinned host memory."""
+        """The device's address of pinned host memory.
+
+        Raises:
+            RuntimeError: The device cannot address it.
+
+        """
         self._enter()
         found = ctypes.c_void_p()
         code = self._lib.cuMemHostGetDevicePointer_v2(
@@ -114,18 +119,18 @@ class CudaDriver:
     def copy_batch(
         self, dst: int, src: int, sizes: int, count: int, stream: int
     ) -> None:
-        """Queue copies in one call, in no order among themselves.
+        """Queue copies in one call. They may run in any order.
 
         Args:
-            dst: Address of an array of `count` 64-bit addresses to copy to. It is
-                read before the call returns, as are the other two.
-            src: Address of the addresses to copy from.
-            sizes: Address of the sizes in bytes.
+            dst: Address of an array of `count` 64-bit target addresses. All three
+                arrays are read before the call returns.
+            src: Address of the array of source addresses.
+            sizes: Address of the array of sizes in bytes.
             count: Number of copies.
             stream: Handle of a stream other than the default one.
 
         Raises:
-            RuntimeError: The driver refused it.
+            RuntimeError: The driver refused the copies.
 
         """
         self._enter()
@@ -142,16 +147,16 @@ class CudaDriver:
         return self._copy_strided is not None
 
     def copy_strided_batch(self, operations: int, count: int, stream: int) -> None:
-        """Queue copies of rows and layers in one call, in no order among themselves.
+        """Queue strided copies in one call. They may run in any order.
 
         Args:
-            operations: Address of an array of `count` `STRIDED_COPY`. It is read
-                before the call returns.
+            operations: Address of an array of `count` `STRIDED_COPY`. It is read before
+                the call returns.
             count: Number of operations.
             stream: Handle of a stream other than the default one.
 
         Raises:
-            RuntimeError: The driver refused it.
+            RuntimeError: The driver refused the copies.
 
         """
         self._enter()
@@ -163,16 +168,22 @@ class CudaDriver:
     def _batch_function(
         self, name: str, before: Sequence[Any], after: Sequence[Any]
     ) -> tuple[Any, tuple[Any, ...]]:
-        """A function (None: there is none), and what it takes between the others."""
-        # CUDA 13 dropped the index of the copy that failed, and kept the first form
-        # for what was built with 12.8.
+        """Look up a batch function.
+
+        Returns:
+            The function, or None if the driver lacks it, and the extra arguments that
+            it takes between `before` and `after`.
+
+        """
+        # CUDA 13 dropped the argument for the index of the failed copy, and kept the
+        # old form for programs built with 12.8.
         failed: tuple[Any, ...] = ()
         function = _function(self._lib, f"{name}_v2")
         if function is None:
             failed = (ctypes.byref(ctypes.c_size_t()),)
             function = _function(self._lib, name)
         if function is not None:
-            # Told once: this is called for every few copies.
+            # Set once, since the function is called for every few copies.
             function.argtypes = [*before, *len(failed) * [ctypes.c_void_p], *after]
         return function, failed
 
@@ -191,7 +202,7 @@ def load_driver(device: torch.device) -> CudaDriver:
     """The driver of a device.
 
     Raises:
-        CopyEngineUnavailable: There is none for CUDA.
+        CopyEngineUnavailable: The device is not a CUDA device, or has no driver.
 
     """
     if torch.version.hip:
@@ -200,14 +211,14 @@ def load_driver(device: torch.device) -> CudaDriver:
 
 
 def too_old(function: str) -> CopyEngineUnavailable:
-    """What to raise where the driver lacks a function."""
+    """The error to raise where the driver lacks a function."""
     return CopyEngineUnavailable(
         f"The driver has no {function}. Update it to 570 (CUDA 12.8) or later."
     )
 
 
 def current_stream(device: torch.device) -> int:
-    """Handle of a stream. Tests have regions on a CPU, which has none."""
+    """Handle of the device's current stream; 0 on a CPU, where tests keep regions."""
     if device.type != "cuda":
         return 0
     return torch.cuda.current_stream(device).cuda_stream

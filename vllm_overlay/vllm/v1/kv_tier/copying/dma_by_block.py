@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies by the DMA engines of a CUDA device, all layers of a block in one of them.
+"""Copies by the DMA engines of a CUDA device, all layers of a block at once.
 
-They take nothing from compute, but each block of many regions, in one strided copy,
-takes the CPU 2 to 3 us and the device 3 to 5 us (H200): blocks reach the rate of the
-bus from about 256 KiB on.
+They use no multiprocessors. A strided copy of one block in many regions takes 2 to 3 us
+of CPU and 3 to 5 us of the device (H200), so blocks reach the rate of the bus from
+about 256 KiB on.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ from vllm.v1.kv_tier.copying.engine import (
 )
 from vllm.v1.kv_tier.memory.regions import Region
 
-# A call holds the driver's lock, as with pieces, and these take it longer each.
+# A call holds the driver's lock, and strided copies hold it longer than pieces do.
 _MAX_STRIDED_BATCH = 32
 
-# CU_DEVICE_ATTRIBUTEMAX_PITCH, the same on all devices: how far apart the rows of a
-# copy may lie. The driver takes more, but splits such operations: 17 GB/s instead of
-# 42 for ten times the CPU (H200). Layers may lie further apart at no cost.
+# CU_DEVICE_ATTRIBUTE_MAX_PITCH, the same on all devices: the largest distance between
+# rows. The driver accepts more, but splits such operations: 17 GB/s instead of 42 at
+# ten times the CPU time (H200). Layers may lie further apart at no cost.
 MAX_PITCH = (1 << 31) - 1
 
 
@@ -51,18 +51,18 @@ def find_runs(
     table: NDArray[np.int64],
     max_pitch: int = MAX_PITCH,
 ) -> list[range]:
-    """Regions whose pieces of a block are rows or layers of one strided copy.
+    """Group regions whose pieces of a block fit one strided copy.
 
     Args:
         regions: Device memory.
-        table: Of `address_table`.
-        max_pitch: How far apart rows may lie, in bytes.
+        table: From `address_table`.
+        max_pitch: Largest distance between rows, in bytes.
 
     Returns:
-        Ranges of indices that together are all regions, in their order. Regions of a
-        range have the same storage, width and strides, and one distance from each to
-        the next on the device, and one in host memory. Above `max_pitch`, that on the
-        device is a multiple of the one from block to block.
+        Consecutive ranges of indices that cover all regions. Regions of a range share
+        storage, width and strides, and lie at one constant distance on the device and
+        one in host memory. A device distance above `max_pitch` is a multiple of the
+        distance between blocks.
 
     """
     distances = [
@@ -70,7 +70,7 @@ def find_runs(
     ]
     runs, start = [], 0
     for i, distance in enumerate(distances):
-        # The first two regions of a run say what its distance is.
+        # The first two regions of a run set its distance.
         if distance is None or distance != distances[start]:
             runs.append(range(start, i + 1))
             start = i + 1
@@ -80,7 +80,7 @@ def find_runs(
 def _distance(
     regions: Sequence[Region], table: NDArray[np.int64], i: int, max_pitch: int
 ) -> tuple[int, int] | None:
-    """Bytes from region `i` to the next: device, host. None if no copy has both."""
+    """Bytes from region `i` to the next: (device, host). None if no copy takes both."""
     a, b = (region.blocks.untyped_storage().data_ptr() for region in regions[i : i + 2])
     device, block_stride, host, slot_stride, size = np.diff(table[i : i + 2].T).T[0]
     alike = a == b and not (block_stride or slot_stride or size)
@@ -93,10 +93,10 @@ def _distance(
 def _has_operation(
     distance: int, block_stride: int, block_bytes: int, max_pitch: int
 ) -> bool:
-    """Whether pieces `distance` apart can be rows of one operation, or layers."""
+    """Whether pieces `distance` apart can be rows or layers of one operation."""
     if distance <= max_pitch:
         return block_bytes <= distance
-    # Layers lie whole rows apart: a row is what lies between one block and the next.
+    # Layers lie a whole number of rows apart. The rows are the blocks.
     return block_bytes <= block_stride <= max_pitch and distance % block_stride == 0
 
 
@@ -107,14 +107,14 @@ def make_operations(
     to_device: bool,
     max_pitch: int = MAX_PITCH,
 ) -> NDArray[np.void]:
-    """What to copy, run by run.
+    """Build the strided copies of `pairs`, run by run.
 
     Args:
-        table: Of `address_table`.
-        runs: Regions, each of them one of `find_runs` or a part of it; not empty.
+        table: From `address_table`.
+        runs: Not empty; each is a range of `find_runs` or a part of one.
         pairs: `[2, n]`: blocks, then slots.
-        to_device: Whether slots are copied to blocks, or blocks to slots.
-        max_pitch: As of `find_runs`.
+        to_device: Whether to copy slots to blocks, or blocks to slots.
+        max_pitch: As in `find_runs`.
 
     Returns:
         `[num_runs, n]` of `STRIDED_COPY`, contiguous.
@@ -128,12 +128,12 @@ def make_operations(
     )
     block_0, block_stride, slot_0, slot_stride, width = firsts
     addresses = block_0 + block_stride * blocks, slot_0 + slot_stride * slots
-    # A single row has no distance to a next one, but must fit all the same.
+    # A single row has no next one, but its pitch must still be at least its width.
     distances = [
         np.maximum((last - first) // np.maximum(counts - 1, 1), width)
         for first, last in ((block_0, lasts[0]), (slot_0, lasts[2]))
     ]
-    # Pieces too far apart to be rows of a layer are layers of a row.
+    # Pieces that are too far apart to be rows become layers of one row each.
     far = (distances[0] > max_pitch) & (counts > 1)
     pitches = np.where(far, block_stride, distances[0]), distances[1]
     operations = np.zeros((len(runs), pairs.shape[1]), STRIDED_COPY)
@@ -152,20 +152,21 @@ def make_operations(
 
 
 class BlockDmaCopyEngine(CopyEngine):
-    """One operation for a block, whatever its regions, 32 in a `cuMemcpy3DBatchAsync`.
+    """Copies a block with one operation for each run of regions.
 
-    Copies cannot be queued on the default stream. Those of few regions at a time are
-    slow: an operation costs the device as much for two rows as for ten.
+    One `cuMemcpy3DBatchAsync` takes up to 32 operations. Copies cannot be queued on the
+    default stream. Copying a few regions at a time is slow: an operation costs the
+    device as much for two rows as for ten.
 
     Args:
-        regions: Device memory; one at least.
-        slots: Pinned host memory, of which each slot is registered in one piece.
-        driver: What copies; None for the driver of this machine.
-        max_pitch: How far apart rows may lie, in bytes.
+        regions: Device memory; at least one.
+        slots: Pinned host memory; no slot crosses from one registration to the next.
+        driver: Queues the copies; None for the driver of this machine.
+        max_pitch: Largest distance between rows, in bytes.
 
     Raises:
-        CopyEngineUnavailable: The driver cannot do it, or no neighbouring regions can
-            be copied together.
+        CopyEngineUnavailable: The driver lacks the function, or no neighbouring regions
+            can be copied together.
 
     """
 
@@ -183,9 +184,9 @@ class BlockDmaCopyEngine(CopyEngine):
         self._runs = find_runs(regions, self._table, max_pitch)
         if len(self._runs) == len(regions):
             raise CopyEngineUnavailable(
-                "No neighbouring layers have blocks of one size at a constant distance "
-                "in one allocation, or it is 2 GiB or more and no multiple of that "
-                "between blocks. Copy by piece."
+                "No neighbouring layers have blocks of equal size at a constant "
+                "distance in one allocation, or the distance is 2 GiB or more and not "
+                "a multiple of that between blocks. Copy by piece."
             )
         self._driver = driver or _strided_driver(self._device)
 
@@ -193,7 +194,6 @@ class BlockDmaCopyEngine(CopyEngine):
         return 2e-6 * num_pieces / len(self.regions) * len(self._runs)
 
     def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
-        # The operations of any part of the regions.
         make = partial(
             make_operations,
             pairs=pairs,
@@ -232,7 +232,7 @@ class _BlockDmaTransfer(Transfer):
             range(max(run.start, regions.start), min(run.stop, regions.stop))
             for run in self._runs
         ]
-        # Read before a call returns, so that it need not outlive this one.
+        # The driver reads the operations before a call returns.
         operations = self._make(self._table, [part for part in parts if part])
         stream = current_stream(self._device)
         address, item = operations.ctypes.data, operations.itemsize

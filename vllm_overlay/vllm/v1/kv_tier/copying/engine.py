@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves blocks between device regions and host slots.
+"""The interface of copy engines, which copy blocks between device regions and slots.
 
-An engine is given pairs of block and slot, and answers with a `Transfer`, which then
-queues the copies of as many regions at a time as the caller wants. So pairs are
-turned into addresses once, and a step can wait for its loads region by region.
+An engine turns pairs of block and slot into a `Transfer`, which queues the copies of
+any range of regions. So addresses are computed once, and a step can wait for its loads
+region by region.
 """
 
 from abc import ABC, abstractmethod
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from vllm.v1.kv_tier.memory.regions import Region
 
-# Slots and the regions in them start at cache lines.
+# Slots, and the regions in them, start at cache lines.
 _ALIGN = 64
 
 
 class CopyEngineUnavailable(RuntimeError):
-    """This machine cannot run an engine. The message is the reason and the mend."""
+    """This machine cannot run an engine. The message has the reason and the fix."""
 
 
 def _aligned(num_bytes: int) -> int:
@@ -33,19 +33,19 @@ def slot_bytes(regions: Sequence[Region]) -> int:
 
 
 def slot_offsets(regions: Sequence[Region]) -> list[int]:
-    """Where each region begins in a slot, in bytes."""
+    """Where each region starts in a slot, in bytes."""
     sizes = [_aligned(region.block_bytes) for region in regions]
     return [sum(sizes[:i]) for i in range(len(sizes))]
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Until what is on the current stream has ended, where there are streams."""
+    """Wait for the work on the current stream, where the device has streams."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def address_table(regions: Sequence[Region], slots: torch.Tensor) -> NDArray[np.int64]:
-    """Where the rows of each region lie, for engines that work on addresses.
+    """Addresses and strides of each region, on the device and in host memory.
 
     Args:
         regions: Device memory.
@@ -70,20 +70,20 @@ def address_table(regions: Sequence[Region], slots: torch.Tensor) -> NDArray[np.
 
 
 class Transfer(ABC):
-    """Copies of one list of pairs in one direction."""
+    """Copies of one list of pairs, in one direction."""
 
     @abstractmethod
     def copy(self, regions: range) -> None:
-        """Queue the copies of these regions, without waiting for them.
+        """Queue the copies of these regions without waiting for them.
 
-        They go to the current stream, which must be the one that was current when
-        the transfer was made. A transfer may be copied more than once.
+        They go to the current stream, which must be the one that was current when the
+        transfer was made. May be called more than once.
 
         Args:
-            regions: Indices into the engine's regions, one after the other.
+            regions: Consecutive indices into the engine's regions.
 
         Raises:
-            RuntimeError: The device refused a copy. Others may be under way.
+            RuntimeError: The device refused a copy. Others may be in flight.
 
         """
 
@@ -92,7 +92,7 @@ class CopyEngine(ABC):
     """Makes transfers.
 
     Args:
-        regions: Device memory; every region has `[num_blocks, bytes]` rows.
+        regions: Device memory; each region has `[num_blocks, bytes]` rows.
         slots: `[num_slots, slot_bytes(regions)]`, uint8, host memory.
 
     """
@@ -105,9 +105,9 @@ class CopyEngine(ABC):
         """Copies of host `slots[i]` to device `blocks[i]`.
 
         Raises:
-            IndexError: There is no such block or slot.
-            RuntimeError: The device refused it.
-            ValueError: There are not as many slots as blocks.
+            IndexError: A block or slot is out of range.
+            RuntimeError: The device refused the copies.
+            ValueError: `slots` and `blocks` differ in length.
 
         """
         return self.transfer(self._pairs(blocks, slots), to_device=True)
@@ -116,26 +116,26 @@ class CopyEngine(ABC):
         """Copies of device `blocks[i]` to host `slots[i]`.
 
         Raises:
-            IndexError: There is no such block or slot.
-            RuntimeError: The device refused it.
-            ValueError: There are not as many slots as blocks.
+            IndexError: A block or slot is out of range.
+            RuntimeError: The device refused the copies.
+            ValueError: `slots` and `blocks` differ in length.
 
         """
         return self.transfer(self._pairs(blocks, slots), to_device=False)
 
     def launch_s(self, num_pieces: int) -> float:
-        """About how long the CPU takes to launch so many blocks times regions."""
+        """CPU seconds to launch `num_pieces` pieces (blocks times regions)."""
         return 0.0
 
     @abstractmethod
     def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
-        """Copies of one direction. `pairs` is `[2, n]`: blocks, then slots."""
+        """Copies in one direction. `pairs` is `[2, n]`: blocks, then slots."""
 
     def _pairs(self, blocks: Sequence[int], slots: Sequence[int]) -> NDArray[np.int64]:
         if len(blocks) != len(slots):
             raise ValueError(f"{len(blocks)} blocks, but {len(slots)} slots.")
         pairs = np.array((blocks, slots), dtype=np.int64)
-        # Engines that work on addresses would write anywhere.
+        # An engine that works on addresses would write outside of its memory.
         if len(blocks) and self.regions:
             limits = self.regions[0].blocks.shape[0], self.slots.shape[0]
             if pairs.min() < 0 or (pairs.max(axis=1) >= limits).any():

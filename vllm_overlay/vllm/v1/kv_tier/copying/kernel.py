@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies by a kernel that addresses pinned host memory.
+"""Copies by a Triton kernel that reads and writes pinned host memory.
 
 One launch copies any number of pieces, near the rate of the bus from 8 KiB on, but it
 takes multiprocessors from compute while it runs.
@@ -24,20 +24,19 @@ from vllm.v1.kv_tier.copying.engine import (
 )
 from vllm.v1.kv_tier.memory.regions import Region
 
-# A program copies that much at a time, in bytes, with one 16-byte access of each
-# thread after the other.
+# Bytes that a program copies at a time; each thread makes 16-byte accesses.
 _MAX_CHUNK = 16 << 10
-# Bytes on their way at any time: the rate of the bus times its latency, twice over.
-# More programs take multiprocessors from compute and gain nothing (H200).
+# Bytes in flight: twice the rate of the bus times its latency. More programs take
+# multiprocessors from compute and gain nothing (H200).
 _IN_FLIGHT = 256 << 10
 _MIN_PROGRAMS, _MAX_PROGRAMS = 8, 32
 _MAX_WARPS = 8
 
 
-# None of the numbers is specialized: a load of another length must not compile.
+# No number is specialized: a load of another length must not trigger a compilation.
 @triton.jit(do_not_specialize=["first_region", "num_regions", "num_pairs"])
 def _copy_rows(
-    table,  # [regions, 5], int64, of `address_table`
+    table,  # [regions, 5], int64, from `address_table`
     pairs,  # [2, num_pairs], int64
     first_region,
     num_regions,
@@ -75,9 +74,9 @@ class Shape:
 
     block_bytes: int
     align: int
-    """Bytes of which all addresses and sizes are multiples, 16 at most."""
+    """Largest power of two, at most 16, that divides all addresses and sizes."""
     in_flight: int = _IN_FLIGHT
-    """Bytes on their way at any time."""
+    """Bytes in flight."""
 
     @property
     def word_bytes(self) -> int:
@@ -108,14 +107,14 @@ class Shape:
 
 
 class KernelCopyEngine(CopyEngine):
-    """One kernel launch for all neighbouring regions of one width.
+    """Copies neighbouring regions of equal width with one kernel launch.
 
     Args:
-        regions: Device memory; one at least.
+        regions: Device memory; at least one.
         slots: Pinned host memory.
 
     Raises:
-        CopyEngineUnavailable: There is no Triton, or the device cannot address the
+        CopyEngineUnavailable: Triton is missing, or the device cannot address the
             memory of the slots.
 
     """
@@ -124,7 +123,7 @@ class KernelCopyEngine(CopyEngine):
         super().__init__(regions, slots)
         device = regions[0].blocks.device
         if not HAS_TRITON:
-            raise CopyEngineUnavailable("Triton is not there. Install it.")
+            raise CopyEngineUnavailable("Triton is not installed. Install it.")
         if device.type == "cuda":
             _check_addressable(slots, device)
         table = address_table(regions, slots)
@@ -137,7 +136,7 @@ class KernelCopyEngine(CopyEngine):
 
     def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
         device = self._table.device
-        # Pinned memory of torch's cache is not used again before the copy has run.
+        # Torch does not reuse pinned memory before the copy from it has run.
         staged = torch.from_numpy(pairs)
         if device.type == "cuda":
             staged = staged.pin_memory()
@@ -147,7 +146,7 @@ class KernelCopyEngine(CopyEngine):
 
 def _check_addressable(slots: torch.Tensor, device: torch.device) -> None:
     if torch.version.hip:
-        raise CopyEngineUnavailable("The kernel was never tried on ROCm.")
+        raise CopyEngineUnavailable("The kernel has not been tested on ROCm.")
     driver = CudaDriver(device)
     try:
         same = all(
@@ -155,9 +154,9 @@ def _check_addressable(slots: torch.Tensor, device: torch.device) -> None:
             for address in (slots.data_ptr(), slots.data_ptr() + slots.numel() - 1)
         )
     except RuntimeError as e:
-        raise CopyEngineUnavailable(f"The device cannot see host memory: {e}") from e
+        raise CopyEngineUnavailable(f"The device cannot read host memory: {e}") from e
     if not same:
-        raise CopyEngineUnavailable("The device sees host memory at other addresses.")
+        raise CopyEngineUnavailable("The device maps host memory to other addresses.")
 
 
 class _KernelTransfer(Transfer):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a copy engine moves the right bytes on this machine.
+"""Tests that a copy engine moves the right bytes on this machine.
 
-Engines hand addresses to drivers and kernels that nobody else has tried with this
-layout, and a wrong byte in a KV block is a wrong token that nothing else would notice.
+Engines hand addresses to drivers and kernels for layouts that may be untested there. A
+wrong byte in a KV block gives a wrong token, and no other check would notice.
 """
 
 import torch
@@ -11,7 +11,7 @@ from vllm.v1.kv_tier.copying.engine import CopyEngine, slot_offsets, wait_for_co
 
 
 class WrongBytes(RuntimeError):
-    """An engine left other bytes than it was to copy."""
+    """What an engine copied differs from its source."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -25,16 +25,16 @@ class WrongBytes(RuntimeError):
 def prove(engine: CopyEngine, blocks: list[int], slots: list[int]) -> None:
     """Store random bytes, load them again, and compare after each.
 
-    The blocks have their content back in the end, the slots have not. On a GPU it
-    must run on a stream of its own, which is waited for.
+    Restores the content of the blocks, but not of the slots. On a GPU, run it on a
+    stream of its own; it waits for that stream.
 
     Args:
-        engine: Whose copies to look at.
-        blocks: Device blocks that nothing uses.
-        slots: As many host slots that hold nothing.
+        engine: The engine to test.
+        blocks: Device blocks that are not in use.
+        slots: Equally many host slots that hold nothing.
 
     Raises:
-        WrongBytes: What was copied is not what arrived.
+        WrongBytes: A copy differs from its source.
 
     """
     rows = [region.blocks for region in engine.regions]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies by torch, one call for each piece: slow to launch, and possible everywhere."""
+"""Copies by torch, one call for each piece: slow to launch, but possible everywhere."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer, slot_offsets
 from vllm.v1.kv_tier.memory.regions import Region
 
-# About what a call takes the CPU.
+# CPU time of a call, about.
 _LAUNCH_S = 5e-6
 
 
 class TorchCopyEngine(CopyEngine):
     """One `Tensor.copy_` for each block and region, on any device.
 
-    The only engine for host memory that is not pinned. Copies are done on return
-    where there are no streams.
+    The only engine for host memory that is not pinned. On devices without streams,
+    copies have ended when a call returns.
     """
 
     def __init__(self, regions: Sequence[Region], slots: torch.Tensor) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which host slot makes room: an order over keys, one module for each policy."""
+"""Eviction policies: they order keys, and so decide which host slot is reused."""

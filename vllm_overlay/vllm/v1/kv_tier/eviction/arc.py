@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive replacement."""
+"""ARC: adaptive replacement cache."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from vllm.v1.kv_tier.eviction.base import EvictionPolicy, Key, pop_oldest
 class ARC(EvictionPolicy):
     """Adaptive replacement: balances keys used once against keys used again.
 
-    Two resident lists (`_once`, `_again`) and the ghosts of what each evicted
-    last. A key that comes back while its ghost is remembered moves the target
-    size of `_once` towards the list that gave it up too early. From Megiddo and
-    Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003.
+    Keeps two resident lists (`_once`, `_again`), and ghosts of the keys that each
+    evicted last. A key that returns while it is a ghost moves the target size of
+    `_once` towards the list that evicted it too early. From Megiddo and Modha, "ARC: A
+    Self-Tuning, Low Overhead Replacement Cache", FAST 2003.
     """
 
     def __init__(self, num_slots: int) -> None:

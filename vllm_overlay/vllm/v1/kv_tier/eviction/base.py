@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an eviction policy is.
+"""The interface of eviction policies.
 
-A policy orders keys and nothing else: it knows neither bytes nor slots. A key
-is any hashable value; the tier uses the first key of a slot.
+A policy orders keys and knows nothing of bytes or slots. A key is any hashable value;
+the tier uses the first key of a slot.
 """
 
 from abc import ABC, abstractmethod
@@ -15,28 +15,29 @@ Key = Hashable
 Value = TypeVar("Value")
 
 NO_HINT = 50
-"""The priority of a key of which nobody has said anything."""
+"""Priority of a key without a hint."""
 
 
 class About(NamedTuple):
-    """What clients have said of a key."""
+    """What hints say about a key."""
 
     priority: int
-    """From 0 to 100: what is higher goes later. `NO_HINT` is in the middle."""
+    """From 0 to 100; keys of higher priority are evicted later. `NO_HINT` is in the
+    middle."""
     until: float
-    """The time until when that holds, in seconds of `time.monotonic`; may be infinite.
-    Nobody is told when it has passed."""
+    """When the hint expires, in seconds of `time.monotonic`; may be infinite. The
+    policy is not notified then."""
     tenant: Hashable
-    """Who uses the key; None: nobody has said."""
+    """Tenant whose requests use the key; None if unknown."""
     turn: int
-    """Of its conversation, counted from 1: the request that has used it last."""
+    """Turn, counted from 1, of the conversation whose request used it last."""
 
 
 class EvictionPolicy(ABC):
-    """Order of eviction over the resident keys.
+    """Order of eviction of the resident keys.
 
     Args:
-        num_slots: Number of keys that can be resident at once.
+        num_slots: Most keys that can be resident.
 
     """
 
@@ -45,40 +46,42 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def insert(self, key: Key) -> None:
-        """`key`, not resident until now, became resident."""
+        """Add `key`, which was not resident."""
 
     @abstractmethod
     def hit(self, key: Key) -> None:
-        """Resident `key` is used. It is pinned until the plan in the making ends."""
+        """Record a use of resident `key`.
+
+        It stays pinned until the plan is complete.
+        """
 
     def hits(self, keys: Collection[Key]) -> None:
-        """As `hit` of each of `keys`, one after another."""
+        """Call `hit` for each of `keys`, in order."""
         hit = self.hit
         for key in keys:
             hit(key)
 
     @abstractmethod
     def remove(self, key: Key) -> None:
-        """Resident `key` was invalidated: forget that it ever was here."""
+        """Remove resident `key`, which became invalid. Remember nothing of it."""
 
     @abstractmethod
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        """Choose a resident key that is not pinned and drop it.
+        """Remove and return a resident key that is not pinned.
 
-        The slot table calls this for each victim, so thousands of times in one step,
-        and says that no key is pinned: a key that is, it puts back later, as one that
-        was used.
+        May be called thousands of times in a step. The slot table reports no key as
+        pinned, and inserts a pinned one again later, as a used one.
 
         Returns:
-            The key, no longer resident, or None when every key is pinned.
+            The evicted key, or None if every key is pinned.
 
         """
 
     def told(self, key: Key, about: About) -> None:  # noqa: B027
-        """Clients say `about` of resident `key`, now or before it was inserted.
+        """Pass the hints for resident `key`, given now or before it was inserted.
 
-        Optional. A policy that has this method is left to order keys by priority
-        itself. For all others `Hinted` does, and they pay nothing for it.
+        Optional. A policy that overrides this method orders keys by priority itself.
+        For all other policies `Hinted` does so, at no cost to them.
         """
 
 
@@ -110,7 +113,7 @@ def drop_oldest(keys: dict[Key, Any], limit: int) -> None:
 def pop_oldest(
     keys: "OrderedDict[Key, None]", is_pinned: Callable[[Key], bool]
 ) -> Key | None:
-    """Drop the first of `keys`, oldest first, that is not pinned, and return it."""
+    """Remove and return the oldest of `keys` that is not pinned."""
     for key in keys:
         if not is_pinned(key):
             del keys[key]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies by name or import path."""
+"""Eviction policies by name or import path."""
 
 import inspect
 
@@ -19,10 +19,14 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
 
 
 def make_policy(name: str, num_slots: int) -> EvictionPolicy:
-    """Build a policy from its name or import path.
+    """Make a policy from its name or import path.
+
+    Args:
+        name: A name in `POLICIES`, or `package.module.Class`.
+        num_slots: Most keys that can be resident.
 
     Raises:
-        ValueError: No such policy, or not an `EvictionPolicy`.
+        ValueError: There is no such policy, or it is not an `EvictionPolicy`.
 
     """
     policy: object = None

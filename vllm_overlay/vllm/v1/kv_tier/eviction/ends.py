@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When keys expire, the earliest first."""
+"""Expiry times of keys, earliest first."""
 
 import heapq
 import struct
@@ -16,7 +16,7 @@ def _order(seconds: float) -> int:
 
 
 class Ends:
-    """The ends of keys, of which there is one for each at most.
+    """Expiry times; at most one for each key.
 
     Entries of keys that have another end by now, or none, stay in a heap until their
     time has come, or until they are found here: while entries are added to the younger
@@ -29,9 +29,9 @@ class Ends:
     """
 
     _MOVED = 4
-    """Entries of the older heap that are looked at when one is added."""
+    """Entries of the older heap that are moved when one is added."""
     _FEW = 64
-    """Entries with which nothing is done."""
+    """Invalid entries that are tolerated."""
 
     def __init__(self) -> None:
         # The entry of each key, and the keys of those that hold.
@@ -46,11 +46,11 @@ class Ends:
 
     @property
     def num_entries(self) -> int:
-        """With those that are of no use."""
+        """Number of entries, including invalid ones."""
         return len(self._young) + len(self._old)
 
     def set(self, key: Key, until: float) -> None:
-        """`key` expires then, and not when it would have until now."""
+        """Set the expiry time of `key`, replacing an earlier one."""
         self.discard(key)
         self._num_set += 1
         entry = _order(until) << _NUMBER_BITS | self._num_set
@@ -58,7 +58,7 @@ class Ends:
         self._key[entry] = key
         heapq.heappush(self._young, entry)
         for _ in range(min(self._MOVED, len(self._old))):
-            # The last one of a heap can be taken away.
+            # The last entry of a heap can be removed without restoring its order.
             entry = self._old.pop()
             if entry in self._key:
                 heapq.heappush(self._young, entry)
@@ -66,18 +66,20 @@ class Ends:
             self._old, self._young = self._young, []
 
     def discard(self, key: Key) -> None:
-        """`key` does not expire."""
+        """Remove the expiry time of `key`."""
         if (entry := self._entry.pop(key, None)) is not None:
             del self._key[entry]
 
     def is_due(self, now: float) -> bool:
-        """Whether there is an entry for `pop`."""
+        """Whether there is a due entry for `pop`."""
         heap = self._first()
         return bool(heap) and heap[0] >> _NUMBER_BITS <= _order(now)
 
     def pop(self) -> Key | None:
-        """Take out the earliest entry. Returns its key, or None if that has another
-        end, or none."""
+        """Remove the earliest entry.
+
+        Returns its key, or None if the entry is invalid.
+        """
         key = self._key.pop(heapq.heappop(self._first()), None)
         if key is not None:
             del self._entry[key]

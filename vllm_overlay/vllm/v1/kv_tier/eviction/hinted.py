@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints and quotas around a policy that knows of neither.
+"""Applies hints and quotas around a policy that knows of neither.
 
-The policy says what it would give up. What clients want to go first goes before that.
-What it gives up and shall stay, since it is retained or its tenant is below its share,
-leaves the policy and is **kept** here, until it is used (then the policy has it again),
-until its time is over, or until there is too much of it. So each key is looked at once
-for each time that the policy gives it up, and any policy will do.
+Keys with a low priority are evicted before the policy is asked. When the policy evicts
+a key that should stay, because it is retained or its tenant is below its quota, the key
+leaves the policy and is **kept** here: until it is used (then the policy gets it back),
+until its hint expires, or until too many keys are kept. So each key is looked at once
+per eviction by the policy, and any policy can be used.
 
-Nothing is sure to stay. All that is retained has half of the slots, and each of those
-who retain an equal share of these; each tenant with a quota has its share. Beyond that
-the lowest priority goes, the oldest first.
+Keeping is not guaranteed. Retained keys can take half of the slots, with equal shares
+for all tenants that retain; each tenant with a quota also has its share. Beyond that,
+keys are evicted by priority, then by age.
 """
 
 from collections import OrderedDict
@@ -21,43 +21,44 @@ from vllm.v1.kv_tier.eviction.kept import ByPriority, Kept
 from vllm.v1.kv_tier.eviction.said import Said
 
 KEPT_PART = 1 / 2
-"""Part of the slots for what is retained, beyond the quotas. Others have the rest."""
+"""Part of the slots for retained keys, beyond the quotas."""
 
 _MAX_ROUNDS = 64
-"""Keys in a row that are kept instead of being evicted. A step must not wait for more:
-where a whole bulk of them is the next to go, one in so many goes all the same."""
+"""Most keys that are kept in a row instead of being evicted, to bound the work of a
+step. After that many, one is evicted anyway."""
 _MAX_LOOKS = 2048
-"""Keys in a step that are looked at beyond those that go: kept, expired, or low no
-longer. Then retained keys go as they come."""
+"""Most keys that a step looks at beyond its victims: kept, expired, or no longer low.
+After that, keys are evicted in the policy's order."""
 
 
 class Share:
-    """What a tenant with a quota has.
+    """Keys of a tenant with a quota.
 
     Args:
-        limit: Keys up to which none of them makes room for others.
+        limit: Number of keys that other tenants cannot evict.
 
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        # The first of a dict is slow to find when many before it have left.
+        # An OrderedDict, since finding the first key of a dict is slow after many
+        # removals.
         self.resident: OrderedDict[Key, None] = OrderedDict()
-        """The oldest first."""
+        """Oldest first."""
         self.kept = ByPriority()
 
     @property
     def excess(self) -> int:
-        """Keys above the limit."""
+        """Number of keys above the limit."""
         return len(self.resident) - self.limit
 
 
 class Hinted(EvictionPolicy):
-    """Carries hints and quotas out for any policy.
+    """Applies hints and quotas to any policy.
 
     Args:
-        policy: What orders keys of which nothing was said.
-        said: What clients say of keys.
+        policy: Orders keys without hints.
+        said: Hints by key.
         quotas: Parts of the slots, by tenant.
 
     """
@@ -67,12 +68,12 @@ class Hinted(EvictionPolicy):
     ) -> None:
         super().__init__(policy.num_slots)
         self.num_yielded = 0
-        """Retained keys that were given up all the same, since whoever reports it set
-        this to 0."""
+        """Retained keys that were evicted anyway, since the reader of this count reset
+        it."""
         self._policy = policy
         self._said = said
         self.orders_itself = type(policy).told is not EvictionPolicy.told
-        """Whether the policy wants to be told of all keys."""
+        """Whether the policy handles hints itself."""
         self._low = ByPriority()
         self._kept = Kept()
         self._max_kept = int(KEPT_PART * self.num_slots)
@@ -82,15 +83,15 @@ class Hinted(EvictionPolicy):
         self._share_of: dict[Key, Share] = {}
         # No set: Python's garbage collector looks at nothing in a dict of plain values.
         self.kept: dict[Key, None] = {}
-        """Keys that would not be here but for what was said, or for a quota. Public,
-        since asking of each block of a prefix must cost nothing."""
-        # When what is kept expires.
+        """Keys that are resident only because of a hint or a quota. Public, since
+        testing each block of a prefix must be cheap."""
+        # Expiry times of kept keys.
         self._ends = Ends()
-        # Who tells of no steps has no limit.
+        # Unlimited for users that do not call `begin_step`.
         self._num_looks: float = float("inf")
 
     def begin_step(self) -> None:
-        """A step begins, in which so many keys can be looked at."""
+        """Start a step, and reset the number of keys it may look at."""
         self._num_looks = _MAX_LOOKS
 
     # ------------------------------------------------------------- as a policy
@@ -107,7 +108,7 @@ class Hinted(EvictionPolicy):
         self._policy.hit(key)
 
     def hits(self, keys: Collection[Key]) -> None:
-        # Each block that is loaded comes by here, and mostly none is kept.
+        # A hot path: each loaded block passes here, and usually none is kept.
         if self.kept.keys().isdisjoint(keys):
             self._policy.hits(keys)
         else:
@@ -121,7 +122,7 @@ class Hinted(EvictionPolicy):
         self._left(key)
 
     def changed(self, key: Key) -> None:
-        """Something new was said of resident `key`, which is being used."""
+        """Apply new hints for resident `key`, which is in use."""
         if key in self.kept:
             self._discard(key)
             self._policy.insert(key)
@@ -134,7 +135,8 @@ class Hinted(EvictionPolicy):
         if key is None:
             key = self._policy.evict(is_pinned)
             if key is not None:
-                # What was said of a key may be forgotten: a flood says much.
+                # The hint of a key may have been dropped, since their number is
+                # limited.
                 if self._said.get(key) is None and key not in self._share_of:
                     return key
                 key = self._keep(key)
@@ -174,14 +176,14 @@ class Hinted(EvictionPolicy):
         while self._low and self._num_looks > 0:
             self._num_looks -= 1
             key = self._low.pop()
-            # That may hold no longer.
+            # The hint may have changed or expired.
             if self._said.is_low(key):
                 self._policy.remove(key)
                 return key
         return None
 
     def _evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        """The policy gave up one that is kept, and gives up others."""
+        """Ask the policy for other victims, after it evicted a key that is kept."""
         evict, get, share_of = self._policy.evict, self._said.get, self._share_of
         for _ in range(_MAX_ROUNDS):
             if self._num_looks <= 0:
@@ -206,8 +208,13 @@ class Hinted(EvictionPolicy):
         return full.kept.pop() if full is not None and full.kept else None
 
     def _keep(self, key: Key) -> Key | None:
-        """The policy gave `key` up. Returns what goes instead, maybe `key`; None: it is
-        kept, and nothing goes for that."""
+        """Handle a key that the policy evicted.
+
+        Returns:
+            The key to evict instead, possibly `key`; None if it is kept at no key's
+            expense.
+
+        """
         about, share = self._said.about(key), self._share_of.get(key)
         priority = NO_HINT
         if about is not None and not self.orders_itself and self._said.is_retained(key):
@@ -225,7 +232,7 @@ class Hinted(EvictionPolicy):
         return share.kept.pop() if share.excess > 0 else None
 
     def _pop_above_share(self) -> Key | None:
-        """The oldest key of the tenant that is furthest above its share."""
+        """Remove the oldest key of the tenant furthest above its share, if any."""
         most = max(self.shares.values(), key=lambda share: share.excess, default=None)
         if most is None or most.excess <= 0:
             return None
@@ -243,7 +250,7 @@ class Hinted(EvictionPolicy):
             self._share_of[key].kept.discard(key)
 
     def _pop_expired(self) -> Key | None:
-        """A key that was kept for no other reason than that it was retained."""
+        """Remove a key that was kept only because of a hint that has expired."""
         ends, now = self._ends, self._said.clock()
         while self._num_looks > 0 and ends.is_due(now):
             self._num_looks -= 1
@@ -251,7 +258,7 @@ class Hinted(EvictionPolicy):
                 continue
             about = self._said.about(key)
             if about is not None and about.priority > NO_HINT and about.until > now:
-                # Said again since, while it could not be told.
+                # Retained again since; `changed` was not called for it.
                 if about.until < float("inf"):
                     ends.set(key, about.until)
                 continue

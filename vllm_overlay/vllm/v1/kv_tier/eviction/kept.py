@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys in the order in which they are given up."""
+"""Orders of kept keys: by priority, and by owner."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -8,7 +8,7 @@ from vllm.v1.kv_tier.eviction.base import Key
 
 
 class ByPriority:
-    """Keys by their priorities, and by their coming where these are equal."""
+    """Keys by priority, and in order of insertion within a priority."""
 
     def __init__(self) -> None:
         self._priority: dict[Key, int] = {}
@@ -24,12 +24,12 @@ class ByPriority:
         return iter(self._priority)
 
     def add(self, key: Key, priority: int) -> None:
-        """`key`, not here until now, comes last among those of its priority."""
+        """Add `key`, which must not be present, as the last of its priority."""
         self._priority[key] = priority
         self._queues.setdefault(priority, OrderedDict())[key] = None
 
     def discard(self, key: Key) -> bool:
-        """Returns whether `key` was here."""
+        """Remove `key`. Returns whether it was present."""
         priority = self._priority.pop(key, None)
         if priority is None:
             return False
@@ -40,16 +40,18 @@ class ByPriority:
         return True
 
     def pop(self) -> Key:
-        """Take out the first key of the lowest priority. There must be one."""
-        # There are few priorities.
+        """Remove and return the first key of the lowest priority. There must be one."""
+        # There are few different priorities.
         key = next(iter(self._queues[min(self._queues)]))
         self.discard(key)
         return key
 
 
 class Kept:
-    """Keys of several owners, none of whom can take more than an equal share from the
-    others."""
+    """Keys of several owners, with equal shares for all.
+
+    An owner with more than its share cannot displace keys of others.
+    """
 
     def __init__(self) -> None:
         self._owner: dict[Key, Hashable] = {}
@@ -65,12 +67,12 @@ class Kept:
         return iter(self._owner)
 
     def add(self, key: Key, priority: int, owner: Hashable) -> None:
-        """`key` was not here until now."""
+        """Add `key`, which must not be present."""
         self._owner[key] = owner
         self._keys.setdefault(owner, ByPriority()).add(key, priority)
 
     def discard(self, key: Key) -> bool:
-        """Returns whether `key` was here."""
+        """Remove `key`. Returns whether it was present."""
         if key not in self._owner:
             return False
         owner = self._owner.pop(key)
@@ -81,13 +83,17 @@ class Kept:
         return True
 
     def pop(self) -> Key:
-        """Take out a key of an owner who has an equal share of all, or more: the first
-        one of the owner's lowest priority. There must be one."""
+        """Remove and return a key of an owner with at least an equal share.
+
+        There must be one.
+
+        It is the first key of the owner's lowest priority.
+        """
         while True:
             owner, keys = next(iter(self._keys.items()))
             if len(keys) * len(self._keys) >= len(self):
                 break
-            # Looked at again after all others: no search for who has most.
+            # Rotating the owners avoids a search for the largest.
             self._keys.move_to_end(owner)
         key = keys.pop()
         del self._owner[key]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Least recently used."""
+"""LRU: least recently used first."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from vllm.v1.kv_tier.eviction.base import EvictionPolicy, Key, pop_oldest
 
 
 class LRU(EvictionPolicy):
-    """Least recently used first."""
+    """Evicts the least recently used key."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Least recently used, with a second chance that must earn its slots."""
+"""LRU with a protected segment, while protection pays off."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,34 +8,34 @@ from vllm.v1.kv_tier.eviction.base import EvictionPolicy, Key, drop_oldest
 
 
 class Proven(EvictionPolicy):
-    """Keys that came back outlive newer ones for as long as that brings hits.
+    """Protects keys that were used again for as long as that brings hits.
 
-    `_new` has keys that were used once, `_proven` those that were used again, here or
-    since they were evicted; the oldest use first. While protection pays, `_proven`
-    keeps half of the slots, whatever else comes: a scan passes it by. Otherwise, and
-    beyond that half, the oldest use of all makes room, which is plain LRU: so what was
-    of use to a workload that is over gives way at once.
+    `_new` has keys that were used once, `_proven` those used again, while resident or
+    after their eviction; both oldest first. While protection pays off, `_proven` keeps
+    half of the slots, so that a scan does not displace it. Otherwise, and beyond that
+    half, the least recently used key of both is evicted, as in plain LRU. So keys of an
+    old workload do not stay for long.
 
-    Whether it pays is counted in `_credit`. A hit that LRU would have missed is one
-    more, and one that LRU would have had is one less. Age is told in insertions: LRU
-    evicts what was not used for as many as there are slots. While LRU rules, a proven
-    key that comes back after its eviction counts as a hit of protection. Credit is
-    bounded, or an old workload would have earned too much for the next one; and some is
-    lost with time, since protection that nobody asks for is no evidence.
+    `_credit` counts whether it pays off: plus one for a hit that LRU would have missed,
+    minus one for a miss that LRU would have hit. LRU evicts a key that was not used for
+    as many insertions as there are slots, so age is measured in insertions. While the
+    policy acts as LRU, a proven key that returns after its eviction counts as a hit of
+    protection. Credit is bounded, so that an old workload does not affect the next one
+    for long, and decays, since protected keys that are not used prove nothing.
     """
 
     _PROVEN = 1 / 2
     _MAX_CREDIT = 1 / 32
-    """Part of the slots."""
+    """Part of the number of slots."""
     _INSERTIONS_PER_CREDIT = 128
-    """After so many, one is lost."""
+    """Insertions after which one credit decays."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
-        # The insertion at which keys were last used.
+        # Keys with the insertion count at their last use.
         self._new: OrderedDict[Key, int] = OrderedDict()
         self._proven: OrderedDict[Key, int] = OrderedDict()
-        # The same of keys evicted since; None: proven ones that LRU chose.
+        # The same for evicted keys; None for proven keys that LRU evicted.
         self._ghosts: dict[Key, int | None] = {}
         self._num_insertions = 0
         self._credit = 0.0
@@ -75,7 +75,8 @@ class Proven(EvictionPolicy):
         elif protects and len(proven) <= self._PROVEN * self.num_slots:
             from_new = True
         else:
-            # A hit counts no insertion: of two that look as old it is the later one.
+            # Hits do not count as insertions: of two keys of equal age, the hit is more
+            # recent.
             from_new = next(iter(new.values())) <= next(iter(proven.values()))
         for keys in (new, proven) if from_new else (proven, new):
             for key, used in keys.items():

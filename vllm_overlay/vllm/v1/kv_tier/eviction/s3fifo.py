@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two first-in, first-out queues."""
+"""S3-FIFO: two first-in, first-out queues."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from vllm.v1.kv_tier.eviction.base import EvictionPolicy, Key
 
 
 class S3FIFO(EvictionPolicy):
-    """Two queues: keys prove themselves in the first, and stay in the second.
+    """Two queues: keys enter the first, and move to the second when they are used.
 
-    New keys go to `_first`, those that come back while remembered to `_main`. A key
-    that was used leaves `_first` for `_main` instead of the cache; in `_main` each use
-    earns it another round, three at most. Hits move nothing. From Yang et al., "FIFO
-    Queues Are All You Need for Cache Eviction", SOSP 2023.
+    New keys enter `_first`; keys that return while they are ghosts enter `_main`. A
+    used key at the end of `_first` moves to `_main` instead of being evicted; in
+    `_main` each use earns it another round, at most three. Hits move nothing. From Yang
+    et al., "FIFO Queues Are All You Need for Cache Eviction", SOSP 2023.
 
-    Two numbers are not the paper's. `_first` has half of the slots, not a tenth: a
-    conversation comes back minutes later, after much else. One use is proof enough,
-    not two: uses that the device serves are not seen here.
+    Two numbers differ from the paper. `_first` has half of the slots, not a tenth,
+    since a conversation returns after minutes and many other keys. One use is enough,
+    not two, since uses of device blocks do not appear here.
     """
 
     _FIRST = 1 / 2
@@ -26,10 +26,11 @@ class S3FIFO(EvictionPolicy):
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
         self._min_first = self._FIRST * num_slots
-        # Uses since a key came to where it is, oldest key first.
+        # Uses since the key entered its queue; oldest key first.
         self._first: OrderedDict[Key, int] = OrderedDict()
         self._main: OrderedDict[Key, int] = OrderedDict()
-        # The order may have keys twice, or that came back: some are forgotten early.
+        # The order may list keys twice, or keys that returned, so some ghosts are
+        # dropped early.
         self._ghosts: set[Key] = set()
         self._ghost_order: deque[Key] = deque()
 
@@ -57,7 +58,7 @@ class S3FIFO(EvictionPolicy):
             if key is not None:
                 return key
         key = self._evict_first(is_pinned)
-        # It may have moved to the second queue all that could make room.
+        # It may have moved all candidates to the second queue.
         return self._evict_main(is_pinned) if key is None else key
 
     def _evict_first(self, is_pinned: Callable[[Key], bool]) -> Key | None:
@@ -87,7 +88,7 @@ class S3FIFO(EvictionPolicy):
     def _evict_main(self, is_pinned: Callable[[Key], bool]) -> Key | None:
         main = self._main
         pop, num_left = main.popitem, (self._MAX_USES + 1) * len(main)
-        # A round more than uses can earn: then all that is left is pinned.
+        # One round more than uses can earn; then all remaining keys are pinned.
         while num_left:
             key, uses = pop(last=False)
             if uses:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients have said of keys."""
+"""Hints by key."""
 
 import math
 from collections.abc import Callable, Collection, Hashable
@@ -11,15 +11,15 @@ _Fields = tuple[int, float, Hashable, int]
 
 
 class Said:
-    """Remembers what was said of keys, beyond their blocks.
+    """Remembers the hints for keys, also after their blocks are gone.
 
-    A key has one tenant, the first that uses it: else who floods could take over what
-    others share. A tenant cannot make less of what another has said, while it holds;
-    what was said below `NO_HINT` holds until somebody uses the key who does not say so.
+    A key belongs to the first tenant that uses it, so that a flood of requests cannot
+    take over shared keys. Another tenant cannot lower a hint while it is valid. A
+    priority below `NO_HINT` is valid until a request uses the key without that hint.
 
     Args:
-        num_keys: Keys that are remembered, those of which something was said last.
-        clock: The time, in seconds.
+        num_keys: Most keys that are remembered; those with the latest hints stay.
+        clock: Time in seconds.
 
     """
 
@@ -42,7 +42,7 @@ class Said:
         self._about.clear()
 
     def is_retained(self, key: Key) -> bool:
-        """Whether `key` shall be kept longer than others, as of now."""
+        """Whether `key` has a valid priority above `NO_HINT`."""
         return (
             (about := self.get(key)) is not None
             and about[0] > NO_HINT
@@ -50,7 +50,7 @@ class Said:
         )
 
     def is_low(self, key: Key) -> bool:
-        """Whether `key` shall go before others, as of now."""
+        """Whether `key` has a valid priority below `NO_HINT`."""
         return (
             (about := self.get(key)) is not None
             and about[0] < NO_HINT
@@ -70,17 +70,17 @@ class Said:
         tenant: Hashable = None,
         turn: int = 1,
     ) -> About:
-        """A request uses `key`.
+        """Record that a request uses `key`.
 
         Args:
-            key: Of a block.
-            priority: None: the request says nothing of it.
-            until: How long that holds.
-            tenant: Of the request.
-            turn: Of its conversation.
+            key: Key of a block.
+            priority: Priority that the request gives; None if it gives none.
+            until: When the priority expires.
+            tenant: Tenant of the request.
+            turn: Turn of its conversation.
 
         Returns:
-            What holds from now on.
+            The hints that are valid from now on.
 
         """
         old = self._about.pop(key, None)
@@ -102,18 +102,18 @@ class Said:
         return About(priority, until, tenant, turn)
 
     def renew(self, keys: Collection[Key], about: About) -> bool:
-        """A request says `about`, of a priority above `NO_HINT`, of all of `keys`.
+        """Give all of `keys` the hints `about`, whose priority is above `NO_HINT`.
 
-        It is `tell` without what that costs for each block of a long prefix.
+        Faster than `tell` for the blocks of a long prefix.
 
         Returns:
-            Whether it did. Nothing has changed where somebody else has said something
-            of one of them, or that it is to go first.
+            Whether it did. Nothing changes if another tenant has a hint for one of
+            them, or if one has a low priority.
 
         """
         abouts = self._about
         known = abouts.keys() & keys
-        # There are few that differ.
+        # Keys of a prefix have few different hints.
         for priority, _, tenant, _ in set(map(abouts.__getitem__, known)):
             if tenant != about.tenant or priority < NO_HINT:
                 return False
@@ -125,8 +125,10 @@ class Said:
         return True
 
     def used_in_silence(self, key: Key) -> bool:
-        """A request uses `key` that says nothing. Returns whether that changes what was
-        said before."""
+        """Record that a request without hints uses `key`.
+
+        Returns whether its hint changed.
+        """
         about = self.get(key)
         if about is None or about[0] >= NO_HINT:
             return False

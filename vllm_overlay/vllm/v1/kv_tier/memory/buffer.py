@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host memory of one rank: one exact, anonymous allocation."""
+"""The host memory of one rank: an exactly sized allocation, pinned if possible."""
 
 import contextlib
 import math
@@ -28,47 +28,45 @@ logger = init_logger(__name__)
 
 GiB = 1 << 30
 
-# One registration of 512 GiB or more fails in the driver (upstream #51080).
+# A single registration of 512 GiB or more fails in the driver (upstream #51080).
 _MAX_PIECE_BYTES = 64 * GiB
-# More of them wait for one another in the kernel and for the memory bus.
+# More threads only wait for one another in the kernel and on the memory bus.
 _MAX_THREADS = 16
 
 
 class _Refused(Exception):
-    """The driver did not register memory. Arguments: its error, and the offset."""
+    """The driver did not register memory. Args: its error code, and the offset."""
 
 
 class HostBuffer:
     """Memory for the slots of one rank.
 
-    Slots lie one after the other, and all regions of a slot together, so that a
-    slot is one piece for whatever tier comes below.
+    Slots lie one after the other, and all regions of a slot together, so a secondary
+    tier sees each slot as one contiguous piece.
 
-    All pages are there when it is made: a request must not pay for page faults.
-    Threads take it piece by piece, so that the driver registers one piece while the
-    next are touched. A driver that registers no memory may give pinned memory of its
-    own; else the memory is used unpinned.
+    All pages exist when the constructor returns, so that no request pays for page
+    faults. Threads prepare the memory in pieces: the driver registers one piece while
+    the next are touched. If the driver refuses to register memory, it is asked for
+    pinned memory of its own; if that fails too, the memory is used unpinned.
 
     Args:
         num_slots: Number of slots.
         slot_bytes: Bytes of one slot on this rank.
         pin: Register the memory with the GPU driver.
-        device: The GPU to be near to; the current one if not given. Of no meaning
+        device: The GPU to place the memory near; None for the current one. Ignored
             without `pin`.
-        threads: How many touch and register; if not given, this GPU's share of
-            the CPUs.
-        piece_bytes: What one thread does at a time. Pieces are whole slots, at most
-            64 GiB.
-        huge_pages: Ask for huge pages.
-        progress_s: Seconds between log lines while it is taken.
-        shared: Memory to use, which other ranks have too, or processes of this one.
-            `huge_pages` is of no meaning then.
-        nodes: NUMA nodes of the GPUs that share it, for the rank that touches it;
-            another rank, which finds it touched, gives none.
+        threads: Threads that touch and register; None for this GPU's share of the CPUs.
+        piece_bytes: Bytes that a thread prepares at a time, rounded to whole slots; at
+            most 64 GiB.
+        huge_pages: Ask for huge pages. Ignored with `shared`.
+        progress_s: Seconds between log lines while memory is prepared.
+        shared: Use this memory, which other processes map too.
+        nodes: For the rank that touches `shared`: NUMA nodes of the GPUs that share it.
+            None for a rank that joins later and finds the pages touched.
 
     Raises:
-        MemoryError: The machine cannot give that much memory.
-        NotShared: The driver does not register memory that is shared.
+        MemoryError: The machine does not have that much memory.
+        NotShared: The driver refused to register shared memory.
 
     """
 
@@ -91,7 +89,7 @@ class HostBuffer:
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device if pin else None
         self._registered: list[int] = []
-        # The address may be registered again by a later engine of this process.
+        # A later engine of this process may register the same address again.
         weakref.finalize(self, _unregister, self._registered)
         self._huge_pages = huge_pages
         self._progress_s = progress_s
@@ -102,7 +100,7 @@ class HostBuffer:
         cpus = usable_cpus(self._node)
         self._cpus = cpus or usable_cpus(None)
         self._threads = threads or self._share_of(self._cpus)
-        # Where others touch it, they place it.
+        # The rank that touches shared pages also places them.
         self._is_placed = bool(cpus) or self._joins
         num_bytes = num_slots * slot_bytes
         try:
@@ -115,8 +113,8 @@ class HostBuffer:
         if not self._is_placed:
             logger.warning(
                 "KV tier: host memory could not be placed on NUMA node %d of the GPU, "
-                "and copies may be slower: none of the node's CPUs may be used, and "
-                "the system forbids mbind. Allow some of these CPUs, or add "
+                "and copies may be slower: this process may use none of the node's "
+                "CPUs, and the system forbids mbind. Allow some of these CPUs, or add "
                 "CAP_SYS_NICE.",
                 self._node,
             )
@@ -133,13 +131,13 @@ class HostBuffer:
         )
 
     pinned = False
-    """Whether the GPU driver knows the memory, and its pages stay where they are."""
+    """Whether the GPU driver has pinned the memory."""
 
     def _allocate(self, size: tuple[int, int, int]) -> torch.Tensor:
-        """The memory of all slots, pinned if that can be had.
+        """Allocate the memory of all slots, pinned if possible.
 
-        Memory that the driver refused is given back before the next is taken: together
-        they may be more than there is.
+        Memory that the driver refused is released before other memory is allocated:
+        there may not be enough for both.
 
         Args:
             size: Number of slots, bytes of a slot, bytes of a piece.
@@ -168,7 +166,7 @@ class HostBuffer:
         if self.pinned:
             logger.info(
                 "KV tier: the driver refused to register host memory (error %d, at %d "
-                "of %d bytes), as it does in guests of confidential computing, and "
+                "of %d bytes), as it does in guests of confidential computing. It "
                 "allocated pinned memory itself.",
                 error,
                 offset,
@@ -194,22 +192,22 @@ class HostBuffer:
         return min(max(len(cpus) // max(gpus, 1), 1), _MAX_THREADS)
 
     def _begin(self) -> None:
-        """A thread that takes memory begins: it does so from the GPU's NUMA node."""
+        """Start a thread that prepares memory: move it to the GPU's NUMA node."""
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, self._cpus)
         if self._device:
-            # Else the thread's first call makes a context on GPU 0.
+            # Without this, the thread's first call would create a context on GPU 0.
             torch.cuda.set_device(self._device)
 
     def _touched(self, size: tuple[int, int, int], register: bool) -> torch.Tensor:
-        """Memory with all its pages, and registered if that is wanted.
+        """Memory with all its pages touched, and registered if `register`.
 
-        Its pages come from the GPU's NUMA node by policy, and by touching from there: a
-        container may forbid either.
+        Pages come from the GPU's NUMA node both by memory policy and because threads
+        touch them from there: a container may forbid either.
 
         Raises:
-            _Refused: The driver did not register all of it. None is registered then.
-            OSError: There is not as much memory.
+            _Refused: The driver did not register all of it. Nothing stays registered.
+            OSError: There is not enough memory.
 
         """
         if not size[1]:
@@ -226,15 +224,15 @@ class HostBuffer:
         try:
             self._prepare(address, _pieces(*size), register)
         except BaseException:
-            # The traceback would hold it.
+            # The traceback would keep the memory alive.
             del memory
             raise
         return memory
 
     def _place(self, address: int, num_bytes: int) -> bool:
-        """Whether the system takes the pages from where they should be."""
+        """Set the NUMA policy of the pages. False if the system refuses."""
         if len(self._nodes) > 1:
-            # One node alone would serve the links of all GPUs.
+            # Memory on one node alone would serve the links of all GPUs.
             return spread(address, num_bytes, self._nodes)
         node = self._node
         return node is not None and prefer_node(address, num_bytes, node)
@@ -244,12 +242,14 @@ class HostBuffer:
     ) -> None:
         """Touch and register all pieces, or register none and raise."""
         is_refused = threading.Event()
-        # What another rank has touched may be in use: older kernels would clear it.
+        # Another rank may already use the pages that it touched, and `touch` clears
+        # them on older kernels.
         take = map_touched if self._joins else touch
 
         def prepare(piece: tuple[int, int]) -> int:
             offset, size = piece
-            # What is touched in vain delays the start, and is missing elsewhere.
+            # After a refusal, more touching would delay the start and take memory that
+            # is needed elsewhere.
             if not is_refused.is_set():
                 take(address + offset, size)
                 if register and (error := self._register(address + offset, size)):
@@ -263,7 +263,7 @@ class HostBuffer:
             with ThreadPoolExecutor(
                 self._threads, "kv-tier-start", self._begin
             ) as pool:
-                # The first error cancels what no thread has begun.
+                # The first error cancels the pieces that no thread has begun.
                 for size in pool.map(prepare, pieces):
                     ready += size
                     if time.perf_counter() - logged >= self._progress_s:
@@ -278,10 +278,10 @@ class HostBuffer:
             raise
 
     def _register(self, address: int, size: int) -> int:
-        """Returns the driver's error, 0 if it did as asked."""
+        """Register memory. Returns the driver's error code, 0 for success."""
         error = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
-        # An error stays the last one of this thread, which soon ends: a check of a
-        # later kernel must not find it.
+        # The error stays the last one of this thread, where a later check would find
+        # it. The thread ends soon.
         if not error:
             self._registered.append(address)
         return error
@@ -290,17 +290,17 @@ class HostBuffer:
 def shared_buffer(
     memory: SharedMemory, num_slots: int, device: torch.device, nodes: Set[int] | None
 ) -> HostBuffer:
-    """The slots of a rank in memory that others map, too.
+    """The slots of a rank in memory that other processes map too.
 
     Args:
-        memory: This memory, whose file is closed if it cannot be had.
+        memory: The shared memory. Its file is closed on errors.
         num_slots: Number of slots.
-        device: Where the rank computes.
-        nodes: As of `HostBuffer`.
+        device: Device of the rank.
+        nodes: As in `HostBuffer`.
 
     Raises:
-        MemoryError: The machine cannot give that much memory.
-        NotShared: The driver does not register memory that is shared.
+        MemoryError: The machine does not have that much memory.
+        NotShared: The driver refused to register shared memory.
 
     """
     on_gpu = device.type == "cuda"
@@ -321,10 +321,11 @@ def shared_buffer(
 def _pieces(
     num_slots: int, slot_bytes: int, piece_bytes: int
 ) -> Sequence[tuple[int, int]]:
-    """(offset, bytes) of what is touched and registered at once.
+    """(offset, bytes) of the pieces that are touched and registered at once.
 
-    Whole slots, since a copy must not cross from one registration to the next. Whole
-    pages too, where slots are not so odd that a piece would be too large.
+    Pieces are whole slots, since a copy must not cross from one registration to the
+    next. They are whole pages too, unless the size of a slot would make such a piece
+    too large.
     """
     piece_bytes = min(piece_bytes, _MAX_PIECE_BYTES)
     units = [math.lcm(slot_bytes, page) for page in (HUGE_PAGE_BYTES, PAGE_BYTES)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of host slots: whether a slot still holds what filled it.
+"""Checksums of host slots, to notice slots that changed since they were filled.
 
-Bad memory or a stray write may change a slot. Loaded as it is, a slot full of NaNs
-would harm whoever has the device block next, too.
+Bad memory or a stray write may change a slot. Loading it would give wrong tokens, and
+NaNs in it could even harm later users of the same device block.
 """
 
 import os
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from vllm.v1.kv_tier.memory.shared import DIGEST_BYTES
 
-# They read host memory beside the copies: more of them take from these.
+# The threads read host memory during copies, and more of them would slow these down.
 _MAX_THREADS = 8
 _MEASURED_SLOTS = 64
 
@@ -27,14 +27,14 @@ _T = TypeVar("_T")
 
 
 class SlotChecksums:
-    """Checksums of the slots of one rank. `RankSlots` says when they are taken.
+    """Checksums of the slots of one rank. `RankSlots` decides when they are taken.
 
     Args:
         slots: `[num_slots, slot_bytes]`, uint8, host memory.
-        device: Whose copies fill it. On a GPU a store ends some time after its launch,
-            and threads take the checksum then.
-        shared: `[num_slots, 8]`, uint8: where ranks that share the slots find the
-            checksums that the rank took which stores.
+        device: Device of the rank. On a GPU, stores end after their launch, so threads
+            take the checksums.
+        shared: `[num_slots, 8]`, uint8: checksums in shared memory, written by the rank
+            that stores and read by the ranks that share its slots.
 
     """
 
@@ -55,13 +55,15 @@ class SlotChecksums:
             gpus = max(torch.cuda.device_count(), 1)
             share = len(os.sched_getaffinity(0)) // gpus
             threads = min(max(share // 2, 1), _MAX_THREADS)
-            # Two pools: a check must not stand behind stores that have not ended.
+            # Two pools, so that a check never queues behind stores in flight.
             self._takers = ThreadPoolExecutor(threads, "kv-tier-sum")
             self._checkers = ThreadPoolExecutor(threads, "kv-tier-check")
 
     def take_after_copies(self, slots: Sequence[int]) -> None:
-        """Take those of `slots` when the copies on the current stream have ended; now,
-        where there is no stream."""
+        """Take the checksums of `slots` once the current stream's copies have ended.
+
+        Where there is no stream, they are taken at once.
+        """
         if self._takers is None:
             self.take(slots)
             return
@@ -71,12 +73,12 @@ class SlotChecksums:
                 taken = self._begin(slot)
                 self._takers.submit(self._take_after, wait, slot, taken)
         except BaseException:
-            # Nobody may wait for them.
+            # No check may wait for checksums that are never taken.
             self.forget(slots)
             raise
 
     def take(self, slots: Sequence[int]) -> None:
-        """Take those of `slots` now."""
+        """Take the checksums of `slots` at once."""
         begun = [self._begin(slot) for slot in slots]
         try:
             for slot, taken, value in zip(slots, begun, self._map(self._sum, slots)):
@@ -86,7 +88,7 @@ class SlotChecksums:
             raise
 
     def forget(self, slots: Sequence[int]) -> None:
-        """What `slots` held is void, with checksums that are still to be taken."""
+        """Drop the checksums of `slots`, including those that are still to be taken."""
         with self._lock:
             for slot in slots:
                 self._sums.pop(slot, None)
@@ -97,12 +99,15 @@ class SlotChecksums:
         return all(each is None or each.done() for each in taken)
 
     def are_right(self, slots: Sequence[int]) -> list[bool]:
-        """Which of `slots` hold what their checksums were taken of. Waits for those
-        that are still to be taken."""
+        """Check which of `slots` still match their checksums.
+
+        Waits for checksums that are still to be taken. A slot without one does not
+        match.
+        """
         return list(self._map(self._is_right, slots))
 
     def seconds_per_slot(self) -> float:
-        """How long a check takes for each of many slots, measured now."""
+        """Measure how long a check takes for each of many slots."""
         slots = range(min(len(self._memory), _MEASURED_SLOTS))
         started = time.perf_counter()
         list(self._map(self._sum, slots))
@@ -122,7 +127,7 @@ class SlotChecksums:
         return self._shared[slot].tobytes() == self._sum(slot)
 
     def _begin(self, slot: int) -> "Future[bytes]":
-        """A checksum is to be taken, which nobody has before `_set`."""
+        """Announce a checksum that `_set` will provide."""
         taken: Future[bytes] = Future()
         with self._lock:
             self._sums[slot] = taken
@@ -140,8 +145,8 @@ class SlotChecksums:
 
     def _set(self, slot: int, taken: "Future[bytes]", value: bytes) -> None:
         with self._lock:
-            # Else the slot has been filled again, and other ranks would take this for
-            # the checksum of that.
+            # If the slot has been filled again since, other ranks would take this old
+            # checksum for that of the new content.
             if self._shared is not None and self._sums.get(slot) is taken:
                 self._shared[slot] = np.frombuffer(value, np.uint8)
         taken.set_result(value)
@@ -150,7 +155,7 @@ class SlotChecksums:
         return blake3(self._memory[slot]).digest(DIGEST_BYTES)
 
     def _end_of_copies(self) -> Callable[[], object]:
-        """Waits on the host for what is on the current stream by now."""
+        """A function that waits on the host for the current stream's work so far."""
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event.synchronize

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of blocks on pages of the driver.
+"""Maps pages of blocks on a GPU to pages of its driver.
 
-A page of blocks lies in every region of the KV cache, and begins and ends where it
-likes: two that are neighbours may share a page of the driver. That has memory as long
-as one of them has. Where they can begin and end together, they do.
+A page of blocks has a part in every region of the KV cache, and its boundaries need not
+match those of driver pages, so neighbouring pages of blocks may share a driver page.
+That one stays mapped as long as any of them is. Sizes are chosen so that boundaries
+match where possible.
 """
 
 import threading
@@ -14,18 +15,18 @@ from typing import Protocol
 from vllm.v1.kv_tier.memory.limits import KEPT_FREE
 from vllm.v1.kv_tier.memory.regions import Region
 
-# What an engine leaves of the GPU's memory that has not enough for its longest request:
-# with some tens of MiB kernels fail that the driver has yet to load (H100).
+# Part of the GPU's memory that stays free even where an engine cannot hold its longest
+# request: with some tens of MiB, loading further kernels fails (H100).
 _LEAST_FREE = 1 / 100
 
-# In each region, where pages of blocks do not end where those of the driver do. Whoever
-# gives back one page amid others frees one less; but the page of the block that stands
-# for none never goes.
+# Driver pages per page of blocks in each region, where boundaries do not match.
+# Unmapping a page between mapped ones frees one less. Two, so that unmapping always
+# frees something; the page of the null block is never unmapped.
 _DRIVER_PAGES = 2
 
 
 class DeviceMemory(Protocol):
-    """See `KvcachedMemory`."""
+    """What `DevicePages` uses of `KvcachedMemory`."""
 
     page_bytes: int
 
@@ -37,13 +38,13 @@ class DeviceMemory(Protocol):
 
 
 class DevicePages:
-    """Maps pages of blocks. Threads may share it.
+    """Maps and unmaps pages of blocks. Safe to use from several threads.
 
     Args:
-        memory: Behind the whole KV cache, without any page of it mapped.
+        memory: Address range of the whole KV cache, with no page mapped.
         base: Address of its first byte.
-        regions: Of the KV cache.
-        num_blocks: Of the device.
+        regions: Regions of the KV cache.
+        num_blocks: Number of device blocks.
 
     """
 
@@ -55,7 +56,7 @@ class DevicePages:
         num_blocks: int,
     ) -> None:
         self._memory = memory
-        # First byte, bytes from a block to the next one, and bytes of a block.
+        # Offset, bytes from block to block, and bytes of a block.
         self._regions = [
             (r.blocks.data_ptr() - base, r.blocks.stride(0), r.blocks.shape[1])
             for r in regions
@@ -64,15 +65,15 @@ class DevicePages:
         self.blocks_per_page = max(1, min(self._num_together, num_blocks // 8))
         self.num_pages = -(-num_blocks // self.blocks_per_page)
         self.page_bytes = self.blocks_per_page * sum(r.block_bytes for r in regions)
-        # How many mapped pages of blocks lie on each page of the driver.
+        # Mapped pages of blocks on each driver page.
         self._counts: Counter[int] = Counter()
         self.mapped_bytes = 0
-        """Memory of the driver behind mapped pages."""
+        """Driver memory behind mapped pages."""
         self._lock = threading.Lock()
 
     @property
     def _num_together(self) -> int:
-        """Blocks that come and go together."""
+        """Blocks of a page: mapped and unmapped together."""
         size = self._memory.page_bytes
         width = min(num_bytes for _, _, num_bytes in self._regions)
         blocks = -(-size // width)
@@ -83,7 +84,7 @@ class DevicePages:
         return blocks
 
     def map(self, page: int) -> bool:
-        """Map a page that is not. False if there is no memory for it now."""
+        """Map an unmapped page. Returns False if there is no memory for it now."""
         numbers = self._numbers(page)
         with self._lock:
             new = [number for number in numbers if not self._counts[number]]
@@ -94,10 +95,10 @@ class DevicePages:
         return True
 
     def unmap(self, page: int) -> None:
-        """Give the memory of a mapped page back, as far as no other one has it.
+        """Unmap a page. Driver pages that other mapped pages need stay mapped.
 
         Raises:
-            RuntimeError: The driver did not take it. Do not use the page any more.
+            RuntimeError: The driver did not unmap it. The page must not be used again.
 
         """
         numbers = self._numbers(page)
@@ -109,10 +110,10 @@ class DevicePages:
                 self.mapped_bytes -= len(gone) * self._memory.page_bytes
 
     def map_at_first(self) -> list[int]:
-        """Map as many as there is memory for, in their order.
+        """Map as many pages as there is memory for, in order.
 
         Returns:
-            The others.
+            The pages that stayed unmapped.
 
         """
         for page in range(self.num_pages):
@@ -121,18 +122,17 @@ class DevicePages:
         return []
 
     def spare_bytes(self, at_any_rate: bool = False) -> int:
-        """What the GPU can give beyond what shall stay free; negative when others need
-        more.
+        """Free bytes of the GPU beyond the reserve; negative if others need memory.
 
         Args:
-            at_any_rate: Leave others the least.
+            at_any_rate: Use the smallest reserve instead of the usual one.
 
         """
         free, total = self._memory.free_bytes()
         return free - int((_LEAST_FREE if at_any_rate else KEPT_FREE) * total)
 
     def _numbers(self, page: int) -> list[int]:
-        """Pages of the driver that a page of blocks touches, ascending."""
+        """Driver pages that a page of blocks touches, ascending."""
         first = page * self.blocks_per_page
         end = min(first + self.blocks_per_page, self._num_blocks)
         size = self._memory.page_bytes

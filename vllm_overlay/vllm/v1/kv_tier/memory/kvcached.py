@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvcached: its library for device memory behind fixed addresses, and the place in
-shared memory where its tools set limits and look at use.
+"""Uses kvcached: its library to map device memory at fixed addresses, and its tools.
 
-Nothing else of it is used: its integration replaces upstream's block pool.
+`kvctl` and `kvtop` set limits and show use through a segment of shared memory. Nothing
+else of kvcached is used, since its integration replaces upstream's block pool.
 """
 
 import threading
@@ -16,31 +16,33 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-# The driver takes as long for a page of 2 MiB as for one of 16 (60 to 100 microseconds,
-# H100); but what pages of two users meet in stays until both are gone.
+# The driver takes as long for a page of 2 MiB as for one of 16 MiB (60 to 100 us,
+# H100), but a page with two users is freed only when both are gone.
 _LEAST_PAGE, _LARGEST_PAGE = 2 << 20, 16 << 20
 
-# At least so many pages of the driver lie in each layer. A page of blocks takes two of
-# them, so it is a thirty-second of the KV cache at most.
+# Least number of driver pages in each layer. A page of blocks takes two of them, so it
+# is at most a thirty-second of the KV cache.
 _PAGES_OF_A_LAYER = 64
 
-# Its allocators have numbers; it makes the first one when it is initialized.
+# kvcached numbers its allocators. The first one is made at initialization.
 _GROUP = 0
 
 _is_taken = False
 
 
 class KvcachedMemory:
-    """A range of device addresses, of which pages have memory. What is read from the
-    others is undefined, what is written to them is lost; neither is an error.
+    """A range of device addresses in which pages get and lose memory.
+
+    Reading a page without memory gives undefined values, and writes to it are lost;
+    neither is an error.
 
     Args:
-        num_bytes: Of the range. No page of it has memory at first.
-        num_layers: That lie in it one after the other.
+        num_bytes: Size of the range. No page of it has memory at first.
+        num_layers: Number of layers in it, one after the other.
         device: The GPU.
 
     Raises:
-        ValueError: kvcached cannot be used. The message names the mend.
+        ValueError: kvcached cannot be used. The message has the fix.
 
     """
 
@@ -50,7 +52,7 @@ class KvcachedMemory:
             raise ValueError(
                 "--kv-offloading-config: shrink_after_s is for one engine of a "
                 "process, and this process has had one. Start another process, or "
-                "remove it."
+                "remove shrink_after_s."
             )
         self._vmm = _load()
         if device.index is None:
@@ -60,27 +62,26 @@ class KvcachedMemory:
         self.page_bytes = size = page_bytes(num_bytes // max(1, num_layers))
         self._vmm.init_kvcached(str(device), size, False)
         whole = -(-num_bytes // size) * size
-        # Bytes of one range, not keys and values of layers.
+        # One range of bytes, instead of keys and values of several layers.
         (memory,) = self._vmm.create_kv_tensors(
             whole, 1, str(device), 1, 1, _GROUP, True
         )
         self.memory: torch.Tensor = memory
-        """`[num_bytes]` and the rest of the last page, int8."""
+        """`[num_bytes]`, rounded up to whole pages, int8."""
         self._stream = torch.cuda.Stream(device, priority=-1)
-        # Else it is the end of the process that takes the memory back, page by page,
-        # when the driver is gone already: with an error each.
+        # Without this, memory is freed page by page when the process ends. The driver
+        # is gone by then, and each page logs an error.
         self._lock = threading.Lock()
         Finalize(self, _shut_down, (self._vmm, device, self._lock), exitpriority=10)
 
     def map(self, pages: Sequence[int]) -> bool:
-        """Give pages that have none memory, all zero: all of them, or none where there
-        is not enough.
+        """Give pages zeroed memory: all of them, or none if there is too little.
 
         Args:
-            pages: By their number in the range.
+            pages: Numbers of pages in the range, without memory.
 
         Returns:
-            Whether they have it.
+            Whether the pages have memory now.
 
         """
         torch.cuda.set_device(self._device)
@@ -98,8 +99,10 @@ class KvcachedMemory:
                 return False
 
     def _clear(self, pages: Sequence[int]) -> None:
-        """It was others' memory, and what is not a number spoils attention even where
-        it is masked."""
+        """Fill new pages with zeros.
+
+        Other processes' data may contain NaNs, which spoil attention even where masked.
+        """
         size = self.page_bytes
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for first, end in _runs(pages):
@@ -107,10 +110,10 @@ class KvcachedMemory:
             self._stream.synchronize()
 
     def unmap(self, pages: Sequence[int]) -> None:
-        """Give the memory of pages back.
+        """Release the memory of pages.
 
         Raises:
-            RuntimeError: The driver did not take it.
+            RuntimeError: The driver did not release it.
 
         """
         torch.cuda.set_device(self._device)
@@ -121,7 +124,7 @@ class KvcachedMemory:
         return [page * self.page_bytes for page in pages]
 
     def free_bytes(self) -> tuple[int, int]:
-        """Free memory of the GPU, and all that it has."""
+        """(free, total) bytes of the GPU's memory."""
         return torch.cuda.mem_get_info(self._device)
 
 
@@ -129,7 +132,7 @@ class SharedLimit:
     """Limit and use of this engine's KV memory, for `kvctl` and `kvtop`.
 
     Args:
-        num_bytes: The limit at first.
+        num_bytes: Initial limit.
 
     """
 
@@ -140,29 +143,29 @@ class SharedLimit:
         self._utils = utils
         self.name: str = DEFAULT_IPC_NAME
         utils.init_kv_cache_limit(self.name, num_bytes)
-        # Processes of an engine end without `atexit`.
+        # An engine's processes do not run `atexit` handlers.
         Finalize(self, utils.delete_kv_cache_segment, (self.name,), exitpriority=0)
 
     def limit_bytes(self) -> int | None:
-        """What is set now; None if somebody has removed it."""
+        """The current limit; None if the segment is gone."""
         try:
             info = self._utils.get_kv_cache_limit(self.name)
         except (OSError, ValueError):
-            # Somebody is about to make it anew.
+            # Another process is replacing the segment.
             return None
         return None if info is None else info.total_size
 
     def tell(self, used: int, ahead: int) -> None:
-        """Say how much is mapped.
+        """Publish how much is mapped.
 
         Args:
-            used: Bytes.
-            ahead: Bytes that nobody has a use for yet.
+            used: Bytes in use.
+            ahead: Bytes that are mapped but not yet in use.
 
         """
         shm, struct = self._utils.RwLockedShm, self._utils.MemInfoStruct
         try:
-            # Its write lock would make the file anew.
+            # kvcached's write lock would create the missing segment again.
             if self.limit_bytes() is None:
                 return
             with shm(self.name, struct.SHM_SIZE, shm.WLOCK) as buffer:
@@ -170,18 +173,18 @@ class SharedLimit:
                 info.used_size, info.prealloc_size = used, ahead
                 info.write_to_buffer(buffer)
         except (OSError, ValueError) as e:
-            logger.warning_once("KV tier: kvtop sees no use of this engine: %s", e)
+            logger.warning_once("KV tier: kvtop cannot show this engine: %s", e)
 
 
 def _shut_down(vmm: Any, device: torch.device, lock: threading.Lock) -> None:
-    # For good: a thread that maps waits until the process ends.
+    # Never released: a thread that maps pages must wait until the process ends.
     lock.acquire()
     torch.cuda.synchronize(device)
     vmm.shutdown_kvcached()
 
 
 def shared_limit(num_bytes: int) -> SharedLimit | None:
-    """A `SharedLimit`, or None where there is no place for it."""
+    """A `SharedLimit`, or None if the segment cannot be made."""
     try:
         return SharedLimit(num_bytes)
     except (ImportError, OSError) as e:
@@ -202,10 +205,10 @@ def _load() -> Any:
 
 
 def page_bytes(layer_bytes: int) -> int:
-    """Bytes of the driver's pages behind a KV cache.
+    """Bytes of the driver pages behind a KV cache.
 
     Args:
-        layer_bytes: Of each layer.
+        layer_bytes: Bytes of each layer.
 
     """
     size = _LARGEST_PAGE
@@ -215,7 +218,7 @@ def page_bytes(layer_bytes: int) -> int:
 
 
 def _runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as runs, each from one up to before another."""
+    """Runs of consecutive numbers in ascending `pages`, as (first, end)."""
     first = end = -1
     for page in pages:
         if page != end:

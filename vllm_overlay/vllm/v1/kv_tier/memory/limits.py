@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory this machine or container has and can give."""
+"""How much host memory this machine or container has and has available."""
 
 import platform
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _GiB = 1 << 30
 
 KEPT_FREE = 1 / 50
-"""Part of a memory that engines which give memory back leave free for others: of the
-machine's, or of a GPU's."""
+"""Part of the memory that an engine with `shrink_after_s` leaves free for others: of
+the machine's, or of a GPU's."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of the machine or container that a process runs on, in bytes."""
+    """Memory of a process's machine or container, in bytes."""
 
     name: str
     boot: str
-    """Tells apart machines of the same name."""
+    """Boot id, which distinguishes machines of the same name."""
     total: int
     available: int
 
 
 def host_memory() -> HostMemory:
-    """That of this process."""
+    """Memory of this process's machine or container."""
     boot = _read(_BOOT.parent, _BOOT.name)
     return HostMemory(platform.node(), boot, total_host_bytes(), available_host_bytes())
 
@@ -37,17 +37,18 @@ def host_memory() -> HostMemory:
 def check_fits(
     size_bytes: int, needed: int, available: int, total: int, who: str = ""
 ) -> None:
-    """Refuse a size that a machine cannot give now.
+    """Refuse a size that the machine cannot provide now.
 
     Args:
-        size_bytes: As set.
-        needed: What is to be taken from this machine, in bytes.
-        available: What it can give.
-        total: What it has.
-        who: Begins a sentence about who takes `needed`, where that is not the size.
+        size_bytes: The configured size.
+        needed: Bytes to take from this machine.
+        available: Bytes that the machine has available.
+        total: Bytes that it has in all.
+        who: Start of a sentence on who takes `needed`, where that is not the whole
+            size.
 
     Raises:
-        ValueError: It does not fit.
+        ValueError: `needed` is more than `available`.
 
     """
     if needed <= available:
@@ -62,15 +63,15 @@ def check_fits(
 
 
 def check_hosts(size_bytes: int, ranks: Sequence[tuple[HostMemory, int]]) -> None:
-    """Refuse a size of which some machine cannot give what its ranks take.
+    """Refuse a size if any machine cannot provide the share of its ranks.
 
     Args:
-        size_bytes: As set, for all ranks together.
-        ranks: Memory where each rank runs, and what it takes of that, in bytes.
+        size_bytes: The configured size, for all ranks together.
+        ranks: For each rank, the memory of its machine, and the bytes it takes.
 
     Raises:
-        ValueError: Less is available. The message names the machine if there are
-            several.
+        ValueError: A machine has less available. With several machines, the message
+            names it.
 
     """
     hosts: dict[tuple[str, str], list[tuple[HostMemory, int]]] = {}
@@ -96,7 +97,7 @@ def total_host_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def available_host_bytes(cgroup: Path = CGROUP) -> int:
-    """Memory that can be taken now without swapping, in bytes."""
+    """Memory that can be allocated now without swapping, in bytes."""
     available = psutil.virtual_memory().available
     limit = _cgroup_limit(cgroup)
     return (
@@ -111,7 +112,7 @@ def _cgroup_limit(cgroup: Path) -> int | None:
 
 def _cgroup_in_use(cgroup: Path) -> int:
     in_use = int(_read(cgroup, "memory.current", "memory/memory.usage_in_bytes") or 0)
-    # Page cache counts as use, but gives way to an allocation.
+    # Page cache counts as used, but is dropped for an allocation.
     stat = dict(
         line.split()
         for line in _read(cgroup, "memory.stat", "memory/memory.stat").splitlines()
@@ -121,7 +122,7 @@ def _cgroup_in_use(cgroup: Path) -> int:
 
 
 def _read(cgroup: Path, *names: str) -> str:
-    """Text of the first of these cgroup files that exists (v2, then v1)."""
+    """Text of the first of these files that exists (cgroup v2, then v1)."""
     for name in names:
         try:
             return (cgroup / name).read_text().strip()

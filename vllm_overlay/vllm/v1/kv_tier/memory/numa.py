@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and CPUs near a GPU."""
+"""Places memory and threads on the NUMA node of a GPU."""
 
 import ctypes
 import os
@@ -13,18 +13,18 @@ SYS = Path("/sys")
 _NODES = "devices/system/node"
 
 _MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
-# glibc has no function for it, and libnuma is not everywhere.
+# glibc has no wrapper for mbind, and libnuma may be missing.
 _MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 
 
 def gpu_node(device: torch.device, sys: Path = SYS) -> int | None:
-    """NUMA node of a GPU. None: there is only one, or the machine does not say.
+    """NUMA node of a GPU; None if there is only one, or it is unknown.
 
     Args:
         device: The GPU.
-        sys: Where the kernel tells of the machine.
+        sys: Mount point of sysfs.
 
     """
     nodes = {path.name for path in (sys / _NODES).glob("node[0-9]*")}
@@ -40,13 +40,13 @@ def gpu_node(device: torch.device, sys: Path = SYS) -> int | None:
 
 
 def usable_cpus(node: int | None, sys: Path = SYS) -> set[int]:
-    """CPUs of `node` that this thread may run on, or all it may run on for None."""
+    """CPUs of `node` that this thread may run on; for None, all that it may run on."""
     allowed = os.sched_getaffinity(0)
     if node is None:
         return allowed
     ranges = (sys / _NODES / f"node{node}/cpulist").read_text().strip()
     cpus: set[int] = set()
-    # As in 0-15,32-47; a node without CPUs has an empty list.
+    # For example 0-15,32-47. A node without CPUs has an empty list.
     for part in filter(None, ranges.split(",")):
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
@@ -54,7 +54,7 @@ def usable_cpus(node: int | None, sys: Path = SYS) -> set[int]:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Take the pages of untouched memory from `node` as long as it has some.
+    """Place the pages of untouched memory on `node` as long as it has free ones.
 
     Args:
         address: Start, at a page.
@@ -62,14 +62,14 @@ def prefer_node(address: int, num_bytes: int, node: int) -> bool:
         node: NUMA node.
 
     Returns:
-        Whether the system allows it; containers often do not.
+        Whether the system allows it. Containers often do not.
 
     """
     return _bind(address, num_bytes, {node}, _MPOL_PREFERRED)
 
 
 def spread(address: int, num_bytes: int, nodes: Set[int]) -> bool:
-    """Take the pages of untouched memory from `nodes` in turns.
+    """Interleave the pages of untouched memory over `nodes`.
 
     Args:
         address: Start, at a page.
@@ -96,7 +96,7 @@ def _bind(address: int, num_bytes: int, nodes: Set[int], policy: int) -> bool:
         ctypes.c_ulong(num_bytes),
         ctypes.c_long(policy),
         mask,
-        # The kernel counts one less than it is told.
+        # The kernel uses one bit less than this number.
         ctypes.c_ulong(len(mask) * bits + 1),
         ctypes.c_ulong(0),
     )

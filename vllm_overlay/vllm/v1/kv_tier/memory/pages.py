@@ -12,7 +12,7 @@ import torch
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 << 20
 
-# Linux 5.14 and newer; Python does not name it.
+# Linux 5.14 or newer. Python has no name for it.
 MADV_POPULATE_WRITE = 23
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -20,27 +20,27 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def anonymous(num_bytes: int, huge_pages: bool = True) -> torch.Tensor:
-    """Private memory that no page backs yet. It goes with its last view.
+    """Allocate private memory without pages. It is freed with its last view.
 
     Args:
         num_bytes: Size.
-        huge_pages: Ask for huge pages: fewer faults, and the GPU driver has fewer
-            runs of memory to map. Kernels without them give small ones.
+        huge_pages: Ask for huge pages: fewer faults, and fewer runs of memory for the
+            GPU driver to map. Kernels without huge pages use small ones.
 
     Returns:
-        `[num_bytes]`, uint8, starting at a huge page.
+        `[num_bytes]`, uint8, aligned to a huge page.
 
     Raises:
-        OSError: The machine cannot give that much.
+        OSError: The machine does not have that much.
 
     """
-    # Only addresses are taken for the alignment: nobody touches what lies outside.
+    # The alignment takes addresses only; what lies outside is never touched.
     mapping = mmap.mmap(
         -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
-    # A fork would copy pinned memory, all of it and at once.
+    # A fork would copy all pinned memory at once.
     mapping.madvise(mmap.MADV_DONTFORK)
-    # A core dump would take minutes, and show prompts to whoever gets it.
+    # A core dump would take minutes and contain prompts.
     mapping.madvise(mmap.MADV_DONTDUMP)
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
@@ -56,10 +56,10 @@ def touch(address: int, num_bytes: int, advice: int = MADV_POPULATE_WRITE) -> No
     Args:
         address: Start.
         num_bytes: Size.
-        advice: What makes the kernel do so, if it knows it.
+        advice: The `madvise` value to use, if the kernel has it.
 
     Raises:
-        OSError: The machine has no more of them.
+        OSError: The machine has no more memory.
 
     """
     if not _populate(address, num_bytes, advice):
@@ -68,8 +68,9 @@ def touch(address: int, num_bytes: int, advice: int = MADV_POPULATE_WRITE) -> No
 
 
 def map_touched(address: int, num_bytes: int) -> None:
-    """Let this process find pages that another one has touched, without a fault for
-    each; those of older kernels wait for the faults.
+    """Map pages that another process has touched, to save a fault for each.
+
+    Does nothing on older kernels, where pages are mapped by faults.
 
     Args:
         address: Start.
@@ -83,14 +84,14 @@ def map_touched(address: int, num_bytes: int) -> None:
 
 
 def discard(address: int, num_bytes: int) -> int:
-    """Give pages back to the machine. The next to touch them finds zeros.
+    """Give pages back to the system. The next access finds zeros.
 
     Args:
-        address: Start, of a page.
-        num_bytes: Size, of whole pages.
+        address: Start, at a page.
+        num_bytes: Size, in whole pages.
 
     Returns:
-        0, or the error for which they stay.
+        0, or the error number if the pages stay.
 
     """
     if _madvise(address, num_bytes, mmap.MADV_DONTNEED) == 0:
@@ -99,10 +100,10 @@ def discard(address: int, num_bytes: int) -> int:
 
 
 def _populate(address: int, num_bytes: int, advice: int) -> bool:
-    """Whether the kernel knows how.
+    """Populate pages. Returns False if the kernel lacks the call.
 
     Raises:
-        OSError: It does, and cannot.
+        OSError: The kernel has it, but it failed.
 
     """
     if _madvise(address, num_bytes, advice) == 0:

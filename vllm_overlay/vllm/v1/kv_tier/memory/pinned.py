@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned host memory that the GPU driver allocates itself, of an exact size.
+"""Pinned host memory of an exact size that the GPU driver allocates.
 
-Some drivers refuse to register memory that a program has, as in guests of confidential
-computing (upstream issue 55428), but give memory of their own. Torch offers such memory
-too, but rounds its size up to a power of two (upstream issue 53042).
+Some drivers refuse to register existing memory, as in guests of confidential computing
+(upstream issue 55428), but allocate pinned memory. Torch can allocate it too, but
+rounds its size up to a power of two (upstream issue 53042).
 """
 
 import ctypes
@@ -14,10 +14,12 @@ import torch
 
 
 def allocate_pinned(num_bytes: int) -> torch.Tensor:
-    """Memory that goes with its last view. The thread must have a current device.
+    """Allocate pinned memory. It is freed with its last view.
+
+    The calling thread must have a current device.
 
     Args:
-        num_bytes: Size. All pages are there on return.
+        num_bytes: Size. All pages exist on return.
 
     Returns:
         `[num_bytes]`, uint8.
@@ -32,7 +34,7 @@ def allocate_pinned(num_bytes: int) -> torch.Tensor:
     size = ctypes.c_size_t(num_bytes)
     _check(lib, "cuMemHostAlloc", ctypes.byref(address), size, ctypes.c_uint(0))
     memory = (ctypes.c_uint8 * num_bytes).from_address(address.value or 0)
-    # Not at exit: the process ends, and others may still read.
+    # Not at exit: other threads may still read, and the memory goes with the process.
     weakref.finalize(memory, _free, lib, context, address).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -48,6 +50,6 @@ def _check(lib: Any, function: str, *args: Any) -> None:
 
 
 def _free(lib: Any, context: ctypes.c_void_p, address: ctypes.c_void_p) -> None:
-    # Whichever thread drops the last view: it may never have used a GPU.
+    # The thread that drops the last view may never have used a GPU.
     lib.cuCtxSetCurrent(context)
     lib.cuMemFreeHost(address)

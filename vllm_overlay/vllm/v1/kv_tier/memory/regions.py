@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV memory of a rank as rows of bytes, one row per block.
 
-Layouts differ by backend and tag: blocks may be the first or the second
-dimension, layers may lie beside or inside one another, groups of a hybrid model
-may alias the same bytes. All of them are strided: block `b` of a tensor lies
-`b * stride` bytes after block 0. So every tensor is a set of tiles (offset of
-block 0, stride), and tiles of one stride that overlap belong to one region.
+Layouts differ by backend and release: blocks may be the first or the second dimension,
+layers may lie next to or inside one another, and groups of a hybrid model may alias the
+same bytes. All layouts are strided: block `b` of a tensor lies `b * stride` bytes after
+block 0. So each tensor is a set of tiles (offset of block 0, stride), and overlapping
+tiles of one stride form one region.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True)
 class Region:
-    """KV memory in which each block is one run of bytes."""
+    """KV memory in which each block is one contiguous row of bytes."""
 
     blocks: torch.Tensor
     """`[num_blocks, bytes]`, uint8, rows strided; a view of the KV cache."""
@@ -33,15 +33,15 @@ def build_regions(kv_caches: Any, num_blocks: int) -> list[Region]:
     """The regions of a model runner's KV caches.
 
     Args:
-        kv_caches: Tensors, or nested lists of them, whose first or second
-            dimension is `num_blocks` or a multiple of it (kernel blocks).
-        num_blocks: Number of blocks the scheduler counts.
+        kv_caches: Tensors, or nested lists of them, whose first or second dimension is
+            `num_blocks` or a multiple of it (kernel blocks).
+        num_blocks: Number of the scheduler's blocks.
 
     Returns:
-        Regions without overlap. Copying row `b` of each copies block `b`.
+        Regions that do not overlap. Copying row `b` of each copies block `b`.
 
     Raises:
-        RuntimeError: The layout is none that can be copied block by block.
+        RuntimeError: The layout cannot be copied block by block.
 
     """
     tiles: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -62,8 +62,8 @@ def build_regions(kv_caches: Any, num_blocks: int) -> list[Region]:
             if base != pointer:
                 continue
             for start, end in _merge(sorted(set(found)), stride):
-                # The whole stride: what lies between the views (padding,
-                # quantization scales) belongs to the block too.
+                # The whole stride: padding or quantization scales between the views
+                # belong to the block too.
                 last = start + (num_blocks - 1) * stride
                 width = min(stride, storage.nbytes() - last)
                 if end - start > width:
@@ -79,7 +79,7 @@ def build_regions(kv_caches: Any, num_blocks: int) -> list[Region]:
 
 
 def flatten(kv_caches: Any) -> Iterator[torch.Tensor]:
-    """All tensors with content in nested lists of them."""
+    """All tensors with content in nested lists."""
     if isinstance(kv_caches, torch.Tensor):
         if kv_caches.numel():
             yield kv_caches
@@ -89,7 +89,7 @@ def flatten(kv_caches: Any) -> Iterator[torch.Tensor]:
 
 
 def _tiles(tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int, int]]:
-    """(offset, stride, width) in bytes, for each run of a block in `tensor`."""
+    """(offset, stride, width) in bytes of each contiguous part of a block."""
     dim = _block_dim(tensor, num_blocks)
     size = tensor.element_size()
     kernel_blocks = tensor.shape[dim] // num_blocks
@@ -110,7 +110,7 @@ def _tiles(tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int, in
 
 
 def _block_dim(tensor: torch.Tensor, num_blocks: int) -> int:
-    """Which of the first two dimensions counts blocks, or parts of them."""
+    """Index of the dimension, 0 or 1, that counts blocks or parts of them."""
     first, second = tensor.shape[:2]
     keys_and_values = first == 2 and second % num_blocks == 0
     if first % num_blocks == 0 and not keys_and_values:
@@ -118,13 +118,13 @@ def _block_dim(tensor: torch.Tensor, num_blocks: int) -> int:
     if second % num_blocks == 0:
         return 1
     raise RuntimeError(
-        f"No dimension of a KV cache of shape {tuple(tensor.shape)} counts "
-        f"{num_blocks} blocks."
+        f"Neither of the first two dimensions of a KV cache of shape "
+        f"{tuple(tensor.shape)} counts {num_blocks} blocks."
     )
 
 
 def _merge(tiles: Iterable[tuple[int, int]], stride: int) -> Iterator[tuple[int, int]]:
-    """Join sorted (offset, width) that lie in one stride to (start, end)."""
+    """Join sorted (offset, width) within one stride to (start, end)."""
     start, end = -1, -1
     for offset, width in tiles:
         if start >= 0 and offset < start + stride:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks hold the same KV, and what slots take where they hold it once."""
+"""Which ranks hold the same KV, and the bytes of a slot if they store it once."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,21 +15,22 @@ _PLAIN = {"FullAttentionSpec", "SlidingWindowSpec"}
 
 
 def kv_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
-    """How many consecutive ranks hold the same KV of every layer; 1: none do.
+    """How many consecutive ranks hold the same KV of every layer; 1 if none do.
 
     Args:
         vllm_config: Settings of the engine.
-        kv_cache_config: The scheduler's.
+        kv_cache_config: The scheduler's KV cache configuration.
 
     Returns:
-        None if that depends on the heads of each layer: `head_replicas` tells.
+        The number, or None if it depends on the heads of each layer, which
+        `head_replicas` counts.
 
     """
     parallel = vllm_config.parallel_config
     num_ranks = parallel.tensor_parallel_size
     if num_ranks == 1:
         return 1
-    # Ranks that have parts of the tokens hold different ones.
+    # Context parallel ranks hold different tokens.
     if releases.decode_context_ranks(parallel) > 1:
         return 1
     if releases.prefill_context_ranks(parallel) > 1:
@@ -42,11 +43,11 @@ def kv_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
     is_mla = vllm_config.model_config.use_mla
     replicas = releases.kv_replicas(kv_cache_config)
     if replicas is None and is_mla:
-        # The layers of a draft model may be others.
+        # Layers of a draft model may be of another kind.
         replicas = num_ranks if speculative is None and _are_latent(specs) else 1
     if replicas is not None and (replicas > 1 or is_mla):
         return replicas if num_ranks % replicas == 0 else 1
-    # Upstream does not tell of heads, of which each rank has one at least.
+    # Specs do not have the total number of heads. Each rank has at least one.
     kinds = {type(spec).__name__ for spec in specs}
     if not specs or not kinds <= _PLAIN:
         return 1
@@ -54,20 +55,21 @@ def kv_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
 
 
 def _are_latent(specs: Sequence[Any]) -> bool:
-    """Whether all layers have MLA, for releases that do not tell of ranks."""
-    # The first ones have the same spec for all full attention, and a flag.
+    """Whether all layers use MLA, in releases without `kv_tp_replicas`."""
+    # Older releases use one spec for MLA and full attention, with a flag.
     kinds = {type(spec).__name__ for spec in specs}
     known = kinds <= {"MLAAttentionSpec", "FullAttentionSpec"}
     return bool(specs) and known and all(map(releases.is_latent, specs))
 
 
 def head_replicas(modules: Mapping[str, Any], layers: Iterable[str]) -> int:
-    """On how many consecutive ranks each layer's heads of keys and values are the same.
+    """On how many consecutive ranks all layers have the same KV heads.
 
     Args:
-        modules: Of the model, by name. Projections to queries, keys and values say what
-            they split.
-        layers: Names of the layers with KV. In doubt they have heads of their own.
+        modules: Modules of the model by name. Projections to queries, keys and values
+            know their replicas.
+        layers: Names of the layers with KV. A layer of unknown kind counts as not
+            replicated.
 
     """
     found = 0
@@ -84,35 +86,44 @@ def head_replicas(modules: Mapping[str, Any], layers: Iterable[str]) -> int:
 def obstacle(
     layouts: Sequence[Layout], replicas: int, is_one_machine: bool, has_below: bool
 ) -> str | None:
-    """Why ranks that hold the same KV must each have their own copy; None: nothing.
+    """Why ranks with the same KV cannot share slots; None if they can.
 
     Args:
-        layouts: Of each rank.
-        replicas: Consecutive ranks that hold the same.
+        layouts: Layout of each rank.
+        replicas: Number of consecutive ranks that hold the same KV.
         is_one_machine: Whether all ranks are on this machine.
-        has_below: Whether there are tiers below the host.
+        has_below: Whether there are secondary tiers.
 
     """
     if not is_one_machine:
         return "they are on several machines"
     if has_below:
-        return "each rank reads tiers below the host into slots of its own"
+        return "each rank reads secondary tiers into its own slots"
     if not all(layouts):
         return "some ranks have no KV memory"
     if len(layouts) % replicas:
-        return f"{len(layouts)} ranks are no groups of {replicas}"
+        return f"{len(layouts)} ranks do not divide into groups of {replicas}"
     if any(
         layouts[rank] != layouts[owner] for rank, owner in owners(layouts, replicas)
     ):
-        return "their KV caches lie differently in memory"
+        return "their KV caches have different layouts"
     return None
 
 
 def owners(ranks: Sequence[object], replicas: int) -> Iterator[tuple[int, int]]:
-    """Each rank, and the one that stores for it: the first that holds the same."""
+    """(rank, owner) for each rank: the owner stores for the ranks with the same KV.
+
+    It is the first of them.
+    """
     return ((rank, rank - rank % replicas) for rank in range(len(ranks)))
 
 
 def held_once(per_rank: Sequence[int], replicas: int) -> int:
-    """Bytes of a slot on all ranks together, given those of a block on each."""
+    """Bytes of a slot on all ranks together.
+
+    Args:
+        per_rank: Bytes of a block on each rank.
+        replicas: Number of consecutive ranks that share a slot.
+
+    """
     return sum(per_rank[::replicas])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that several ranks of one machine map, and what they tell others in it.
+"""Host memory that several processes of one machine map.
 
-It has no name in any file system: the rank that made it keeps an open file, which the
-others open by way of `/proc`. So it goes with the last process that maps it, whatever
-ends them, and the size of `/dev/shm` is of no meaning.
+It has no name in any file system: its creator keeps an open file, which the others open
+through `/proc`. So it is freed with the last process that maps it, however that ends,
+and the size of `/dev/shm` does not matter.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ import torch
 from vllm.v1.kv_tier.memory.pages import HUGE_PAGE_BYTES, PAGE_BYTES
 
 DIGEST_BYTES = 8
-"""Of the checksum of a slot."""
+"""Bytes of a slot's checksum."""
 
 _LINE = 64
-# Numbers of the first line: what those that open the file know it by.
+# Numbers at the start of the first line that identify the memory.
 _NUM_SECRETS = 2
 
 
 class NotShared(RuntimeError):
-    """Ranks cannot share memory here. The message is the reason."""
+    """Processes cannot share memory here. The message is the reason."""
 
 
 class Address(NamedTuple):
@@ -38,21 +38,22 @@ class Address(NamedTuple):
     pid: int
     fd: int
     secret: tuple[int, ...]
-    """Written in the memory: a process of another container may have the same id."""
+    """Also written in the memory: a process in another container may have the same
+    id."""
 
 
 class SharedMemory:
-    """Memory for slots, a board of numbers, and a checksum and a state for each slot.
+    """Memory for slots, a board of numbers, and a checksum and state of each slot.
 
-    The file has the slots first, so that they start at a huge page; behind them a line
-    that tells which memory it is, a line of numbers for each rank, the checksums, and
-    the states.
+    The slots come first in the file, so that they start at a huge page. After them come
+    a line that identifies the memory, a line of numbers for each rank, the checksums,
+    and the states.
 
     Args:
-        fd: The open file, which it closes.
+        fd: The open file. Owned by this object.
         num_slots: Number of slots.
         slot_bytes: Bytes of one slot.
-        num_ranks: How many share it.
+        num_ranks: Number of ranks that share it.
 
     """
 
@@ -66,7 +67,7 @@ class SharedMemory:
         slots = mmap.mmap(fd, start, mmap.MAP_SHARED)
         told = mmap.mmap(fd, size - start, mmap.MAP_SHARED, offset=start)
         for mapping in (slots, told):
-            # As of private memory: see `pages.anonymous`.
+            # For the same reasons as in `pages.anonymous`.
             mapping.madvise(mmap.MADV_DONTFORK)
             mapping.madvise(mmap.MADV_DONTDUMP)
         with contextlib.suppress(OSError):
@@ -77,24 +78,24 @@ class SharedMemory:
         lines = numbers.reshape(1 + num_ranks, _LINE // 8)
         self._secret = lines[0, :_NUM_SECRETS]
         self.board = lines[1:]
-        """`[num_ranks, 8]`, int64: a line for each rank, which nobody else writes to.
-        What a rank wrote before a number is seen by whoever has seen the number."""
+        """`[num_ranks, 8]`, int64: one line per rank, which only that rank writes.
+        Whoever reads a number also sees everything that its rank wrote before it."""
         sums = np.frombuffer(told, np.uint8, offset=lines.nbytes)
         self.sums = sums[: num_slots * DIGEST_BYTES].reshape(num_slots, DIGEST_BYTES)
-        """`[num_slots, 8]`, uint8: checksums of what the slots hold."""
+        """`[num_slots, 8]`, uint8: checksums of the slots."""
         self.states = sums[num_slots * DIGEST_BYTES :][:num_slots]
-        """`[num_slots]`, uint8: what they hold, see `RankSlots`."""
+        """`[num_slots]`, uint8: states of the slots, see `RankSlots`."""
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int, num_ranks: int) -> "SharedMemory":
-        """New memory, full of zeros, that no page backs yet.
+        """Create zeroed memory without pages.
 
         Raises:
-            NotShared: This machine cannot.
+            NotShared: This machine does not support it.
 
         """
         if num_ranks > 1 and platform.machine() != "x86_64":
-            # Python has no barriers: others might see a number before the bytes.
+            # Python has no memory barriers: others might see a number before the bytes.
             raise NotShared(f"{platform.machine()} may reorder what ranks write")
         try:
             fd = os.memfd_create("kv-tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -103,7 +104,7 @@ class SharedMemory:
         try:
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, _sizes(num_slots, slot_bytes, num_ranks)[1])
-            # Nobody can take pages away from under the others.
+            # Prevents that a process truncates the file under the others.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             memory = cls(fd, num_slots, slot_bytes, num_ranks)
         except OSError as e:
@@ -116,10 +117,10 @@ class SharedMemory:
     def join(
         cls, address: Address, num_slots: int, slot_bytes: int, num_ranks: int
     ) -> "SharedMemory":
-        """The memory that another rank has created.
+        """Map memory that another process has created.
 
         Raises:
-            NotShared: It is out of reach.
+            NotShared: It cannot be reached.
 
         """
         path = f"/proc/{address.pid}/fd/{address.fd}"
@@ -129,7 +130,7 @@ class SharedMemory:
             raise NotShared(f"{path} cannot be opened ({e.strerror})") from e
         try:
             if os.fstat(fd).st_size != _sizes(num_slots, slot_bytes, num_ranks)[1]:
-                raise NotShared(f"{path} is something else")
+                raise NotShared(f"{path} has an unexpected size")
             memory = cls(fd, num_slots, slot_bytes, num_ranks)
             if memory._secret.tolist() != list(address.secret):
                 raise NotShared(f"{path} is other memory")
@@ -148,18 +149,18 @@ class SharedMemory:
 
     @property
     def board_at(self) -> int:
-        """Where the board lies in the file."""
+        """Offset of the board in the file."""
         return self._board_at
 
     @property
     def address(self) -> Address:
-        """For `join`, until `close`."""
+        """Address for `join`, until `close`."""
         return Address(os.getpid(), self._fd, tuple(self._secret.tolist()))
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """None of the others is in such a block meanwhile, until `close`."""
-        # The kernel lets go of it when a process ends.
+        """Hold a lock that only one process can hold at a time. Ends with `close`."""
+        # The kernel releases it when a process ends.
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
             yield
@@ -167,14 +168,14 @@ class SharedMemory:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """All have joined: the file is of no use any more, the memory stays."""
+        """Close the file once all processes have joined. The memory stays mapped."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def _sizes(num_slots: int, slot_bytes: int, num_ranks: int) -> tuple[int, int]:
-    """Bytes of the slots, in whole huge pages, and of the whole file."""
+    """(bytes of the slots in whole huge pages, bytes of the file)."""
     start = -(-num_slots * slot_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     told = (1 + num_ranks) * _LINE + num_slots * (DIGEST_BYTES + 1)
     return start, start + -(-told // PAGE_BYTES) * PAGE_BYTES

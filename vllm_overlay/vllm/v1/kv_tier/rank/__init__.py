@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank carries out plans: the order of its copies, and what it tells of them."""
+"""The worker's side: runs the copies of plans, and reports to the scheduler."""

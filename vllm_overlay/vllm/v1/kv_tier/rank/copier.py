@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the copies of a plan do: blocks and slots, in parts and in chunks."""
+"""Carries out the copies of a plan, in parts of layers or chunks of blocks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,18 +23,18 @@ _T = TypeVar("_T")
 
 
 class Copier:
-    """Copies what plans ask for. Nothing it does raises: it reports what failed.
+    """Copies what plans ask for. Failures are reported, not raised.
 
-    Loads that a step waits for go by regions, in the order of the layers (parts); what
-    no step waits for goes by blocks (chunks).
+    Loads that a step waits for are split by regions (parts), in the order of the
+    layers. Other copies are split by blocks (chunks).
 
     Args:
         regions: KV memory of the rank, in the order of the layers.
-        engines: What copies.
-        report: Where failures go.
-        slots: What they hold.
+        engines: Copy engines.
+        report: Receives failures.
+        slots: State of the slots.
         tuning: Sizes of parts and chunks.
-        peers: The ranks that share the slots, if any do.
+        peers: The ranks that share the slots, if any.
 
     """
 
@@ -55,7 +55,7 @@ class Copier:
         self._tuning = tuning
 
     def copies(self, plan: StepPlan) -> Copies:
-        """What a `CopyOrder` runs for `plan`."""
+        """The copies of `plan`, for a `CopyOrder` to run."""
         num_loads = len(plan.load_slots)
         parts = self._parts(num_loads) if num_loads else []
         return Copies(
@@ -74,7 +74,7 @@ class Copier:
         self._store_blocks("store", plan.seq, blocks, slots, after, between_parts)
 
     def clean(self, plan: StepPlan, between_parts: Callable[[], None]) -> None:
-        """Store the blocks that later plans may overwrite."""
+        """Store blocks that later plans may overwrite."""
         blocks, slots = plan.clean_blocks, plan.clean_slots
         after = plan.clean_after_loads
         self._store_blocks("clean", plan.seq, blocks, slots, after, between_parts)
@@ -144,7 +144,7 @@ class Copier:
             self._report.load_failed(kind, seq)
 
     def _await_owner(self, plan: StepPlan) -> None:
-        """Before slots are loaded that another rank fills."""
+        """Wait until the slots of `plan` are filled, if another rank fills them."""
         if self._peers is not None:
             self._peers.wait_for_stores(plan)
 
@@ -154,7 +154,7 @@ class Copier:
         transfer.copy(range(len(self._regions)))
 
     def _parts(self, num_blocks: int) -> list[range]:
-        """Regions that a step waits for together, in the order of the layers."""
+        """Ranges of regions that a step waits for together, in layer order."""
         sizes = [num_blocks * region.block_bytes for region in self._regions]
         part_bytes = max(self._tuning.part_bytes, sum(sizes) // self._tuning.max_parts)
         parts, start, size = [], 0, 0
@@ -168,7 +168,7 @@ class Copier:
     def _chunks(
         self, engine: CopyEngine, num_blocks: int, num_bytes: int
     ) -> Iterator[slice]:
-        """Blocks that are copied together where no step waits."""
+        """Slices of blocks that are copied together where no step waits."""
         block_bytes = sum(region.block_bytes for region in self._regions)
         launch_s = engine.launch_s(len(self._regions))
         size = num_bytes // max(block_bytes, 1)
@@ -179,7 +179,7 @@ class Copier:
 
     def _launches_long(self, num_blocks: int) -> bool:
         if self._slots.checksums is not None:
-            # They are compared first.
+            # They are compared before the load.
             return True
         pieces = num_blocks * len(self._regions)
         launch_s = self.engines.step_loads.launch_s(pieces)
@@ -187,7 +187,7 @@ class Copier:
 
 
 def _each(parts: Iterable[_T], between_parts: Callable[[], None]) -> Iterator[_T]:
-    """`parts`, with a call between one and the next."""
+    """Yield `parts`, and call `between_parts` between them."""
     for i, part in enumerate(parts):
         if i:
             between_parts()

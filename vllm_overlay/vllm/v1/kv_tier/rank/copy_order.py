@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must come before what: copies and compute of one rank, in any place.
+"""The interface that orders the copies and the compute of one rank.
 
-`StepPlan` says which copies a step asks for, and its fences which earlier copies and
-forward passes must have ended before. A `CopyOrder` makes that true: by running one
-copy after the other here, or on the streams of a GPU (`rank.streams`).
+`StepPlan` has the copies of a step, and fences: which earlier copies and forward passes
+must have ended first. A `CopyOrder` enforces them, by running one copy after the other
+or with the streams of a GPU (`rank.streams`).
 """
 
 import time
@@ -16,12 +16,12 @@ from vllm.v1.kv_tier.rank.peers import Peers
 
 Copy = Callable[[Callable[[], None]], None]
 """Queues copies on the current stream, part by part, and calls its argument between
-one part and the next. Never raises: a failure is the business of whoever wrote it."""
+parts. Never raises; it reports failures itself."""
 
 
 @dataclass
 class Copies:
-    """What the copies of one plan do, in the order of their names."""
+    """The copies of one plan, in the order in which they take effect."""
 
     store: Copy
     load: Copy
@@ -30,28 +30,29 @@ class Copies:
     load_parts: Sequence[range] = ()
     """Regions of each part of `load`."""
     load_launches_long: bool = False
-    """Whether the launch of `load` takes the CPU as long as that of many layers."""
+    """Whether launching `load` takes the CPU longer than a step should be held up."""
 
 
 class CopyHangs(Exception):
-    """A copy does not end, and nothing can make it."""
+    """A copy does not end, and cannot be stopped."""
 
 
 class CopyOrder(ABC):
-    """Runs the copies of a plan so that its fences hold."""
+    """Runs the copies of plans so that their fences hold."""
 
     @abstractmethod
     def begin_step(self, plan: StepPlan, copies: Copies, layerwise: bool) -> None:
-        """Queue the copies, before this step's compute.
+        """Queue the copies of a step before its compute.
 
         Args:
-            plan: Whose copies to run.
-            copies: How.
-            layerwise: Let the attention layers wait for the loads, not the step.
+            plan: The step's plan.
+            copies: Its copies.
+            layerwise: Let attention layers wait for their loads, instead of the step
+                for all.
 
         Raises:
-            CopyHangs: A copy of this plan or of an earlier one. Nothing but
-                `give_up` may be called then, and `end_step`.
+            CopyHangs: A copy of this or an earlier plan does not end. Then only
+                `give_up` and `end_step` may be called.
 
         """
 
@@ -59,45 +60,46 @@ class CopyOrder(ABC):
         """Launch no more copies.
 
         Returns:
-            Device blocks that loads may still write to, at any time, by plan.
+            By plan, device blocks that loads may still write to at any time.
 
         """
         return {}
 
     def end_step(self) -> bool:
-        """The step's compute is queued.
+        """Note that the step's compute is queued.
 
         Returns:
-            Whether all layers waited for what they had to.
+            Whether all layers waited for their loads.
 
         """
         return True
 
     @abstractmethod
     def have_ended(self, stores: int, loads: int) -> bool:
-        """Whether all copies that began have ended, of these plans.
+        """Whether all copies of these plans that began have ended.
 
         Args:
-            stores: Stores of plans up to this `seq`.
-            loads: Loads, ahead or not, of plans up to this `seq`.
+            stores: Last plan whose stores count.
+            loads: Last plan whose loads count, loads ahead included.
 
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for the end of all copies that were queued."""
+        """Wait until all queued copies have ended."""
 
     def take_prefill_time(self, num_tokens: int) -> PrefillTime:
-        """How long a step took that has ended since the last call, if one has.
+        """Start timing a step; return the time of one that ended since the last call.
 
         Args:
-            num_tokens: Of this step, if it is one that says what prefill costs.
+            num_tokens: Tokens of the new step if its time tells what prefill costs,
+                else 0.
 
         """
         return PrefillTime(0, 0.0)
 
     def take_copy_times(self) -> Times:
-        """Of the copies, and of the waits for loads, that ended since the last call."""
+        """Times of copies and of waits for loads that ended since the last call."""
         return {}
 
 
@@ -106,10 +108,10 @@ def _nothing() -> None:
 
 
 class InOrder(CopyOrder):
-    """For devices without streams: every copy ends before the next begins.
+    """For devices without streams: each copy ends before the next begins.
 
     Args:
-        peers: Who is told of the ends, if anybody.
+        peers: The ranks that share the slots, if any.
 
     """
 
@@ -139,7 +141,7 @@ class InOrder(CopyOrder):
                     self._times["stall", plan.seq] = time_taken
 
     def end_step(self) -> bool:
-        # Nothing is queued here: the step has been computed.
+        # Without streams, the step has been computed by now.
         if self._begun is not None:
             (num_tokens, begun), self._begun = self._begun, None
             self._prefill = PrefillTime(num_tokens, time.perf_counter() - begun)

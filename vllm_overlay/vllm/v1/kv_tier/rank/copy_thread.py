@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies that a thread launches beside the step, on a stream of their own.
+"""A thread that launches copies on its own stream, next to the steps.
 
-A batch of small copies takes the CPU about half a microsecond for each of them, a
-long one more than a decoding step has. The driver call runs without the GIL.
+Launching a copy takes the CPU about half a microsecond for each piece, so a long one
+takes longer than a decoding step. The driver call releases the GIL.
 """
 
 import queue
@@ -22,10 +22,10 @@ logger = init_logger(__name__)
 
 
 class Done:
-    """The end of work on a stream, which may not have been launched yet.
+    """The end of work on a stream, possibly not launched yet.
 
     Args:
-        look_s: How often to look for the end where the wait for it is bounded.
+        look_s: Seconds between polls in `ends_within`.
 
     """
 
@@ -35,21 +35,21 @@ class Done:
         self._launched = threading.Event()
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """All work that is on `stream` by now."""
+        """Record the end of all work on `stream` so far."""
         self.event.record(stream)
         self._launched.set()
 
     def wait(self, stream: torch.cuda.Stream) -> None:
-        """Make `stream` wait for the end; the caller for the launch only."""
+        """Make `stream` wait for the end. The caller waits for the launch only."""
         self.wait_for_launch()
         stream.wait_event(self.event)
 
     def wait_for_launch(self, timeout_s: float | None = None) -> bool:
-        """Returns whether it came within `timeout_s`."""
+        """Wait for the launch. Returns whether it came within `timeout_s`."""
         return self._launched.wait(timeout_s)
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Wait on the host, no longer than that. Returns whether the end came."""
+        """Wait on the host for the end. Returns whether it came within `timeout_s`."""
         limit = time.monotonic() + timeout_s
         if not self.wait_for_launch(timeout_s):
             return False
@@ -71,7 +71,7 @@ class Job(Done):
     """A copy that a `CopyThread` launches.
 
     Args:
-        copy: What to do.
+        copy: Queues the copy.
         after: What must have ended before.
         num_blocks: Size of the copy.
 
@@ -83,22 +83,22 @@ class Job(Done):
         self.copy = copy
         self.after = after
         self.num_blocks = num_blocks
-        # Begin and end of what the stream copied without a wait in between.
+        # Begin and end of each stretch of copying without a wait.
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._begun: torch.cuda.Event | None = None
         self.is_urgent = False
-        """Somebody waits for the launch: no time for gates."""
+        """Whether the launch is waited for, so that gates are skipped."""
         self._woken = threading.Event()
         self.before: Job | None = None
-        """The job that its thread launches first, if it has not yet."""
+        """The previous job of the same thread, until this one is launched."""
 
     def wait_for_launch(self, timeout_s: float | None = None) -> bool:
         self.hurry()
         return super().wait_for_launch(timeout_s)
 
     def hurry(self) -> None:
-        """Launch it, and what it waits for, without gates and with less pacing."""
-        # No recursion: behind a copy that hangs, thousands may have queued up.
+        """Launch this job and those it depends on without gates, less paced."""
+        # Not recursive: thousands of jobs may be queued after a copy that hangs.
         jobs: list[Job] = [self]
         while jobs:
             job = jobs.pop()
@@ -109,27 +109,27 @@ class Job(Done):
                 jobs.extend(each for each in before if isinstance(each, Job))
 
     def rest(self, timeout_s: float) -> None:
-        """Let its thread sleep so long, or until somebody calls `wake`."""
+        """Let the launching thread sleep until `wake`, or for `timeout_s`."""
         self._woken.wait(timeout_s)
         self._woken.clear()
 
     def wake(self) -> None:
-        """Something that its thread may wait for is so now."""
+        """Wake the launching thread, since its condition may hold now."""
         self._woken.set()
 
     def forget(self) -> None:
-        """It was launched. Without it, jobs would keep all before them."""
+        """Drop references after the launch. They would keep all earlier jobs alive."""
         self.copy = lambda between_parts: None
         self.after = ()
         self.before = None
 
     def record_begin(self, stream: torch.cuda.Stream) -> None:
-        """What comes next on `stream` is the copy."""
+        """Record that the copy starts or continues on `stream`."""
         self._begun = torch.cuda.Event(enable_timing=True)
         self._begun.record(stream)
 
     def record_break(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """The copy is interrupted. Returns what has come when it has so far."""
+        """Record a break of the copy. Returns an event for its end so far."""
         ended = torch.cuda.Event(enable_timing=True, blocking=True)
         ended.record(stream)
         if self._begun is not None:
@@ -139,8 +139,10 @@ class Job(Done):
 
     @property
     def seconds(self) -> float:
-        """How long the copy took, without the waits at gates between its parts; it
-        must have ended. 0: it never began."""
+        """Seconds of copying, without waits between parts; 0 if it never began.
+
+        The job must have ended.
+        """
         spans = [*self._spans]
         if self._begun is not None:
             spans.append((self._begun, self.event))
@@ -148,10 +150,10 @@ class Job(Done):
 
 
 class Gate:
-    """What keeps a thread from launching copies for a while. It is open at first.
+    """Keeps a thread from launching copies for a while. Initially open.
 
-    Nobody looks again and again whether it is open: each look would take Python's lock
-    from the step whose launch closed the gate.
+    The thread sleeps instead of polling: each poll would take the GIL from the step
+    whose launch closed the gate.
     """
 
     def __init__(self) -> None:
@@ -167,7 +169,10 @@ class Gate:
             job.wake()
 
     def wait(self, job: Job, timeout_s: float) -> None:
-        """Until it is open, or `job` urgent, or so much time is over. One thread."""
+        """Wait until the gate is open, `job` is urgent, or `timeout_s` has passed.
+
+        For one thread only.
+        """
         ends = time.monotonic() + timeout_s
         self._waiting = job
         while not (self._is_open or job.is_urgent):
@@ -178,19 +183,19 @@ class Gate:
 
 
 class CopyThread:
-    """A stream of copies, and the thread that launches them in the order of their jobs.
+    """A stream of copies, and the thread that launches them in the order of submission.
 
     Args:
-        name: Of the thread.
-        device: Where the stream is.
-        parts_in_flight: Parts of a copy that are queued on the device at a time:
-            enough for it to go on until the thread has Python's lock again. More of
-            them would hold up what is more urgent. The thread also waits for what a
-            job waits for. None: all is queued at once.
-        gate: Called before each part of a job that is not urgent, to wait for what
-            comes first.
-        priority: Of its kernels; those of a lower number are scheduled first.
-        tuning: How patient it is.
+        name: Name of the thread.
+        device: Device of the stream.
+        parts_in_flight: Parts of a copy that are queued on the device at a time: enough
+            to keep it busy until the thread gets the GIL again, but few enough not to
+            hold up more urgent work. The thread also waits for a job's dependencies.
+            None: queue all at once.
+        gate: Called before each part of a job that is not urgent, to wait for work with
+            precedence.
+        priority: Stream priority; lower numbers are scheduled first.
+        tuning: Timeouts and limits.
 
     """
 
@@ -212,8 +217,8 @@ class CopyThread:
             target=_run, args=(self._jobs, self._launcher), name=name, daemon=True
         )
         thread.start()
-        # The thread keeps no reference to this. Runs at exit at the latest: a thread
-        # that waits for the device then ends the process with an abort.
+        # The thread holds no reference to this object, so this runs at exit at the
+        # latest. A thread that still waits for the device then would abort the process.
         weakref.finalize(self, _end, self._jobs, thread, tuning.end_within_s)
 
     def submit(self, job: Job) -> Job:
@@ -224,7 +229,7 @@ class CopyThread:
         return job
 
     def launch(self, job: Job) -> Job:
-        """Launch `job` here and now."""
+        """Launch `job` in the calling thread."""
         if self._last is not None:
             self._last.wait_for_launch()
             self._last = None
@@ -232,12 +237,12 @@ class CopyThread:
         return job
 
     def close(self) -> None:
-        """Launch none of the jobs that are not launched yet, and no other."""
+        """Launch no more jobs, including those that are queued."""
         self._launcher.is_closed = True
 
 
 class _Launcher:
-    """What launches the jobs of a stream, in whichever thread it is called."""
+    """Launches the jobs of a stream, from any thread."""
 
     def __init__(
         self,
@@ -259,8 +264,8 @@ class _Launcher:
                 return
             for done in job.after:
                 if self._parts_in_flight is not None:
-                    # What waits on the device fills the launch queue. But somebody may
-                    # come to wait for the launch of this job, or of one behind it.
+                    # Jobs that wait on the device fill the launch queue. The thread
+                    # stops waiting when this job, or a later one, becomes urgent.
                     while not (job.is_urgent or done.has_come()):
                         job.rest(self._tuning.fence_look_s)
                 done.wait(self.stream)
@@ -272,7 +277,7 @@ class _Launcher:
                 job.record_begin(self.stream)
                 job.copy(lambda: self._between_parts(job))
         finally:
-            # Others wait for it, come what may.
+            # Others wait for the job, even if it failed.
             job.record(self.stream)
             job.forget()
             self._parts.clear()

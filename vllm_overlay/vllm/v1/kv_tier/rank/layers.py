@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention layers that wait for their own part of a step's loads.
+"""Lets attention layers wait for their own part of a step's loads.
 
-The loads of a step run in the order of the layers. With them waited for layer by
-layer, the first layers compute while the last ones are still on the way.
+The loads of a step run in the order of the layers. If each layer waits for its own, the
+first layers compute while the last ones are still loading.
 
-That needs Python to run at every layer, which it does not where one CUDA graph holds
-the whole forward pass. `HostTier` arms the waits only for steps that cannot run as
-one; `disarm` tells whether all layers came by, and if not, the loads count as failed.
+Python must run at every layer for that, which it does not where one CUDA graph holds
+the whole forward pass. `HostTier` arms the waits only for steps that cannot run as one
+graph. `disarm` returns whether every layer waited; if not, the loads count as failed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,19 +25,19 @@ logger = init_logger(__name__)
 
 
 class End(Protocol):
-    """Of a part of the loads."""
+    """The end of a part of the loads."""
 
     def wait(self, stream: torch.cuda.Stream) -> None:
-        """Make `stream` wait for it."""
+        """Make `stream` wait for the end."""
 
 
 class LayerWaits:
-    """What each layer of a rank waits for.
+    """The waits of a rank's layers.
 
     Args:
         regions: By layer name, the last region that the layer reads.
-        max_decode_tokens: Tokens that a request may have in a step that one CUDA
-            graph may hold.
+        max_decode_tokens: Most tokens of a request in a step that may run as one CUDA
+            graph.
 
     """
 
@@ -46,8 +46,8 @@ class LayerWaits:
         self.max_decode_tokens = max_decode_tokens
         self.is_armed = False
         self.use: Callable[[LayerWaits], None] = lambda waits: None
-        """Lets the layers of this process find these waits: a process may run the
-        ranks of several engines."""
+        """Makes the layers of this process use these waits. A process may run ranks of
+        several engines."""
         self._ends: Sequence[End] = ()
         self._part_of: dict[str, int] = {}
         self._num_waited = 0
@@ -56,8 +56,8 @@ class LayerWaits:
         """Let the layers of this step wait.
 
         Args:
-            parts: Regions of each part of the loads, in order, all of them.
-            ends: When each part has come.
+            parts: Regions of each part of the loads: all regions, in order.
+            ends: The end of each part.
 
         """
         part_of_region = [i for i, part in enumerate(parts) for _ in part]
@@ -77,7 +77,7 @@ class LayerWaits:
             self._num_waited = part + 1
 
     def disarm(self) -> bool:
-        """The step is queued. Returns whether every layer came by."""
+        """Stop the waits once the step is queued. Returns whether all layers waited."""
         self.is_armed = False
         self._ends = ()
         return not self._part_of
@@ -86,7 +86,7 @@ class LayerWaits:
 def make_layer_waits(
     vllm_config: "VllmConfig", regions: Sequence[Region]
 ) -> LayerWaits | None:
-    """The waits of this rank, or None where steps must wait for all their loads."""
+    """The waits of this rank; None if steps must wait for all loads at once."""
     reason = next(_obstacles(vllm_config), None)
     layers: dict[str, int] = {}
     if reason is None:
@@ -96,7 +96,7 @@ def make_layer_waits(
             if last is None:
                 continue
             if releases.attention_backend(layer) is None:
-                reason = f"{type(layer).__name__} is no attention layer"
+                reason = f"{type(layer).__name__} is not an attention layer"
                 break
             layers[name] = last
     if reason is not None:
@@ -106,11 +106,11 @@ def make_layer_waits(
 
 
 def _obstacles(vllm_config: "VllmConfig") -> Iterator[str]:
-    """Why Python may not run at each layer, or something else may read blocks."""
+    """Why Python may not run at each layer, or other code may read blocks."""
     if releases.may_capture_whole_forward(vllm_config.compilation_config):
         yield "one CUDA graph may hold the forward pass"
     if vllm_config.speculative_config is not None:
-        yield "speculative decoding reads blocks in steps of its own"
+        yield "speculative decoding reads blocks in its own steps"
     if vllm_config.kv_transfer_config is not None:
         yield "a KV connector reads blocks too"
     if releases.has_micro_batches(vllm_config.parallel_config):
@@ -118,7 +118,7 @@ def _obstacles(vllm_config: "VllmConfig") -> Iterator[str]:
 
 
 def _regions_of(layer: Any, regions: Sequence[Region]) -> Iterator[int]:
-    """Indices of the regions that lie where the KV cache of `layer` does."""
+    """Indices of the regions that overlap the KV cache of `layer`."""
     for tensor in flatten(releases.kv_caches_of(layer)):
         start, end = _extent(tensor)
         for i, region in enumerate(regions):
@@ -128,7 +128,7 @@ def _regions_of(layer: Any, regions: Sequence[Region]) -> Iterator[int]:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First address of a tensor, and the one behind its last."""
+    """First address of a tensor, and the address after its last byte."""
     steps = ((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
     size = tensor.element_size()
     return tensor.data_ptr(), tensor.data_ptr() + (sum(steps) + 1) * size

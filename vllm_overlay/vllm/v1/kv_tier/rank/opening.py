@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the stores of ranks, and says which ranks have objects in common."""
+"""Opens the stores of the ranks, and finds out which ranks can share objects."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +18,12 @@ logger = init_logger(__name__)
 
 
 def common_objects(executor: Any, num_blocks: int, told: int | None) -> int:
-    """How many consecutive ranks have their objects in common; 1: none have.
+    """How many consecutive ranks can share their objects; 1 if none can.
 
     Args:
         executor: Reaches all ranks.
         num_blocks: Blocks of the device cache.
-        told: From `kv_replicas`; None to ask the ranks.
+        told: Result of `kv_replicas`; None to ask the ranks.
 
     """
     replicas = 1 if told == 1 else find_replicas(executor, num_blocks, told)
@@ -34,21 +34,20 @@ def common_objects(executor: Any, num_blocks: int, told: int | None) -> int:
         names[rank] != names[owner] for rank, owner in owners(names, replicas)
     ):
         logger.info(
-            "KV tier: %d ranks hold the same KV each, but every rank has objects of "
-            "its own below the host: they do not lie alike, or other backends write "
-            "them.",
+            "KV tier: %d ranks hold the same KV each, but every rank stores its own "
+            "objects in secondary tiers: their layouts or attention backends differ.",
             replicas,
         )
         return 1
     logger.info(
-        "KV tier: %d ranks hold the same KV each, and have one object of a block below "
-        "the host.",
+        "KV tier: %d ranks hold the same KV each, and share one object for each block "
+        "in secondary tiers.",
         replicas,
     )
     return replicas
 
 
-# These run on the ranks. `wrapper` is a WorkerWrapperBase.
+# These functions run on the ranks. `wrapper` is a WorkerWrapperBase.
 
 
 def open_rank(
@@ -58,15 +57,18 @@ def open_rank(
     num_blocks: int,
     replicas: int,
 ) -> tuple[str, int]:
-    """Open the stores of this rank, which may be those of the first one that holds the
-    same. Returns its namespace, and the bytes of an object: 0 where the rank has no KV
-    memory."""
+    """Open the stores of this rank, or those of the rank that writes its objects.
+
+    Returns:
+        Its namespace, and the bytes of an object; 0 bytes for a rank without KV memory.
+
+    """
     tier, rank = wrapper.kv_tier, wrapper.worker.rank
     num_bytes = tier.buffer.slots.shape[1]
     for entry in entries:
         # Other machines have other directories, packages and variables.
         entry.check()
-    # Not the wrapper's rank, which is that of its machine: ranks of two would share.
+    # The wrapper's rank counts per machine, and would let ranks of two machines share.
     writer = rank - rank % replicas
     name = _name(wrapper, space, writer, num_blocks)
     if num_bytes and rank == writer:
@@ -86,8 +88,10 @@ def _name(wrapper: Any, space: str, rank: int, num_blocks: int) -> str:
 
 
 def describe(worker: Any, num_blocks: int) -> list[object]:
-    """What shapes the bytes of a slot beside the model and its settings: what writes
-    them, and the order and the places in which they lie."""
+    """What shapes the bytes of a slot beyond the model and its settings.
+
+    That is what writes them, and the order and places in which they lie.
+    """
     runner = worker.model_runner
     regions = build_regions(runner.kv_caches, num_blocks)
     places = [
@@ -99,7 +103,7 @@ def describe(worker: Any, num_blocks: int) -> list[object]:
             str(tensor.dtype),
             ["blocks" if n % num_blocks == 0 else n for n in tensor.shape[:2]],
             list(tensor.shape[2:]),
-            # Which dimension varies fastest.
+            # Order of the dimensions, slowest first.
             sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)),
             _place(tensor.data_ptr(), regions),
         )
@@ -114,7 +118,7 @@ def describe(worker: Any, num_blocks: int) -> list[object]:
 
 
 def _place(address: int, regions: Sequence[Region]) -> list[int]:
-    """Which region of a slot has this of the first block, and where in it."""
+    """The region that contains `address` of the first block, and the offset in it."""
     for index, region in enumerate(regions):
         offset = address - region.blocks.data_ptr()
         if 0 <= offset < region.blocks.stride(0):

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that hold the same KV share host slots: who waits for whom.
+"""Fences across the processes of ranks that share host slots.
 
-One of them, the owner, stores; all load. Each tells in memory that they share how far
-its copies have come: the highest plan up to which all of a kind have ended. So fences
-of a plan hold across processes:
+Ranks with the same KV share slots. One of them, the owner, stores; all load. Each
+publishes its progress in shared memory: for each kind of copy, the highest plan up to
+which all have ended. So the fences of a plan hold across processes:
 
 - a load of another rank waits for the owner's stores that fill its slots,
 - a store of the owner waits for the loads of all others from its slots.
 
-All waits are on the host, and only for what comes before in the order of the plans
-(in a plan: stores, loads, then stores of what later plans overwrite). All ranks take
-plans in that order, so that waits cannot go in circles; and none lasts longer than a
-copy may.
+All waits are on the host, and only for what precedes in the order of the plans (within
+a plan: stores, loads, then stores of what later plans overwrite). All ranks run plans
+in that order, so waits cannot form a cycle. No wait takes longer than a copy may.
 """
 
 import queue
@@ -33,17 +32,17 @@ from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING, RankTuning
 logger = init_logger(__name__)
 
 KINDS = ("store", "clean", "load", "load_ahead")
-"""Of copies; columns of the board."""
+"""Kinds of copies; columns of the board."""
 
 _STORE, _CLEAN, _LOAD, _AHEAD = range(len(KINDS))
-# The column behind them: 1 once the rank copies no more. It is set before copies are
-# dropped, and read after the others: what was dropped is not taken for done.
+# The next column is 1 once the rank has stopped copying. It is set before copies are
+# dropped and read after the others, so that dropped copies do not count as done.
 _LEFT = len(KINDS)
 _OWNER = 0
 
 
 class PeerLost(RuntimeError):
-    """What another rank was to copy will not come, or is not known to have ended."""
+    """Copies of another rank will not come, or may not have ended."""
 
 
 class Ends(Protocol):
@@ -54,13 +53,13 @@ class Ends(Protocol):
 
 
 class Peers:
-    """One rank among those that share slots.
+    """One of the ranks that share slots.
 
     Args:
-        memory: What they share. Row i of its board is that of the i-th.
-        index: This rank's place among them. The first one is the owner.
-        slots: Of this rank; a store is over when its checksums are there too.
-        tuning: How long to wait, and how often to look.
+        memory: Shared memory. Row i of its board belongs to the i-th rank.
+        index: This rank's index among them. The first one is the owner.
+        slots: Slots of this rank. A store counts as ended when its checksums exist too.
+        tuning: Timeouts and intervals.
 
     """
 
@@ -74,7 +73,7 @@ class Peers:
         self.is_owner = index == _OWNER
         """Whether this rank stores."""
         self.is_lost = False
-        """Whether a wait was in vain: this rank must copy no more."""
+        """Whether a wait timed out: this rank must stop copying."""
         self._memory = memory
         self._board = memory.board
         self._index = index
@@ -85,30 +84,27 @@ class Peers:
     # ------------------------------------------------------------------ waiting
 
     def wait_for_stores(self, plan: StepPlan) -> None:
-        """Before slots are loaded that stores up to the fence of `plan` have filled.
+        """Wait for the stores up to the fence of `plan`, before slots are loaded.
 
         Raises:
-            PeerLost: They have not, and will not.
+            PeerLost: They did not end, and will not.
 
         """
         seq = plan.load_after_stores
         if self.is_owner or not seq:
             return
-        # The fence is not about what the plan stores for later ones.
+        # The fence does not cover what the plan itself stores for later ones.
         ends = {_STORE: seq, _CLEAN: min(seq, plan.seq - 1)}
         self._wait(_OWNER, ends, "stores for this one")
         if self._has_left(_OWNER):
-            # What it had queued may never have been copied.
-            raise PeerLost("The rank that stores for this one copies no more.")
+            # Copies that it had queued may have been dropped.
+            raise PeerLost("The rank that stores for this one has stopped copying.")
 
     def wait_for_loads(self, seq: int) -> None:
-        """Before slots are overwritten that other ranks load in plans up to `seq`.
-
-        A rank that copies no more is not waited for. What it has under way may be late,
-        and be right, and steps that wait for it count until the scheduler has heard.
+        """Wait for other ranks' loads up to plan `seq`, before slots are overwritten.
 
         Raises:
-            PeerLost: They do not end, or the rank copies no more.
+            PeerLost: The loads do not end, or the rank has stopped copying.
 
         """
         if not self.is_owner or not seq:
@@ -125,15 +121,15 @@ class Peers:
             if all(row[kind] >= seq for kind, seq in ends.items()):
                 return
             if has_left:
-                raise PeerLost(f"The rank that {what} copies no more.")
+                raise PeerLost(f"The rank that {what} has stopped copying.")
             if self.is_lost or time.monotonic() > limit:
                 self.is_lost = True
                 raise PeerLost(
                     f"The rank that {what} has not come so far in "
-                    f"{self._tuning.limit_s:g} s. This rank copies no more."
+                    f"{self._tuning.limit_s:g} s. This rank stops copying."
                 )
             time.sleep(look_s)
-            # What takes long need not be seen at once, see `fence_look_s`.
+            # Long waits are polled less often, see `fence_look_s`.
             look_s = min(2 * look_s, self._tuning.fence_look_s)
 
     def _has_left(self, index: int) -> bool:
@@ -142,18 +138,18 @@ class Peers:
     # ------------------------------------------------------------------ telling
 
     def ended(self, kind: str, seq: int) -> None:
-        """All copies of `kind` of plans up to `seq` have ended, here and now."""
+        """Publish that all copies of `kind` up to plan `seq` have ended."""
         self._tell(KINDS.index(kind), seq)
 
     def begun(
         self, plan: StepPlan, jobs: Mapping[str, Ends | None], device: torch.device
     ) -> None:
-        """The copies of `plan` are queued: a thread tells of their ends.
+        """Watch the queued copies of `plan`, and publish when they end.
 
         Args:
-            plan: The next one.
-            jobs: By kind, where it has some.
-            device: Whose they are.
+            plan: The next plan.
+            jobs: Its copies by kind; None or missing if there are none.
+            device: Device of the copies.
 
         """
         if self._watch is None:
@@ -168,7 +164,7 @@ class Peers:
             self._watch.begun(column, plan.seq, has_come)
 
     def leave(self) -> None:
-        """This rank copies no more: nobody waits for it from now on."""
+        """Publish that this rank has stopped copying, so that others do not wait."""
         self._board[self._index, _LEFT] = 1
 
     def _tell(self, column: int, seq: int) -> None:
@@ -178,14 +174,14 @@ class Peers:
 def _whole(
     job: Ends, of_rank: RankSlots | None, slots: Sequence[int]
 ) -> Callable[[], bool]:
-    """Whether a copy has ended, and the checksums of the slots that it filled."""
+    """A test whether a copy has ended and the checksums of its slots exist."""
     if of_rank is None or of_rank.checksums is None or not slots:
         return job.has_come
     return lambda: job.has_come() and of_rank.are_checked(slots)
 
 
 class _Watch:
-    """A thread that looks which copies have ended, while there are some under way."""
+    """A thread that polls for the ends of copies while any are in flight."""
 
     def __init__(
         self,
@@ -199,10 +195,10 @@ class _Watch:
         self._device = device
         self._look_s = tuning.fence_look_s
         self._lock = threading.Lock()
-        # By column: what has not ended, oldest first, and the last plan that begun.
+        # By column: copies in flight, oldest first, and the last plan that began.
         self._under_way = [deque[tuple[int, Callable[[], bool]]]() for _ in KINDS]
         self._last = [0 for _ in KINDS]
-        # Whether the thread looks, or sleeps until it is woken; False ends it.
+        # Whether the thread polls or sleeps; `_is_over` ends it.
         self._looks = self._is_over = False
         self._wake = queue.SimpleQueue[bool]()
         threading.Thread(target=self._run, name="kv-tier-peers", daemon=True).start()
@@ -230,12 +226,12 @@ class _Watch:
                 while self._look() and not self._is_over:
                     time.sleep(self._look_s)
         except Exception:
-            # The device has failed. Who waits must not take what is not known.
+            # The device failed. Waiting ranks must not take unfinished copies for done.
             logger.exception("KV tier: the ends of copies cannot be seen.")
             self._call(self._fail)
 
     def _look(self) -> bool:
-        """Tell what has ended. Returns whether to look again."""
+        """Publish which copies have ended. Returns whether to poll again."""
         with self._lock:
             for column, jobs in enumerate(self._under_way):
                 if not jobs:

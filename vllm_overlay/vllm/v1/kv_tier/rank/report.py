@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank tells the scheduler, and how it gets there: on a model output."""
+"""Collects what a rank reports to the scheduler, and attaches it to a model output."""
 
 import threading
 from collections.abc import Sequence
@@ -29,29 +29,31 @@ class ReportDraft:
         self._lock = threading.Lock()
         self._report: StepReport | None = None
         self.tells_late = False
-        """Whether jobs of tiers below end while steps run, see `take_secondary`."""
-        # Copies that failed, by kind and plan, until their times are told.
+        """Whether jobs of secondary tiers end while steps run, see `take_secondary`."""
+        # Failed copies by kind and plan, until their times are reported.
         self._failed: set[tuple[str, int]] = set()
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether there is nothing to report."""
         return self._report is None
 
     def void_since(self, reason: str, seq: int) -> None:
-        """What plan `seq` was to load is not there, and what was computed since may be
-        wrong. `reason` is a kind of `StepReport.failures`."""
+        """Report that content of plan `seq` is missing, so later results may be wrong.
+
+        `reason` is a kind of `StepReport.failures`.
+        """
         with self._lock:
             self._void_since(reason, seq)
 
     def load_failed(self, kind: str, seq: int) -> None:
-        """The copies of `kind` (`load` or `load_ahead`) of plan `seq` failed."""
+        """Report that copies of `kind` (`load`, `load_ahead`) of plan `seq` failed."""
         with self._lock:
             self._void_since("load", seq)
             self._failed.add((kind, seq))
 
     def store_failed(self, kind: str, seq: int, slots: Sequence[int]) -> None:
-        """The copies of `kind` (`store` or `clean`) of plan `seq` failed."""
+        """Report that copies of `kind` (`store`, `clean`) of plan `seq` failed."""
         with self._lock:
             report = self._reported()
             report.failed_store_slots.update(dict.fromkeys(slots, seq))
@@ -59,18 +61,21 @@ class ReportDraft:
             self._failed.add((kind, seq))
 
     def copies_hang(self, lost_blocks: list[int]) -> None:
-        """This rank copies no more, and loads may still write to these blocks."""
+        """Report that this rank copies no more, and which blocks loads may write to."""
         with self._lock:
             self._reported().lost_blocks = lost_blocks
 
     def secondary_ended(self, result: SecondaryResult) -> None:
-        """A job of the tier below has ended."""
+        """Report the end of a job of a secondary tier."""
         with self._lock:
             self._reported().secondary.append(result)
 
     def take_secondary(self) -> list[SecondaryResult]:
-        """Jobs that nobody was told of. Unlike all else they have nothing to do with
-        the step whose output tells of them, which may have been queued long ago."""
+        """Take the results of jobs that are not reported yet.
+
+        Unlike the rest of a report, they do not depend on the step whose output carries
+        them, which may have been queued long ago.
+        """
         with self._lock:
             report = self._report
             if report is None:
@@ -87,17 +92,17 @@ class ReportDraft:
         return report
 
     def ended(self, seqs: list[int]) -> None:
-        """All is over that plans up to these touched, or is with this step."""
+        """Report that all work of plans up to each of these has ended."""
         with self._lock:
             self._reported().ended += seqs
 
     def joined(self, size: int, seconds: float) -> None:
-        """What `JoinTimer` measured."""
+        """Report what `JoinTimer` measured."""
         with self._lock:
             self._reported().joins[size] = seconds
 
     def measured(self, prefill: PrefillTime, times: Times) -> None:
-        """Times that nobody was told of."""
+        """Report new times."""
         if not (prefill.num_tokens or times):
             return
         with self._lock:
@@ -113,12 +118,12 @@ class ReportDraft:
                 report.times[key] = times[key]._replace(num_blocks=0)
 
     def attach(self, output: Any, is_last_stage: bool) -> Any:
-        """Put the report on `output`, if there is anything to tell.
+        """Attach the report to `output`, if there is anything to report.
 
-        An output that is no model output yet (None between `execute_model` and
-        `sample_tokens`) passes as it is, and the report waits for the next one. Not
-        so in the first stages of a pipeline, where a pooling model has no next one:
-        an output with nothing else goes to the `StepReportAggregator`.
+        An output that is not a model output yet (None between `execute_model` and
+        `sample_tokens`) is returned as it is, and the report waits for the next one. In
+        the first stages of a pipeline, where a pooling model has no next output, an
+        output that carries only the report goes to the `StepReportAggregator`.
         """
         is_late = self.tells_late and isinstance(output, AsyncModelRunnerOutput)
         if self.is_empty and not is_late:
@@ -147,7 +152,7 @@ class ReportDraft:
 def with_report(
     output: ModelRunnerOutput, report: StepReport | None
 ) -> ModelRunnerOutput:
-    """`output` with `report`. A copy, since the empty output is shared."""
+    """A copy of `output` with `report`; a copy, since the empty output is shared."""
     if report is not None:
         output = copy(output)
         output.kv_tier_report = report
@@ -161,7 +166,7 @@ class _ReportingOutput(AsyncModelRunnerOutput):
         report: StepReport | None,
         draft: ReportDraft,
     ) -> None:
-        # Some releases ask an output for more than `get_output`.
+        # Some releases call more than `get_output`.
         self._output: Any = output
         self._step_report = report
         self._draft = draft

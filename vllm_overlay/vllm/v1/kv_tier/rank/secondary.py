@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part of the tiers below: host slots to stores, and back.
+"""One rank's part of the secondary tiers: moves slots to stores and back.
 
-Threads do the input and output, straight from and to the slots. The scheduler hears
-of the end of each job in a report; until then it neither gives the slots to others nor
-serves what is read into them. Nothing here ever waits for a store but a step that runs
-nothing anyway.
+Threads read and write directly from and to the slots. The scheduler learns from a
+report when a job has ended; until then it neither reuses the job's slots nor serves
+their content. Only a step that runs nothing waits for a store.
 """
 
 import math
@@ -34,12 +33,12 @@ Queue = SimpleQueue[Callable[[], None] | None]
 
 
 class SlotMover:
-    """Moves the bytes of jobs between slots and stores, and says what became of both.
+    """Moves the bytes of jobs between slots and stores, and updates the slots.
 
     Args:
-        stores: A store for each tier.
-        row: The memory of a slot.
-        slots: What they hold.
+        stores: The store of each tier.
+        row: Returns the memory of a slot.
+        slots: State of the slots.
 
     """
 
@@ -54,15 +53,19 @@ class SlotMover:
         self._slots = slots
 
     def begin(self, job: SecondaryJob) -> list[int]:
-        """Nobody else fills the slots of a job until `move` has ended, which takes what
-        this returns: the places of those that can be moved."""
+        """Reserve the slots of a job until `move` has ended.
+
+        Returns:
+            Indices of the slots that can be moved, for `move`.
+
+        """
         slots = self._slots
         return (slots.begin_put if job.is_put else slots.begin_fetch)(job.slots)
 
     def move(
         self, job: SecondaryJob, places: list[int]
     ) -> tuple[list[bool], tuple[int, ...]]:
-        """Returns for each slot whether it was moved, and slots that have changed."""
+        """Move a job. Returns per slot whether it was moved, and slots that changed."""
         moved, changed = set[int](), set[int]()
         try:
             if job.is_put:
@@ -70,7 +73,7 @@ class SlotMover:
             else:
                 moved = self._call(job, places)
         except BaseException:
-            logger.exception("KV tier: a tier below failed.")
+            logger.exception("KV tier: a secondary tier failed.")
         try:
             if job.is_put:
                 self._slots.end_put(job.slots)
@@ -79,16 +82,17 @@ class SlotMover:
                 filled = self._slots.end_fetch(job.slots, came)
                 moved = {i for i in moved if job.slots[i] in filled}
         except Exception:
-            logger.exception("KV tier: what came from a tier below is of no use.")
+            logger.exception("KV tier: fetched blocks could not be used.")
             moved = set()
         return [i in moved for i in range(len(job.slots))], tuple(sorted(changed))
 
     def _put(self, job: SecondaryJob, places: list[int]) -> tuple[set[int], set[int]]:
-        """Returns places of what is there, and slots that have changed."""
+        """Write slots. Returns indices of what is stored, and slots that changed."""
         changed = self._slots.changed([job.slots[i] for i in places])
         places = [i for i in places if job.slots[i] not in changed]
         moved = self._call(job, places)
-        # What changed before the store has read it has a right checksum there.
+        # A slot that changed before the store read it got a valid checksum in the
+        # store.
         late = self._slots.changed([job.slots[i] for i in places])
         if late:
             spoiled = {i for i in places if job.slots[i] in late}
@@ -97,7 +101,7 @@ class SlotMover:
         return moved, changed | late
 
     def _call(self, job: SecondaryJob, places: list[int]) -> set[int]:
-        """Have the store move these. Returns those of which it says that it has."""
+        """Let the store move these slots. Returns the indices that it has moved."""
         if not places:
             return set()
         store = self._stores[job.tier]
@@ -110,23 +114,22 @@ class SlotMover:
             pairs = zip(places, list(moved), strict=True)
             return {i for i, is_done in pairs if bool(is_done)}
         except BaseException:
-            # A store says what it could not do. This is a fault of its own, which may
-            # be any exception, and must not end this thread.
-            logger.exception("KV tier: a tier below failed.")
+            # Stores return failures. An exception is a defect, of any class, and must
+            # not end this thread.
+            logger.exception("KV tier: a secondary tier failed.")
             return set()
 
 
 class SecondaryIO:
-    """Carries out the `SecondaryJob`s of one rank.
+    """Runs the `SecondaryJob`s of one rank.
 
     Args:
-        stores: Where the objects of this rank are, a store for each tier. They spread
-            a job over threads.
+        stores: The store of each tier. Stores spread a job over threads.
         memory: `[num_slots, slot_bytes]`, uint8: the host memory of the rank.
-        slots: What its slots hold.
-        report: Where the ends of jobs go.
-        tuning: How long a step that runs nothing waits.
-        shared: That memory, if other processes can map it and no other rank does.
+        slots: State of the slots.
+        report: Receives the results of jobs.
+        tuning: Timeouts and limits.
+        shared: The same memory, if other processes can map it and no other rank does.
 
     """
 
@@ -142,7 +145,7 @@ class SecondaryIO:
         self._stores = stores
         self._memory = rows = memory.numpy()
         self._mover = SlotMover(stores, lambda slot: memoryview(rows[slot]), slots)
-        # Until when processes of stores are quiet: for launches, and for reads.
+        # Times until which processes of stores must pause, for launches and for reads.
         self._quiet = np.zeros(8, np.int64) if shared is None else shared.board[0]
         self._is_launched = threading.Event()
         self._is_launched.set()
@@ -160,16 +163,16 @@ class SecondaryIO:
         report.tells_late = True
         self._tuning = tuning
         self._waiting: list[SecondaryJob] = []
-        # Tells of ends of jobs. How many have ended, of all that there ever were.
+        # Signals the ends of jobs; counts all that have ended.
         self._ends = threading.Condition()
         self._num_ended = 0
-        # What a request waits for does not queue behind what nobody waits for, nor one
-        # tier behind another.
+        # Separate queues, so that reads, which requests wait for, do not queue behind
+        # writes, nor one tier behind another.
         self._queues: dict[tuple[int, bool], Queue] = {}
         for tier in range(len(stores)):
             for is_put, name in ((True, "put"), (False, "get")):
                 queue = self._queues[tier, is_put] = SimpleQueue()
-                # A process that ends does not wait for what is queued.
+                # A process that ends does not wait for queued work.
                 threading.Thread(
                     target=_work,
                     args=(queue,),
@@ -181,7 +184,7 @@ class SecondaryIO:
     def begin_step(
         self, plan: StepPlan, have_ended: Callable[[int, int], bool]
     ) -> None:
-        """Begin the jobs of `plan`, and of earlier plans, that may begin by now.
+        """Begin the jobs of this and earlier plans whose copies have ended.
 
         Args:
             plan: Its copies are queued.
@@ -201,7 +204,7 @@ class SecondaryIO:
             else:
                 self._waiting.append(job)
         if plan.awaits_secondary:
-            # Else an engine that waits for a store would spin.
+            # Without this, an engine that waits for a store would spin.
             tuning, is_read = self._tuning, any(reads.num for reads in self._reads)
             with self._ends:
                 self._ends.wait_for(
@@ -210,8 +213,10 @@ class SecondaryIO:
                 )
 
     def launches(self, is_launching: bool) -> None:
-        """The forward pass of a step is launched from now on, or has been: meanwhile no
-        object is begun to be written, for a moment at most."""
+        """Note that a step's launch begins or has ended.
+
+        During a launch no object write begins, for a limited time.
+        """
         gate_ns = int(self._tuning.put_gate_s * 1e9)
         self._quiet[0] = time.monotonic_ns() + gate_ns if is_launching else 0
         if is_launching:
@@ -224,15 +229,15 @@ class SecondaryIO:
         jobs: Sequence[tuple[float, Sequence[SecondaryJob]]],
         have_ended: Callable[[int, int], bool],
     ) -> int:
-        """Write before the engine ends, behind what is being written already.
+        """Write before the engine ends, after the writes in progress.
 
         Args:
-            jobs: As of `Backing.last_jobs`. Those that time is too short for, or whose
-                copies have not ended, are left out.
+            jobs: As from `Backing.last_jobs`: seconds and jobs for each tier. Jobs that
+                do not fit into the time, or whose copies have not ended, are left out.
             have_ended: As `CopyOrder.have_ended`.
 
         Returns:
-            How many blocks the tiers have of what was to be written.
+            How many of these blocks the tiers have now.
 
         """
         begun = time.monotonic()
@@ -252,7 +257,7 @@ class SecondaryIO:
                     self._queues[job.tier, job.is_put].put(work)
                     num_jobs += 1
         num_blocks, end = 0, begun + max((each for each, _ in jobs), default=0.0)
-        # A store that hangs is not waited for.
+        # Does not wait for a store that hangs.
         with suppress(Empty):
             for _ in range(num_jobs):
                 num_blocks += told.get(timeout=max(0.0, end - time.monotonic()))
@@ -260,7 +265,7 @@ class SecondaryIO:
 
     def _run(self, job: SecondaryJob, places: list[int]) -> None:
         if job.is_put:
-            # Both at once take each as long as one after the other.
+            # Reading and writing at the same time would slow down both.
             self._reads[job.tier].leave_way()
         begun = time.monotonic()
         done, changed = self._mover.move(job, places)
@@ -279,18 +284,18 @@ class SecondaryIO:
         try:
             return int(self._stores[tier].take_evicted_bytes())
         except BaseException:
-            logger.exception("KV tier: a tier below failed.")
+            logger.exception("KV tier: a secondary tier failed.")
             return 0
 
 
 class _Reads:
-    """Reads of one tier that are queued or under way, and who leaves them the way.
+    """Counts reads of one tier, queued or in progress, and lets writes wait for them.
 
     Args:
-        tuning: For how long.
-        is_launched: Not set while a step is launched. That is left the way, too.
-        quiet: Numbers for processes of stores, as `MemoryFile` says.
-        place: Of the one for this tier.
+        tuning: Timeouts and limits.
+        is_launched: Cleared while a step is being launched. Writes wait for that too.
+        quiet: Numbers for processes of stores, see `MemoryFile`.
+        place: Index in `quiet` of the number for this tier.
 
     """
 
@@ -304,7 +309,7 @@ class _Reads:
         self._is_launched = is_launched
         self._quiet, self.place = quiet, place
         self.num = 0
-        """How many."""
+        """Number of reads."""
         self._none = threading.Event()
         self._none.set()
         self._tuning = tuning
@@ -312,7 +317,7 @@ class _Reads:
         self._began = self._ended = -math.inf
 
     def begin(self) -> None:
-        """There is one more."""
+        """Count another read."""
         with self._lock:
             self._expect()
             self.num += 1
@@ -320,7 +325,7 @@ class _Reads:
             self._tell()
 
     def expect(self) -> None:
-        """There may be one in a moment."""
+        """Expect a read soon, and hold back writes."""
         with self._lock:
             self._expect()
             self._tell()
@@ -332,19 +337,18 @@ class _Reads:
         self._ended = now
 
     def _until(self) -> float:
-        """When writes need not wait any more: nothing is read and a moment has passed,
-        or they have waited for long enough."""
+        """When writes may go on: some time after the last read, or after a maximum."""
         until = self._began + self._tuning.max_put_delay_s
         if self._none.is_set():
             until = min(until, self._ended + self._tuning.after_read_s)
         return until
 
     def _tell(self) -> None:
-        """Have processes wait, too."""
+        """Publish the time for processes of stores."""
         self._quiet[self.place] = int(self._until() * 1e9)
 
     def end(self) -> None:
-        """There is one less."""
+        """Count the end of a read."""
         with self._lock:
             self.num -= 1
             if not self.num:
@@ -358,9 +362,10 @@ class _Reads:
         self._is_launched.wait(self._tuning.put_gate_s)
 
     def _wait_for_none(self) -> None:
-        """Until nothing is read and a moment has passed: what was read is on its way to
-        the device then. Reads that follow one another do not hold up anybody for
-        ever."""
+        """Wait until the last read ended some time ago, so that its blocks are loading.
+
+        The wait is limited, also if reads follow one another.
+        """
         while (left_s := self._until() - time.monotonic()) > 0:
             if self._none.is_set():
                 time.sleep(left_s)
@@ -371,7 +376,8 @@ class _Reads:
 def _work(queue: Queue) -> None:
     while (work := queue.get()) is not None:
         work()
-        # Else who waits for more would keep alive whom it worked for.
+        # A thread that waits for more work would keep the objects of the last one
+        # alive.
         del work
 
 
@@ -385,4 +391,4 @@ def _end(queues: Sequence[Queue], stores: Sequence[BlockStore]) -> None:
         try:
             store.close()
         except BaseException:
-            logger.exception("KV tier: a tier below failed.")
+            logger.exception("KV tier: a secondary tier failed.")

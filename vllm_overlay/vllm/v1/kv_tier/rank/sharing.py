@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that hold the same KV get one memory for their host slots, at start.
+"""Sets up shared memory for the slots of ranks that hold the same KV, at start.
 
-Either all of them get it, or each is to have its own as if they held different KV.
+Either all such ranks share it, or each has its own slots as if they held different KV.
 """
 
 import math
@@ -25,22 +25,22 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class SharedSlots:
-    """Host slots that a rank has together with others."""
+    """Host slots that a rank shares with others."""
 
     buffer: HostBuffer
     memory: SharedMemory
     index: int
-    """The rank's place among them; the first one stores."""
+    """The rank's index among them. The first one stores."""
 
 
 class RankFacts(NamedTuple):
-    """What a rank says of itself before ranks share."""
+    """What a rank reports about itself before ranks share."""
 
     layout: Layout
     node: int | None
     """NUMA node of its GPU."""
     head_replicas: int
-    """Ranks that have the same heads of every layer, if it was asked."""
+    """Number of ranks with the same heads in every layer, if asked for."""
 
 
 def may_share(
@@ -50,18 +50,18 @@ def may_share(
     is_one_machine: bool,
     has_below: bool,
 ) -> tuple[int, list[RankFacts]] | None:
-    """Ask the ranks whether those that hold the same KV can share their slots.
+    """Ask the ranks whether those that hold the same KV can share slots.
 
     Args:
         executor: Reaches all ranks.
         num_blocks: Blocks of the device cache.
-        replicas: From `kv_replicas`; None to ask the ranks.
+        replicas: Result of `kv_replicas`; None to ask the ranks.
         is_one_machine: Whether all ranks are on this machine.
-        has_below: Whether there are tiers below the host.
+        has_below: Whether there are secondary tiers.
 
     Returns:
-        How many consecutive ranks hold the same, and what each rank says of itself.
-        None if none do, or if they cannot share, which the log explains.
+        How many consecutive ranks hold the same KV, and the facts of each rank. None if
+        none do, or if they cannot share; the log explains why.
 
     """
     asks = replicas is None
@@ -79,12 +79,12 @@ def may_share(
 
 
 def find_replicas(executor: Any, num_blocks: int, replicas: int | None) -> int:
-    """How many consecutive ranks hold the same KV; 1: none do.
+    """How many consecutive ranks hold the same KV; 1 if none do.
 
     Args:
         executor: Reaches all ranks.
         num_blocks: Blocks of the device cache.
-        replicas: From `kv_replicas`; None to ask the ranks.
+        replicas: Result of `kv_replicas`; None to ask the ranks.
 
     """
     if replicas is None:
@@ -100,20 +100,20 @@ def share_slots(
     replicas: int,
     facts: Sequence[RankFacts],
 ) -> bool:
-    """Let groups of ranks share the memory of their slots, all pages of it in place.
+    """Let groups of ranks share the memory of their slots, with all pages touched.
 
     Args:
         executor: Reaches all ranks.
         num_blocks: Blocks of the device cache.
-        num_slots: Host slots.
-        replicas: Consecutive ranks that hold the same KV.
+        num_slots: Number of host slots.
+        replicas: Number of consecutive ranks that hold the same KV.
         facts: From `may_share`.
 
     Returns:
-        Whether they do. If not, nothing of it is left, and the log says why.
+        Whether they share. If not, everything is undone, and the log explains why.
 
     Raises:
-        MemoryError: The host memory cannot be had.
+        MemoryError: There is not enough host memory.
 
     """
     nodes = [
@@ -145,7 +145,7 @@ def _reasons(found: Sequence[Any]) -> list[str]:
     return [each for each in found if isinstance(each, str)]
 
 
-# These run on the ranks. `wrapper` is a WorkerWrapperBase.
+# These functions run on the ranks. `wrapper` is a WorkerWrapperBase.
 
 
 def _facts(wrapper: Any, num_blocks: int, asks_heads: bool) -> RankFacts:
@@ -174,8 +174,12 @@ def _create(
     replicas: int,
     nodes: Sequence[set[int]],
 ) -> Address | str | None:
-    """On the ranks that store. Returns where the others find the memory, or why there
-    is none."""
+    """Create the memory on the ranks that store.
+
+    Returns:
+        Where the others find it, or why it could not be made; None on other ranks.
+
+    """
     rank = wrapper.rpc_rank
     if rank % replicas:
         return None
@@ -195,7 +199,7 @@ def _join(
     replicas: int,
     addresses: Sequence[Address | None],
 ) -> str | None:
-    """On the others. Returns why they cannot."""
+    """Map the memory on the other ranks. Returns the reason if that failed."""
     rank = wrapper.rpc_rank
     index = rank % replicas
     address = addresses[rank - index]
@@ -222,12 +226,12 @@ def _slots(
 
 
 def _drop_shared(wrapper: Any) -> None:
-    """Nobody shares: what this rank has of it goes."""
+    """Undo sharing on this rank."""
     taken = take_shared(wrapper)
     if taken is not None:
         taken.memory.close()
 
 
 def take_shared(wrapper: Any) -> SharedSlots | None:
-    """The slots that this rank has together with others, which it is asked for once."""
+    """Take the shared slots of this rank, if any. Later calls return None."""
     return vars(wrapper).pop("kv_tier_shared", None)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each host slot of a rank holds, and the only owner of that fact here.
+"""The state of each host slot of a rank. `RankSlots` is its only owner.
 
-    EMPTY ──▶ FILLING ──▶ FILLED        a store is queued, or a fetch has ended well
-                 └──────▶ BAD           it failed, or the slot was found changed
+    EMPTY ──▶ FILLING ──▶ FILLED        a store is queued, or a fetch succeeded
+                 └──────▶ BAD           it failed, or the content has changed
 
-Only what is FILLED is loaded, or written to a secondary tier. With `verify` it has a
-checksum. It is taken when the slot has been filled, from wherever, and compared before
-the slot is loaded, before it is written to a secondary tier, and after that.
+Only FILLED slots are loaded or written to a secondary tier. With `verify` each has a
+checksum, taken when the slot has been filled, and compared before the slot is loaded,
+before it is written to a secondary tier, and after that.
 
-No content needs a version. The fences of the plans put the loads of a slot between its
-store and the next one, and what waits for a copy waits for its launch: so a load finds
-what the store before it left here. What a secondary tier moves has no fence at its end:
-until then the slot is taken, and nothing else fills it.
+Content needs no version. Fences put the loads of a slot between its store and the next
+one, and waiting for a copy includes waiting for its launch, so a load sees the state
+that the last store left. Jobs of secondary tiers have no fence at their end; they
+reserve their slots until then.
 """
 
 import threading
@@ -30,25 +30,25 @@ EMPTY, FILLING, FILLED, BAD = range(4)
 
 
 class SlotChanged(RuntimeError):
-    """Host slots do not hold what filled them. The message names them."""
+    """Host slots have changed since they were filled. The message names them."""
 
     def __init__(self, slots: Sequence[int]) -> None:
         super().__init__(
             f"Host slots {list(slots)} do not hold what was stored in them. Bad "
-            "memory, or a write of another program part, has changed them. Check "
-            "the machine's memory (EDAC or MCE messages of the kernel) when this "
-            "comes again."
+            "memory, or a stray write of another part of the program, has changed "
+            "them. If this happens again, check the machine's memory (EDAC or MCE "
+            "messages of the kernel)."
         )
 
 
 class RankSlots:
-    """The slots of one rank. Threads of copies and of secondary tiers call it.
+    """The slots of one rank. Used by the threads of copies and of secondary tiers.
 
     Args:
-        num_slots: How many.
-        checksums: Of what fills them (`verify`), if they are checked.
-        states: `[num_slots]`, uint8, zeros: where ranks that share the slots find what
-            they hold. Only the rank that stores fills any.
+        num_slots: Number of slots.
+        checksums: Checksums of the slots, with `verify`.
+        states: `[num_slots]`, uint8, zeros: states in memory that ranks share. Only the
+            rank that stores fills slots.
 
     """
 
@@ -61,13 +61,13 @@ class RankSlots:
         self.checksums = checksums
         self._states = np.zeros(num_slots, np.uint8) if states is None else states
         self._lock = threading.Lock()
-        # How many jobs of secondary tiers each slot is taken by.
+        # Number of secondary tiers' jobs that reserve each slot.
         self._taken: Counter[int] = Counter()
 
     # ------------------------------------------------------- device and slots
 
     def begin_store(self, slots: Sequence[int]) -> None:
-        """`slots` are overwritten from now on.
+        """Mark `slots` as being overwritten.
 
         Raises:
             RuntimeError: A secondary tier still reads or writes one of them.
@@ -79,26 +79,24 @@ class RankSlots:
             self._fill(slots)
 
     def stored(self, slots: Sequence[int]) -> None:
-        """The stores of `slots` are on the current stream, or done where there is
-        none."""
+        """Mark `slots` as filled: their stores are on the current stream, or done."""
         if self.checksums is not None:
             self.checksums.take_after_copies(slots)
         with self._lock:
             self._states[slots] = FILLED
 
     def store_failed(self, slots: Sequence[int]) -> None:
-        """The scheduler takes `slots` for holding what they do not hold."""
+        """Mark `slots` as bad, since the scheduler believes them to be filled."""
         known = [slot for slot in slots if 0 <= slot < len(self._states)]
         with self._lock:
             self._states[known] = BAD
 
     def check(self, slots: Sequence[int]) -> None:
-        """Before `slots` are loaded, while that can still be refused. With checksums
-        it waits for the end of their stores.
+        """Check `slots` before they are loaded. With checksums, waits for their stores.
 
         Raises:
-            RuntimeError: One was never filled, or the last attempt failed.
-            SlotChanged: Some do not hold what filled them.
+            RuntimeError: A slot was never filled, or the last attempt failed.
+            SlotChanged: Some slots do not match their checksums.
 
         """
         if not (self._states[slots] == FILLED).all():
@@ -107,35 +105,48 @@ class RankSlots:
             raise SlotChanged(changed)
 
     def are_checked(self, slots: Sequence[int]) -> bool:
-        """Whether other ranks find all that they need to check `slots`."""
+        """Whether the checksums of `slots` exist, so other ranks can compare them."""
         return self.checksums is None or self.checksums.are_taken(slots)
 
     # ----------------------------------------------- secondary tiers and slots
 
     def begin_put(self, slots: Sequence[int]) -> list[int]:
-        """A secondary tier is to read `slots`, which nothing overwrites until
-        `end_put`. Returns the places of those that hold something."""
+        """Reserve `slots` for a secondary tier to read, until `end_put`.
+
+        Returns:
+            Indices of the slots that hold content.
+
+        """
         with self._lock:
             self._taken.update(slots)
             return np.flatnonzero(self._states[slots] == FILLED).tolist()
 
     def changed(self, slots: Sequence[int]) -> set[int]:
-        """Which of `slots`, that a secondary tier reads, do not hold what filled them.
-        They are bad from now on."""
+        """Compare `slots` that a secondary tier reads with their checksums.
+
+        Returns:
+            Those that have changed. They are bad from now on.
+
+        """
         if changed := self._changed(slots):
             logger.error(
-                "KV tier: %s They are not kept for others.", SlotChanged(changed)
+                "KV tier: %s They are not written to secondary tiers.",
+                SlotChanged(changed),
             )
         return {*changed}
 
     def end_put(self, slots: Sequence[int]) -> None:
-        """The secondary tier has read `slots`."""
+        """Release `slots` after a secondary tier has read them."""
         with self._lock:
             self._release(slots)
 
     def begin_fetch(self, slots: Sequence[int]) -> list[int]:
-        """A secondary tier is to fill `slots`, which nothing else does until
-        `end_fetch`. Returns the places of those that no other one uses."""
+        """Reserve `slots` for a secondary tier to fill, until `end_fetch`.
+
+        Returns:
+            Indices of the slots that no other job uses.
+
+        """
         with self._lock:
             free = [i for i, slot in enumerate(slots) if slot not in self._taken]
             self._taken.update(slots)
@@ -143,14 +154,14 @@ class RankSlots:
             return free
 
     def end_fetch(self, slots: Sequence[int], came: Sequence[int]) -> set[int]:
-        """Nothing writes to `slots` any more.
+        """Release `slots` after a fetch, and set their states.
 
         Args:
-            slots: As of `begin_fetch`.
-            came: Those that have all of what was to fill them.
+            slots: As given to `begin_fetch`.
+            came: Those that were filled completely.
 
         Returns:
-            Those that hold it.
+            Those that are valid now.
 
         """
         filled: set[int] = set()
@@ -161,7 +172,8 @@ class RankSlots:
         finally:
             with self._lock:
                 self._release(slots)
-                # A store that was refused meanwhile was to fill the others.
+                # A store of the others was refused meanwhile (`store_failed`): they
+                # stay bad.
                 filling = {slot for slot in slots if self._states[slot] == FILLING}
                 filled &= filling
                 self._states[[*filling - filled]] = BAD

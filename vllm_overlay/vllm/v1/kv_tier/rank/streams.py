@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of copies and compute on a GPU: fences of plans as waits of streams."""
+"""The order of copies and compute on a GPU: fences become waits of streams."""
 
 import math
 import time
@@ -20,22 +20,22 @@ from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING, RankTuning
 from vllm.v1.kv_tier.stores.turns import short_turns
 
 Jobs = OrderedDict[int, Job]
-"""Jobs of one stream by the `seq` of their plan, oldest first. The stream runs in
-order: the latest up to a fence covers all before it."""
+"""Jobs of one stream by the `seq` of their plan, oldest first. A stream runs in order,
+so the latest job up to a fence covers all earlier ones."""
 
 
 class CudaStreams(CopyOrder):
-    """Each kind of copy has a stream and a thread that launches it beside the step.
+    """Runs each kind of copy on its own stream, with a thread that launches it.
 
-    Loads of the step are launched by the step itself, unless that takes long. Stores
-    are launched while no step is, and loads ahead while no step waits for loads: the
-    driver's lock and the link have one owner at a time.
+    The step itself launches its loads, unless that takes long. Stores are launched
+    while no step is being launched, and loads ahead while no step waits for loads, so
+    that driver lock and link have one user at a time.
 
     Args:
-        device: Of the compute stream.
-        layer_waits: Where the layers of the model wait, if they do.
-        tuning: How much is queued at a time, and how long a copy may take.
-        peers: Who is told of the ends of copies, if anybody.
+        device: Device of the compute stream.
+        layer_waits: Waits of the layers, if layers wait for their own loads.
+        tuning: Queue lengths and timeouts.
+        peers: The ranks that share the slots, if any.
 
     """
 
@@ -71,11 +71,11 @@ class CudaStreams(CopyOrder):
             gate=_loads_first(self._last_load),
             tuning=tuning,
         )
-        # Layers wait for kernels that load, and have more of their own.
+        # High priority, since layers wait for the kernels that load.
         self._load_thread = CopyThread(
             "kv-tier-load", device, parts_in_flight=None, priority=-1, tuning=tuning
         )
-        # Where the compute stream was when each step began.
+        # Position of the compute stream at the begin of each step.
         self._begun: OrderedDict[int, Done] = OrderedDict()
         self._stored, self._cleaned = Jobs(), Jobs()
         self._loaded, self._loaded_ahead = Jobs(), Jobs()
@@ -89,7 +89,8 @@ class CudaStreams(CopyOrder):
         self._armed: Job | None = None
         # Device blocks that loads fill, by seq.
         self._filling: dict[int, list[int]] = {}
-        # The oldest job of each kind when last looked at, and since when.
+        # The oldest job of each kind at the last check, and since when it is the
+        # oldest.
         self._oldest: dict[str, tuple[Job | None, float]] = {}
         self._waits: OrderedDict[int, list[LoadWait]] = OrderedDict()
         self._times: Times = {}
@@ -117,7 +118,7 @@ class CudaStreams(CopyOrder):
         if plan.load_slots or plan.ahead_slots:
             self._queue_loads(plan, copies, layerwise, compute)
         if plan.clean_slots:
-            # Loads of the step come first: both want the link.
+            # Loads of the step come first, since both use the link.
             after = [
                 *self._before_stores(plan.clean_after_compute, plan.clean_after_loads),
                 *_latest(self._loaded, plan.seq),
@@ -137,9 +138,9 @@ class CudaStreams(CopyOrder):
         if loads is None or self._layer_waits is None:
             return True
         all_waited = self._layer_waits.disarm()
-        # What follows on the compute stream need not ask. And a load that waits for
-        # a thread must be launched before the next one can be queued behind it. If it
-        # has come by now, it may have been forgotten already.
+        # Later work on the compute stream then needs no wait. A load that waits for a
+        # thread must be launched before the next one is queued behind it. If it has
+        # ended, it may already be forgotten.
         loads.wait(torch.cuda.current_stream(self._device))
         return all_waited
 
@@ -165,7 +166,7 @@ class CudaStreams(CopyOrder):
         layerwise: bool,
         compute: torch.cuda.Stream,
     ) -> None:
-        """Loads of the step, and loads ahead."""
+        """Queue the loads of the step, and loads ahead."""
         after_stores = self._stores_up_to(plan.load_after_stores, plan)
         after = [
             *self._computed(plan.load_after_compute),
@@ -177,7 +178,7 @@ class CudaStreams(CopyOrder):
         if plan.load_slots:
             self._load(plan, copies, layerwise, after, compute)
         if plan.ahead_slots:
-            # A request waits for them.
+            # A request waits for these loads.
             for store in after_stores:
                 store.hurry()
             self._loaded_ahead[plan.seq] = self._ahead_thread.submit(
@@ -192,7 +193,7 @@ class CudaStreams(CopyOrder):
         after: list[Done],
         compute: torch.cuda.Stream,
     ) -> None:
-        """Loads that the step, or each of its layers, waits for."""
+        """Queue loads that the step, or each of its layers, waits for."""
         ends = [Done() for _ in copies.load_parts]
         job = Job(self._telling(copies.load, ends), after, len(plan.load_slots))
         if copies.load_launches_long:
@@ -201,7 +202,7 @@ class CudaStreams(CopyOrder):
             self._check_launched(after)
             self._load_thread.launch(job)
         self._loaded[plan.seq] = job
-        # What waits for a thread must not be waited for by one.
+        # A thread must not wait for a load that waits for a thread itself.
         is_free = not any(isinstance(done, Job) for done in after)
         self._last_load[:] = [job] if is_free else []
         if layerwise and self._layer_waits is not None:
@@ -212,20 +213,20 @@ class CudaStreams(CopyOrder):
             self._new_wait(plan, job).wait(compute)
 
     def _telling(self, copy: Copy, ends: list[Done]) -> Copy:
-        """`copy`, which records the end of each of its parts."""
+        """Wrap `copy` to record the end of each of its parts."""
 
         def run(between_parts: Callable[[], None]) -> None:
             stream = torch.cuda.current_stream(self._device)
             left = iter(ends)
             copy(lambda: next(left).record(stream))
-            # The last one, or all that a failed load left out.
+            # The last part, or the parts that a failed load left out.
             for end in left:
                 end.record(stream)
 
         return run
 
     def _fence_compute(self, plan: StepPlan, compute: torch.cuda.Stream) -> None:
-        """Let the forward pass wait for what the plan says."""
+        """Make the forward pass wait for the plan's fences."""
         stores = self._stores_up_to(plan.compute_after_stores, plan)
         loads = [*_latest(self._loaded_ahead, plan.compute_after_loads)]
         after = stores + loads
@@ -248,7 +249,7 @@ class CudaStreams(CopyOrder):
     # ------------------------------------------------------------------ fences
 
     def _computed(self, seq: int) -> Iterator[Done]:
-        """The end of all forward passes up to `seq`; nothing if it has come."""
+        """The end of all forward passes up to `seq`; nothing if they have ended."""
         if seq:
             for begun, done in self._begun.items():
                 if begun > seq:
@@ -256,7 +257,7 @@ class CudaStreams(CopyOrder):
                     return
 
     def _before_stores(self, computed: int, loaded: int) -> list[Done]:
-        """What fences for forward passes and loads up to these plans wait for."""
+        """What fences on forward passes and loads up to these plans wait for."""
         return [
             *self._computed(computed),
             *_latest(self._loaded, loaded),
@@ -264,7 +265,7 @@ class CudaStreams(CopyOrder):
         ]
 
     def _stores_up_to(self, seq: int, plan: StepPlan) -> list[Job]:
-        """What a fence of `plan` for stores up to `seq` waits for."""
+        """What a fence of `plan` on stores up to `seq` waits for."""
         return [
             *_latest(self._stored, seq),
             *_latest(self._cleaned, min(seq, plan.seq - 1)),
@@ -273,7 +274,7 @@ class CudaStreams(CopyOrder):
     # ------------------------------------------------------------------ hangs
 
     def give_up(self) -> dict[int, list[int]]:
-        # First: what a closed thread drops counts as launched.
+        # First, since jobs that a closed thread drops count as launched.
         self._forget_ended()
         under_way = {*self._loaded, *self._loaded_ahead}
         for thread in (self._store_thread, self._ahead_thread, self._load_thread):
@@ -284,7 +285,12 @@ class CudaStreams(CopyOrder):
         return {s: blocks for s, blocks in self._filling.items() if s in under_way}
 
     def _check_oldest(self) -> None:
-        """Raises `CopyHangs` if a job has been the next to end for too long."""
+        """Check the oldest job of each kind.
+
+        Raises:
+            CopyHangs: One has been the oldest for too long.
+
+        """
         now = time.monotonic()
         for kind, jobs in self._jobs.items():
             job = next(iter(jobs.values()), None)
@@ -297,7 +303,12 @@ class CudaStreams(CopyOrder):
                 self._oldest[kind] = None, now
 
     def _check_old(self, fences: Iterable[Done]) -> None:
-        """Raises `CopyHangs` if what was queued long ago does not end."""
+        """Check jobs that were queued long ago.
+
+        Raises:
+            CopyHangs: One does not end.
+
+        """
         now = time.monotonic()
         for done in fences:
             is_old = isinstance(done, Job) and now - done.made > self._tuning.old_s
@@ -305,7 +316,12 @@ class CudaStreams(CopyOrder):
                 raise CopyHangs
 
     def _check_launched(self, fences: Iterable[Done]) -> None:
-        """Raises `CopyHangs` if the thread that launches one of them does not."""
+        """Wait until the jobs are launched.
+
+        Raises:
+            CopyHangs: The thread that launches one of them does not.
+
+        """
         for done in fences:
             if not done.wait_for_launch(self._tuning.limit_s):
                 raise CopyHangs
@@ -335,22 +351,28 @@ class CudaStreams(CopyOrder):
         for seq in [*self._filling]:
             if seq not in self._loaded and seq not in self._loaded_ahead:
                 del self._filling[seq]
-        # The last one that has come stands for all before it.
+        # Keep the last one that has ended, which covers all earlier ones.
         come = [seq for seq, done in self._begun.items() if done.has_come()]
         for seq in come[:-1]:
             del self._begun[seq]
 
 
-# Threads outlive the streams, so their gates must not hold these.
+# Threads outlive the streams, so their gates must not reference them.
 
 
 def _step_first(gate: Gate, tuning: RankTuning) -> Callable[[Job], None]:
-    """Launches of the step come before those of stores: both want the driver."""
+    """A gate that lets launches of steps go before those of stores.
+
+    Both use the driver.
+    """
     return lambda job: gate.wait(job, tuning.gate_s)
 
 
 def _loads_first(last_load: list[Job]) -> Callable[[Job], None]:
-    """Loads of the step come before loads ahead: both want the link."""
+    """A gate that lets loads of a step go before loads ahead.
+
+    Both use the link.
+    """
 
     def wait_for_load(job: Job) -> None:
         for load in last_load:
@@ -360,7 +382,7 @@ def _loads_first(last_load: list[Job]) -> Callable[[Job], None]:
 
 
 def _first(jobs: Jobs) -> float:
-    """The plan of the oldest job that has not ended."""
+    """The plan of the oldest job that has not ended; infinite if there is none."""
     return next(iter(jobs), math.inf)
 
 

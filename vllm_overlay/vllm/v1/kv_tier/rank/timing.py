@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long steps take, and how long they wait for their loads."""
+"""Measures how long steps take, and how long they wait for their loads."""
 
 import time
 from typing import TYPE_CHECKING
@@ -26,11 +26,12 @@ def num_prefill_tokens(
 
 
 class JoinTimer:
-    """How long it takes to launch a step in which requests join with little to
-    compute. The step takes at least as long, and can hide loads for that time.
+    """Times the launch of steps in which requests join with little to compute.
+
+    Such a step takes at least that long, and can hide loads for that time.
 
     Args:
-        tuning: What little is.
+        tuning: Limit of what counts as little.
 
     """
 
@@ -39,18 +40,18 @@ class JoinTimer:
         self._begun: tuple[int, float] | None = None
 
     def begin(self, scheduler_output: "SchedulerOutput") -> None:
-        """The copies of a step are queued, and its forward pass comes next."""
+        """Start timing, after a step's copies and before its forward pass."""
         num_tokens = scheduler_output.total_num_scheduled_tokens
         num_requests = len(scheduler_output.num_scheduled_tokens)
         if num_requests < num_tokens < self._tuning.prefill_tokens:
             self._begun = num_tokens.bit_length(), time.perf_counter()
 
     def end(self) -> tuple[int, float] | None:
-        """The forward pass is queued.
+        """Stop timing: the forward pass is queued.
 
         Returns:
             The bit length of the step's number of tokens, and the seconds since
-            `begin`; None if that was not called.
+            `begin`; None if this step is not timed.
 
         """
         if self._begun is None:
@@ -60,7 +61,7 @@ class JoinTimer:
 
 
 class PrefillTimer:
-    """How long forward passes take on the device, one of them at a time."""
+    """Times forward passes on the device, one at a time."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
@@ -68,10 +69,10 @@ class PrefillTimer:
         self._is_open = False
 
     def next_step(self, num_tokens: int) -> PrefillTime:
-        """A step begins. Returns the time of one that ended, if one has.
+        """Start a step. Returns the time of one that ended since the last call.
 
         Args:
-            num_tokens: Of the step, or 0 if it is of no interest.
+            num_tokens: Tokens of the step, or 0 not to time it.
 
         """
         time_taken = PrefillTime(0, 0.0)
@@ -109,7 +110,7 @@ class LoadWait:
 
     @property
     def seconds(self) -> float:
-        """0 if what was waited for had come; it must have ended."""
+        """Seconds of the wait, 0 if the loads had ended before. It must have ended."""
         if self._begun is None:
             return 0.0
         return max(0.0, self._begun.elapsed_time(self._done.event) / 1e3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks have been used often enough for a host slot."""
+"""Decides which blocks were used often enough for a host slot."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
@@ -14,11 +14,11 @@ class Admission:
     """Counts the uses of blocks by their keys.
 
     Computing a block is a use, and so is every hit. As in LRU-K (O'Neil et al., SIGMOD
-    1993), a key is remembered beyond its block, or the second use would never come.
+    1993), a key is remembered after its block is gone, or there would be no second use.
 
     Args:
-        from_use: The use from which on a block is admitted.
-        num_keys: Keys that are remembered, those of the latest uses.
+        from_use: Number of the use from which on a block is admitted.
+        num_keys: Most keys that are remembered; those used last stay.
 
     """
 
@@ -28,18 +28,18 @@ class Admission:
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
 
     admits_all = False
-    """Whether `admits` is true of every key."""
+    """Whether `admits` is true for every key."""
 
     def hit(self, keys: Collection[Hashable]) -> None:
-        """A request hits the blocks of `keys`."""
+        """Record hits of the blocks of `keys`."""
         self.used(keys)
 
     def used(self, keys: Collection[_Key]) -> Collection[_Key]:
-        """As `hit`. Returns those keys that are admitted now."""
+        """As `hit`. Returns the keys that are admitted now."""
         uses, from_use = self._uses, self._from_use
         admitted = []
         for key in keys:
-            # Each block of each hit comes by here.
+            # A hot path: each block of each hit passes here.
             uses[key] = number = uses.pop(key, 0) + 1
             if number >= from_use:
                 admitted.append(key)
@@ -48,11 +48,11 @@ class Admission:
         return admitted
 
     def use(self, key: Hashable) -> None:
-        """The block of `key` is computed."""
+        """Record that the block of `key` is computed."""
         self.used((key,))
 
     def uses(self, key: Hashable) -> int:
-        """Of `key`, as far as they are remembered."""
+        """Number of remembered uses of `key`."""
         return self._uses.get(key, 0)
 
     def admits(self, key: Hashable) -> bool:
@@ -62,22 +62,24 @@ class Admission:
         """The host was emptied."""
 
     def release(self, keys: Iterable[Hashable]) -> None:
-        """Clients say that nobody will ask for `keys` again."""
+        """Note that `keys` are not expected to be used again."""
 
     def wrap_policies(self, wrap: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
-        """The host's order of eviction becomes that of what `wrap` makes of its policy:
-        whoever imitates the host does the same."""
+        """Apply `wrap` to copies of the host's eviction policy.
+
+        Called when the host's own policy is wrapped.
+        """
 
 
 class SecondUses(Admission):
-    """Admits keys that were used twice, of all that were used of late.
+    """Admits keys that were used twice recently.
 
-    It knows less than `Admission`, and is cheaper: each block of each prompt comes by
-    here. Keys are kept in two generations, and a use brings a key to the younger one;
-    when that is full, the older one is forgotten.
+    Knows less than `Admission`, but costs less for each block of each prompt. Keys are
+    kept in two generations. A use moves a key to the young one; when that is full, it
+    becomes the old one, and the old one is dropped.
 
     Args:
-        num_keys: Keys that are remembered at least, and twice as many at most.
+        num_keys: Least number of keys that are remembered; at most twice as many are.
 
     """
 
@@ -89,7 +91,7 @@ class SecondUses(Admission):
         self._old: dict[Hashable, bool] = {}
 
     def used(self, keys: Collection[_Key]) -> Collection[_Key]:
-        # What is there was computed before.
+        # A hit block was computed before, so this is at least its second use.
         self._young.update(dict.fromkeys(keys, True))
         if len(self._young) >= self._max_young:
             self._grow_old()
@@ -113,5 +115,5 @@ class SecondUses(Admission):
 
 
 def admission_from(use: int, num_keys: int) -> Admission:
-    """Admits keys from that use on, of all that were used of late."""
+    """Admit keys from use number `use` on, of those used recently."""
     return SecondUses(num_keys) if use == 2 else Admission(use, num_keys)

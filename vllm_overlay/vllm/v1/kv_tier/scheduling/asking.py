@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the tier below what it has, beside the scheduler."""
+"""Asks a store which blocks it has, on a separate thread."""
 
 import queue
 import threading
@@ -16,33 +16,32 @@ from vllm.v1.kv_tier.stores.turns import short_turns
 logger = init_logger(__name__)
 
 Question = tuple[int, Sequence[bytes], float]
-"""Its number, its keys, and until when somebody waits for the answer, in seconds of
-`time.monotonic`. Number 0 is no question: these are there now."""
+"""Number, keys, and deadline in seconds of `time.monotonic`. Number 0 is no question:
+these keys exist now."""
 Answer = tuple[int, list[bool], float]
-"""The number of the question, whether its keys are there, and the seconds it took;
-below 0: it was not asked, or was no question."""
+"""Number of the question, whether each key exists, and the seconds it took; negative
+seconds if nothing was asked."""
 
 _MISS_S = 1.0
 _DEADLINE_S = 5.0
 MAX_MISSES = 1 << 16
 MAX_ASKED = 1 << 18
-"""Keys of questions that have no answer yet: of 64 bytes each at most, with some 70 of
-Python's."""
+"""Most keys in open questions. A key takes at most 64 bytes, and Python another 70."""
 MAX_ANSWERS = 1 << 20
-"""Keys of answers that nobody has taken: of requests that were aborted, or did not
-wait so long. Eight bytes each."""
+"""Most keys in answers that are not taken, because requests were aborted or did not
+wait. A key takes eight bytes."""
 _REFUSED = -1
 
 
 def exists_on_all(
     entry: StoreConfig, writers: Sequence[tuple[str, int]], replicas: int
 ) -> Exists:
-    """What tells which objects all ranks have.
+    """A function that tells which objects all ranks have.
 
     Args:
         entry: The store.
-        writers: Namespace and bytes of an object of each rank that writes.
-        replicas: Each of them writes for so many.
+        writers: Namespace and bytes of an object for each rank that writes.
+        replicas: Number of ranks for which each of them writes.
 
     """
     stores = [
@@ -58,15 +57,15 @@ def exists_on_all(
 
 
 class Asker:
-    """A thread that asks, one question after the other.
+    """A thread that asks a store, one question after the other.
 
     Args:
-        exists: Answers.
-        miss_s: For how many seconds it is not asked again for what it did not have:
-            requests that come together often begin alike.
-        clock: Seconds that only grow.
-        deadline_s: How long anybody waits for an answer. A question is not asked later,
-            and none at all while an earlier one takes longer.
+        exists: Answers the questions.
+        miss_s: Seconds for which a missing key is not asked for again, since requests
+            that arrive together often share a prefix.
+        clock: Monotonic clock in seconds.
+        deadline_s: Longest wait for an answer. Later a question is not asked any more,
+            and new ones are refused while an older one takes longer.
 
     """
 
@@ -81,8 +80,8 @@ class Asker:
         """Seconds that the last answer took."""
         self._deadline_s = deadline_s
         self._num_asked = self._num_dropped = 0
-        # Number of keys, and until when it is waited for, of each question that has no
-        # answer, in their order; and of what the tier has got meanwhile.
+        # For each open question, in order, its number of keys and deadline. Then the
+        # numbers of keys that are asked, that arrived meanwhile, and in answers.
         self._open: dict[int, tuple[int, float]] = {}
         self._num_open = self._num_come = self._num_kept = 0
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
@@ -94,13 +93,15 @@ class Asker:
             name="kv-tier-ask",
             daemon=True,
         ).start()
-        # The thread keeps no reference to this.
+        # The thread holds no reference to this object.
         weakref.finalize(self, self._questions.put, None)
 
     def ask(self, keys: Sequence[bytes]) -> int:
-        """Returns the number of the question, which is not 0. One that cannot be asked
-        now has an empty answer at once, and one with very many keys has an answer for
-        the first of them."""
+        """Queue a question, and return its number.
+
+        If no question can be asked now, the number has an empty answer at once. With
+        too many keys, only the first ones are asked for.
+        """
         self._hear()
         now, keys = time.monotonic(), keys[:MAX_ASKED]
         _, oldest_until = next(iter(self._open.values()), (0, now))
@@ -114,25 +115,27 @@ class Asker:
         return self._num_asked
 
     def has(self, keys: Sequence[bytes]) -> None:
-        """The tier has `keys` now: they are asked for again."""
+        """Note that the store has `keys` now, so that they are asked for again."""
         self._hear()
-        # Else they are found a moment later.
+        # Beyond the limit they are found a moment later.
         if self._num_come + len(keys) <= MAX_ASKED:
             self._num_come += len(keys)
             self._questions.put((0, keys, 0.0))
 
     def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
-        """For each key of a question whether it is there; None: no answer yet. One that
-        was not taken for long is empty.
+        """Take the answer to a question: for each key whether it exists.
+
+        Returns:
+            None if there is no answer yet; empty if the answer was dropped.
 
         Args:
-            number: Of the question.
-            until: How long to wait for the answer, as `time.monotonic` tells it.
+            number: Number of the question.
+            until: How long to wait for the answer, in seconds of `time.monotonic`.
 
         """
         self._hear()
         while number not in self._answers and number > self._num_dropped:
-            # Earlier questions are answered before.
+            # Answers come in the order of the questions.
             if (left := until - time.monotonic()) <= 0:
                 return None
             self._hear(left)
@@ -143,7 +146,7 @@ class Asker:
         return answer
 
     def _hear(self, wait_s: float = 0.0) -> None:
-        """Take what the thread has told, and wait for the first of it if need be."""
+        """Receive answers. Waits up to `wait_s` for the first one."""
         with suppress(queue.Empty):
             while True:
                 number, answer, seconds = self._told.get(wait_s > 0, wait_s)
@@ -156,27 +159,27 @@ class Asker:
                 if seconds >= 0:
                     self.ask_s = seconds
                 self._answers[number] = answer
-                # Of one at least: there may be any number of empty ones.
+                # Count one more, since there may be many empty answers.
                 self._num_kept += len(answer) + 1
                 if self._num_kept > MAX_ANSWERS:
                     self._drop()
 
     def _drop(self) -> None:
-        """Drop half of the answers. They come in the order of the questions."""
+        """Drop the older half of the answers."""
         while self._num_kept > MAX_ANSWERS // 2:
             self._num_dropped = next(iter(self._answers))
             self._num_kept -= len(self._answers.pop(self._num_dropped)) + 1
 
 
 class _Misses:
-    """Answers no for what was not there a moment ago, and asks for the rest."""
+    """Answers no for keys that were missing a moment ago, and asks for the others."""
 
     def __init__(
         self, exists: Exists, miss_s: float, clock: Callable[[], float]
     ) -> None:
         self._exists = exists
         self._miss_s, self._clock = miss_s, clock
-        # Until when, the oldest first.
+        # Times until which keys count as missing, oldest first.
         self._until: dict[bytes, float] = {}
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
@@ -186,7 +189,7 @@ class _Misses:
         asked = [key for key in keys if key not in until]
         there = {key for key, is_there in zip(asked, self._exists(asked)) if is_there}
         if self._miss_s:
-            # An answer may have taken its time.
+            # Taken again, since the answer may have taken long.
             end = self._clock() + self._miss_s
             missing = [key for key in asked if key not in there]
             until.update(dict.fromkeys(missing[:MAX_MISSES], end))
@@ -195,7 +198,7 @@ class _Misses:
         return [key in there for key in keys]
 
     def have_come(self, keys: Sequence[bytes]) -> None:
-        """What was not there may be now."""
+        """Stop treating `keys` as missing."""
         for key in keys:
             self._until.pop(key, None)
 
@@ -219,8 +222,8 @@ def _run(
             with short_turns():
                 answer = misses.exists(keys)
         except BaseException:
-            # A store says no where it does not know. This is a fault of its own, which
-            # may be any exception, and must not end this thread.
-            logger.exception("KV tier: the tier below could not be asked.")
+            # Stores answer False if they cannot tell. An exception is a defect, of any
+            # class, and must not end this thread.
+            logger.exception("KV tier: a secondary tier could not be asked.")
             answer = [False] * len(keys)
         told.put((number, answer, time.monotonic() - begun))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers below the host, as the block pool sees them. Nothing here waits for them.
+"""The secondary tiers, as the block pool sees them. Nothing here waits for them.
 
-The life of a block below the host:
+The life of a block in a secondary tier:
 
-    a slot is used again ────── spill ──▶ its bytes are put under its key; meanwhile it
-                                          serves loads, and is given to nobody
-    a request comes ─────────── ask ────▶ which of the blocks that it lacks are there
-    they stand in its prefix hit ─ fetch ▶ slots are reserved and filled; the request
+    a slot is used again ─────── write ─▶ it is written under its key; meanwhile it is
+                                          pinned and serves loads
+    a request arrives ────────── ask ───▶ which of its missing blocks are stored
+    they are part of its hit ─── fetch ─▶ slots are reserved and filled; the request
                                           waits in the queue, until a deadline
-    all ranks have told ──────────────── ▶ the key enters the slot table: a host hit
+    all ranks have reported ────────────▶ the key enters the slot table: a host hit
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,10 +41,10 @@ def make_backing(
     table: SlotTable,
     costs: Costs,
 ) -> "Backing | None":
-    """What lies below `pool`, if anything does.
+    """The secondary tiers of `pool`, if any.
 
     Raises:
-        ValueError: Blocks are not what keys are made for.
+        ValueError: The model's block sizes do not match its block hashes.
 
     """
     if layout.secondary is None:
@@ -57,22 +57,22 @@ def make_backing(
             raise ValueError(
                 "--kv-offloading-config: secondary_tiers is not supported for this "
                 f"model, whose KV blocks of {size} tokens have keys for each "
-                f"{hash_size}. Remove it."
+                f"{hash_size}. Remove secondary_tiers."
             )
     is_cached = pool.cached_block_hash_to_block.get_one_block
     return Backing(layout.secondary, hash_size, table, costs, is_cached, layout.tuning)
 
 
 class Backing:
-    """What writes below, what fetches from there, and the end of both.
+    """Writes to secondary tiers, reads from them, and tracks both.
 
     Args:
-        layout: The tiers below.
+        layout: The secondary tiers.
         hash_size: Tokens of a block hash of a request.
-        table: The slots.
-        costs: Of loads and of computing.
+        table: The slot table.
+        costs: Costs of loads and of compute.
         is_cached: Whether the device has a block.
-        tuning: How much at a time.
+        tuning: Limits.
 
     """
 
@@ -93,7 +93,7 @@ class Backing:
         self._table = table
         self._seq = 0
         self._idle_since: float | None = None
-        # Of blocks that came and that no request has hit yet: the tier.
+        # Tier of blocks that arrived and that no request has hit yet.
         self._not_hit: dict[BlockHashWithGroupId, int] = {}
         self._num_hit = [0] * len(layout.tiers)
         self._jobs = Jobs(table, layout.num_ranks, tuning.max_ended)
@@ -121,30 +121,33 @@ class Backing:
         layout.rank_calls.may_change = self._weights_may_change
         self.found: Callable[[Request, Sequence[BlockHashWithGroupId], int, int], None]
         self.found = lambda request, keys, num_blocks, block_size: None
-        """Is told before that for which request keys were found, how many blocks its
-        prefix has up to the last of them, and of how many tokens each is."""
+        """Called before keys of a request count as found: with the request, the keys,
+        the number of its blocks up to the last of them, and the tokens of a block."""
 
     def heard(self) -> None:
-        """The scheduler has taken the output of a step, with all that it told. Not all
-        releases take that of a step whose loads failed."""
+        """Note that the scheduler has taken the output of a step, with its report.
+
+        Some releases skip outputs of steps whose loads failed.
+        """
         self._num_outputs += 1
         for source in self._sources:
             source.heard()
 
     @property
     def localities(self) -> list[str]:
-        """Of the tiers, each once."""
+        """Localities of the tiers, without duplicates."""
         return [*dict.fromkeys(tier.locality for tier in self._layout.tiers)]
 
     def tell_changes(self, changed: Callable[[BlockHashWithGroupId], None]) -> None:
-        """Call `changed` when a tier turns out to have a key, or to have it no more,
-        and when one is not on its way to it any more."""
+        """Call `changed` when a tier is found to have a key, or not to have it.
+
+        Also when a write or read of a key has ended without success.
+        """
         for spiller in self.spillers:
             spiller.changed = changed
 
     def finder(self, locality: str) -> Callable[[BlockHashWithGroupId], object]:
-        """What tells whether a tier of that locality is known to have a key: not None
-        if so."""
+        """A lookup that is not None for keys that a tier of `locality` has."""
         spillers = [
             spiller
             for tier, spiller in zip(self._layout.tiers, self.spillers)
@@ -159,8 +162,7 @@ class Backing:
         return find
 
     def is_moving(self, key: BlockHashWithGroupId) -> bool:
-        """Whether `key` is on its way to a tier or from one. `tell_changes` tells of
-        the end of it."""
+        """Whether `key` is being written or read. `tell_changes` reports the end."""
         return self.fetching.is_fetching(key) or any(
             spiller.is_writing(key) for spiller in self.spillers
         )
@@ -172,8 +174,7 @@ class Backing:
         num_tokens: int,
         tier: int,
     ) -> None:
-        """A tier says that it has `keys`, of the first `num_tokens` tokens of a
-        request."""
+        """Note that a tier has `keys`, within a request's first `num_tokens` tokens."""
         sizes = self._layout.block_sizes
         for size in dict.fromkeys(sizes):
             of_size = keys
@@ -184,27 +185,26 @@ class Backing:
             self.is_below(key, tier)
 
     def were_missing(self, keys: Iterable[BlockHashWithGroupId], tier: int) -> None:
-        """A tier says that it does not have `keys`."""
+        """Note that a tier does not have `keys`."""
         self.spillers[tier].are_missing(keys)
 
     def is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """A tier has `key`."""
+        """Note that a tier has `key`."""
         self.spillers[tier].is_below(key)
 
     def came(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """`key` came from a tier into a slot."""
+        """Note that `key` was read from a tier into a slot."""
         self._not_hit[key] = tier
         if len(self._not_hit) > self._table.num_slots:
-            # The oldest has left the host.
+            # The oldest has left the host by now.
             del self._not_hit[next(iter(self._not_hit))]
 
     def is_gone(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """A tier does not have `key`, or not whole."""
+        """Note that a tier lacks `key`, or has it only in part."""
         self.spillers[tier].is_gone(key)
 
     def hit(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """A request is admitted with device blocks of `keys` that it hit, or that are
-        loaded for it."""
+        """Record that a request is admitted with device blocks of `keys`."""
         self._table.order_passed(keys)
         for spiller in self.spillers:
             spiller.hit(keys)
@@ -215,10 +215,10 @@ class Backing:
                 self._num_hit[tier] += 1
 
     def finish(self, plan: StepPlan, is_idle: bool) -> None:
-        """The step is complete: put its jobs into its plan.
+        """Put the jobs of a step into its plan.
 
         Args:
-            plan: Of the step.
+            plan: Plan of the step, complete otherwise.
             is_idle: The step runs nothing.
 
         """
@@ -242,8 +242,10 @@ class Backing:
 
     @property
     def writes_on(self) -> bool:
-        """Whether an engine without requests should step on, since there is something
-        to write. It does so for as long as it would when it is told to end."""
+        """Whether an engine without requests should keep stepping to write.
+
+        It does so for at most `flush_s` seconds.
+        """
         now = self._costs.clock()
         idle_s = now - (now if self._idle_since is None else self._idle_since)
         return any(
@@ -254,16 +256,19 @@ class Backing:
     @property
     def settled(self) -> int:
         """Nothing that plans up to this one have stored turns out to be void."""
-        # A load of an earlier step may turn out to have failed, and what was computed
-        # since to be void.
+        # A load of an earlier step may fail, which voids what was computed since.
         return max(
             self._num_outputs - self._tuning.settled_outputs,
             self._seq - self._tuning.settled_steps,
         )
 
     def last_jobs(self) -> list[tuple[float, list[SecondaryJob]]]:
-        """What the engine, which makes no more plans, writes before it ends: for each
-        tier, for how many seconds at most, and the most valuable first."""
+        """The last jobs before the engine ends, without further plans.
+
+        Returns:
+            For each tier, the seconds it may take, and its jobs, most valuable first.
+
+        """
         if self._jobs.is_detached:
             return []
         slots, settled = self._table.by_value(), self.settled
@@ -277,14 +282,14 @@ class Backing:
         ]
 
     def take(self, results: Sequence[SecondaryResult]) -> None:
-        """Ranks have told of jobs."""
+        """Take in results that ranks have reported."""
         self._jobs.take(results)
 
     def detach(self, reason: str) -> None:
-        """What was computed until now is void: neither write nor serve any of it."""
+        """Stop using the tiers: what was computed until now is void."""
         if not self._jobs.is_detached:
             logger.info(
-                "KV tier: %s. The tier below is left alone until the engine starts "
+                "KV tier: %s. Secondary tiers are not used until the engine starts "
                 "again.",
                 reason,
             )
@@ -298,7 +303,7 @@ class Backing:
         self.detach(f"{method} of the ranks was called, which may change weights")
 
     def take_stats(self) -> dict[str, SecondaryStats]:
-        """What happened since the last call, for each tier."""
+        """Stats of each tier since the last call."""
         now, filling = self._costs.clock(), self.fetching.num_filling()
         evicted_bytes = self._jobs.evicted_bytes
         for i, (stats, spiller, source, num_filling) in enumerate(

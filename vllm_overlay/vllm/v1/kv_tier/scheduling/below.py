@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler must know of the tier below, and when there can be one."""
+"""Describes secondary tiers to the scheduler, and checks whether they are supported."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -13,16 +13,16 @@ from vllm.v1.kv_tier.stores.settings import SECONDARY_TIERS as _FLAG
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Of all ranks together: enough for all threads of a rank, and little to wait for.
+# For all ranks together: enough for all threads of a rank, but short.
 _MAX_JOB_BYTES = 64 << 20
-# Part of the slots that may be on their way to a tier: steps can be a quarter of a
-# second apart, and gigabytes be written meanwhile.
+# Part of the slots that may be in writes at a time: steps can be a quarter of a second
+# apart, in which gigabytes are written.
 _MAX_WRITING = 1 / 4
 
 _MAX_KEY_BYTES = 64
 
 Exists = Callable[[Sequence[bytes]], list[bool]]
-"""Whether objects of these names are there, on all ranks. May take its time."""
+"""Whether objects of these keys exist on all ranks. May block."""
 
 
 def _nothing(pool: Any) -> None:
@@ -30,68 +30,67 @@ def _nothing(pool: Any) -> None:
 
 
 class Asks(Protocol):
-    """Asks the tier below what it has, without making anybody wait."""
+    """Asks a store which blocks it has, without blocking the caller."""
 
     ask_s: float
     """Seconds that the last answer took."""
 
     def ask(self, keys: Sequence[bytes]) -> int:
-        """Returns the number of the question, which is not 0."""
+        """Queue a question. Returns its number, which is not 0."""
 
     def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
-        """For each key of a question whether it is there; None: no answer yet, although
-        it was waited for until then (`time.monotonic`)."""
+        """Whether each key of a question exists; None without an answer by `until`."""
 
     def has(self, keys: Sequence[bytes]) -> None:
-        """The tier has `keys` from now on, whatever it has answered before."""
+        """Note that the store has `keys` from now on, whatever it answered before."""
 
 
 @dataclass(frozen=True)
 class SecondaryTier:
-    """One tier below the host as it was opened."""
+    """One secondary tier, opened."""
 
     name: str
-    """For messages."""
+    """Name for messages."""
     label: str
-    """Of its metrics."""
+    """Label of its metrics."""
     locality: str
     """`LOCAL` or `REMOTE`, as in upstream's events."""
     asker: Asks
     store_from_use: int
     """Write a slot from its n-th use on."""
     deadline_s: float
-    """How long a request waits for it, from its first look at the prefix on."""
+    """Longest wait of a request for this tier, from its first lookup on."""
     fetches_always: bool = False
-    """Whether it is waited for also where computing takes less time."""
+    """Whether requests wait for it even where computing is faster."""
     flush_s: float = 0.0
     """How long the engine writes to it before it ends."""
 
 
 @dataclass(frozen=True)
 class SecondaryLayout:
-    """The tiers below the host as they were opened."""
+    """The secondary tiers, opened."""
 
     tiers: tuple[SecondaryTier, ...]
     """In the order in which they are asked."""
     num_ranks: int
-    """That have an object each for a block."""
+    """Number of ranks with an object for each block."""
     block_sizes: tuple[int, ...]
-    """Tokens of a block, of each KV cache group."""
+    """Tokens of a block, for each KV cache group."""
     max_writing: int
-    """Slots that are on their way to a tier at a time."""
+    """Most slots that are being written to a tier."""
     max_job: int
-    """Slots of a job: ranks tell of the end of each."""
+    """Most slots in a job. Ranks report the end of each job."""
     max_known: int
-    """Keys that are remembered as being there, for each tier."""
+    """Most keys per tier that are remembered as stored."""
     tokens_per_block: float
     """Tokens whose KV takes one block, over all groups together."""
     rank_calls: RankCalls = field(default_factory=RankCalls, compare=False)
-    """Tell of what may change weights."""
+    """Reports calls that may change weights."""
     begun: Callable[[Any], None] = field(default=_nothing, compare=False)
     """Takes the pool of the engine when it is made."""
 
     def tokens_of(self, num_blocks: int) -> int:
-        """Tokens that so many blocks stand for, of all groups alike."""
+        """Tokens of `num_blocks` blocks, over all groups alike."""
         return round(num_blocks * self.tokens_per_block)
 
 
@@ -103,13 +102,13 @@ def layout(
     slot_bytes: int,
     tokens_per_block: float,
 ) -> SecondaryLayout:
-    """The tiers below a host tier.
+    """Make the description of a host tier's secondary tiers.
 
     Args:
         tiers: In the order in which they are asked.
-        num_ranks: That have KV memory.
-        block_sizes: Tokens of a block, of each KV cache group.
-        num_slots: Of the host tier.
+        num_ranks: Number of ranks with KV memory.
+        block_sizes: Tokens of a block, for each KV cache group.
+        num_slots: Number of host slots.
         slot_bytes: Bytes of a slot on all ranks together.
         tokens_per_block: Tokens whose KV takes one block, over all groups together.
 
@@ -126,8 +125,11 @@ def layout(
 
 
 def object_keys(keys: Sequence[bytes]) -> list[bytes]:
-    """The keys of objects of these blocks. Where a block has many hashes, some releases
-    have all of them as its key: too long for the name of a file."""
+    """Keys of the objects for these blocks.
+
+    In some releases a block's key concatenates many hashes, too long for a file name;
+    it is hashed then.
+    """
     if max(map(len, keys), default=0) <= _MAX_KEY_BYTES:
         return list(keys)
     return [
@@ -139,7 +141,7 @@ def object_keys(keys: Sequence[bytes]) -> list[bytes]:
 
 
 def labels(types: Sequence[str]) -> list[str]:
-    """Of metrics: the types of tiers, numbered where one type stands there twice."""
+    """Labels for metrics: types of the tiers, numbered where a type occurs twice."""
     return [
         kind if types.count(kind) == 1 else f"{kind}-{types[: i + 1].count(kind)}"
         for i, kind in enumerate(types)
@@ -147,7 +149,7 @@ def labels(types: Sequence[str]) -> list[str]:
 
 
 def check_engine(vllm_config: "VllmConfig") -> None:
-    """Refuse an engine that a tier below does not go with yet.
+    """Refuse an engine that does not support secondary tiers.
 
     Raises:
         ValueError: The message says what to change.
@@ -156,7 +158,7 @@ def check_engine(vllm_config: "VllmConfig") -> None:
     if not releases.keys_are_bytes():
         raise ValueError(
             f"{_FLAG} is not supported with this release of vLLM, whose block hashes "
-            "are numbers of one process. Remove it."
+            "are valid in one process only. Remove secondary_tiers."
         )
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:

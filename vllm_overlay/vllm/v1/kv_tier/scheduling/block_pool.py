@@ -4,14 +4,14 @@
 The life of a block beyond the device:
 
     get_new_blocks takes a victim ── demote ──▶ store queued, key → host slot
-    get_cached_block finds only the slot ─────▶ the slot stands in the hit
+    get_cached_block finds only the slot ─────▶ the slot is part of the hit
     allocate_slots keeps that request ─ promote ▶ device block, load queued; the
                                                   request may wait for it
     take_plan ends the step ── write ─────────▶ next victims stored ahead
 
-Everything a step needs moved is in its `StepPlan`. A key is registered the moment
-its copy is queued, since the workers put copies and compute in order. This module has
-what upstream calls for each block and each step; other modules decide.
+A step's `StepPlan` has all copies that it needs. A key is registered when its copy is
+queued, since the workers order copies and compute. This module has the methods that
+upstream calls for each block and each step; other modules decide.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -77,7 +77,7 @@ class TieredBlockPool(BlockPool):
         self.host = SlotTable(layout.num_slots, policy)
         self._draft = PlanDraft(self.num_gpu_blocks)
         self.free = FreeBlocks(self)
-        # What both tiers hold, and as much of what they have dropped.
+        # As many keys as both tiers hold, plus as many evicted ones.
         num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
         self.admission = make_admission(
             layout, self.num_gpu_blocks, num_keys, self.host.has_room
@@ -115,24 +115,24 @@ class TieredBlockPool(BlockPool):
         self._num_taken = 0
         self._demoting = False
         self._serves_host = True
-        # Whether the request that was looked up lacks nothing but time.
+        # Whether the request that was looked up only waits for loads.
         self._is_deferred = False
-        # What may be loaded for the request that is looked up; None: all.
+        # Which blocks may be loaded for the request that is looked up; None for all.
         self._may_load: Callable[[BlockHash], bool] | None = None
-        # That request, where it is not all.
+        # That request, if `_may_load` is set.
         self._capped: Request | None = None
 
     # ------------------------------------------------------------------ a step
 
     def begin_step(self) -> None:
-        """The scheduler starts to plan a step."""
+        """Start to plan a step."""
         self._draft.begin()
         self.releasing.begin_step()
         is_open = self._breaker.is_open(self.costs.clock())
         self._serves_host = not (self.costs.recompute or is_open)
 
     def take_plan(self, is_idle: bool = False) -> StepPlan:
-        """End the step: its copies and fences.
+        """End the step and return its plan.
 
         Args:
             is_idle: The step runs nothing, so there is time.
@@ -144,7 +144,7 @@ class TieredBlockPool(BlockPool):
         is_read = is_idle and below is not None and below.fetching.num_awaited > 0
         self.writer.write(is_idle, is_read)
         if is_idle and self.prefetches:
-            # Of requests that were aborted: it costs nothing to wait for these now.
+            # Left by aborted requests. Waiting for them costs nothing now.
             self._draft.uses_prefetches(self.prefetches.last_unused())
         plan = self._draft.finish()
         if below is not None:
@@ -162,7 +162,7 @@ class TieredBlockPool(BlockPool):
     def get_cached_block(
         self, block_hash: BlockHash, kv_cache_group_ids: list[int]
     ) -> list[KVCacheBlock] | None:
-        """As upstream; a `HostSlot` stands for a block that only the host has."""
+        """As upstream, but a `HostSlot` stands for a block that only the host has."""
         blocks: list[KVCacheBlock] = []
         for group_id in kv_cache_group_ids:
             key = make_block_hash_with_group_id(block_hash, group_id)
@@ -190,9 +190,15 @@ class TieredBlockPool(BlockPool):
         computed_blocks: tuple[Sequence[KVCacheBlock], ...],
         *others: Any,
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:
-        """Turn the host slots of a prefix hit into cached device blocks, see
-        `Promotion.promote`, which takes the same. What lies below the host is fetched
-        first."""
+        """Turn the host slots of a prefix hit into cached device blocks.
+
+        Takes the same arguments as `Promotion.promote`. Blocks in secondary tiers are
+        fetched first.
+
+        Returns:
+            The hit, or None if the request waits.
+
+        """
         below = self.backing
         if below is not None and below.fetching.fetches(request, computed_blocks):
             self._is_deferred = True
@@ -211,14 +217,16 @@ class TieredBlockPool(BlockPool):
         return hit
 
     def _count_loads_ahead(self, num_before: int) -> None:
-        """The plan had so many before the request with a cap was looked at."""
+        """Count loads ahead for the request with a cap, beyond `num_before`."""
         num_loads = len(self._draft.prefetches) - num_before
         if num_loads and self._capped is not None:
             self.releasing.loads_ahead(self._capped, num_loads)
 
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
-        """Whether `request` waits for loads that are still on their way, or leaves its
-        turn to others. Saves the lookup of its prefix."""
+        """Whether `request` waits for loads, or lets others go first.
+
+        Saves the lookup of its prefix.
+        """
         self._may_load, self._capped, self._is_deferred = None, None, False
         speaks = self.releasing.speaks(request)
         if speaks:
@@ -243,7 +251,7 @@ class TieredBlockPool(BlockPool):
         computed_blocks: tuple[Sequence[KVCacheBlock], ...],
         num_tokens: int,
     ) -> None:
-        """Begin to load the hit of one that lacks blocks, see `Promotion.prefetch`."""
+        """Begin to load the hit of a request without room, see `Promotion.prefetch`."""
         if not self._is_deferred:
             self.releasing.prewarms.others_lack_blocks()
         below = self.backing
@@ -256,8 +264,8 @@ class TieredBlockPool(BlockPool):
     # ------------------------------------------------------------------ demote
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """As upstream; the content of cached victims goes to host slots."""
-        # Each new block of a decoding request comes by here.
+        """As upstream, but the content of cached victims goes to host slots."""
+        # A hot path: each new block of a decoding request passes here.
         prefetches, storer = self.prefetches, self.storer
         if self.retaining.on_device:
             self.retaining.make_way(num_blocks)
@@ -276,7 +284,7 @@ class TieredBlockPool(BlockPool):
         return blocks
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
-        # Upstream calls this for victims and for content that turned invalid.
+        # Upstream calls this for victims, and for content that became invalid.
         if not self._demoting:
             self.storer.invalidate(block)
             return super()._maybe_evict_cached_block(block)
@@ -288,18 +296,18 @@ class TieredBlockPool(BlockPool):
             self.storer.demote(block)
         if several or self._tells_evictions:
             return super()._maybe_evict_cached_block(block)
-        # The same for blocks of one key while nobody listens, in half of the time.
+        # Same result for blocks of one key without listeners, in half the time.
         if key is not None:
             self.cached_block_hash_to_block.pop(key, block.block_id)
             block.reset_hash()
-        # Copies of what a reset forgot may still be under way.
+        # Copies that a reset dropped may still run.
         draft.overwrites(block)
         return key is not None
 
     def _remove_cached_block_hashes(
         self, block: KVCacheBlock
     ) -> list[BlockHashWithGroupId]:
-        # Whoever takes the keys away is about to overwrite the block.
+        # Callers that remove the keys are about to overwrite the block.
         self.prefetches.claim((block,))
         self.releasing.taken((block,))
         self._draft.overwrites(block)
@@ -308,7 +316,7 @@ class TieredBlockPool(BlockPool):
     def free_blocks(
         self, ordered_blocks: Iterable[KVCacheBlock], **kwargs: Any
     ) -> None:
-        """As upstream; remembers which steps may still use the blocks."""
+        """As upstream; also remembers which steps may still use the blocks."""
         blocks = list(ordered_blocks)
         self._draft.free(blocks)
         self.releasing.freed(blocks)
@@ -328,7 +336,7 @@ class TieredBlockPool(BlockPool):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """As upstream; requests with hints own what they compute."""
+        """As upstream; also records what requests with hints compute."""
         place = num_cached_blocks, num_full_blocks, block_size
         super().cache_full_blocks(request, blocks, *place, *args, **kwargs)
         if self.releasing.is_listening:
@@ -337,7 +345,7 @@ class TieredBlockPool(BlockPool):
     def cache_partial_block(
         self, request: Request, block: KVCacheBlock, *args: Any, **kwargs: Any
     ) -> Any:
-        """As upstream, in releases that have this."""
+        """As upstream, in releases that have it."""
         if self.releasing.is_listening:
             self.releasing.cached_part(request, block)
         return super().cache_partial_block(request, block, *args, **kwargs)
@@ -346,7 +354,7 @@ class TieredBlockPool(BlockPool):
         self, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
     ) -> None:
         cached = self.cached_block_hash_to_block
-        # A block without a primary key has no other, so upstream need not be asked.
+        # A block without a primary key has no other keys.
         if block.block_hash is None:
             block.set_block_hash(key, num_tokens)
             cached.insert(key, block)
@@ -363,7 +371,7 @@ class TieredBlockPool(BlockPool):
     # ------------------------------------------------------------ what is void
 
     def reset_prefix_cache(self) -> bool:
-        """As upstream; the host tier is cleared only when the device cache is."""
+        """As upstream; clears the host tier only if the device cache is cleared."""
         if was_reset := super().reset_prefix_cache():
             self._clear_host()
         return was_reset
@@ -378,12 +386,12 @@ class TieredBlockPool(BlockPool):
             self.backing.detach("the prefix cache was cleared, maybe for other weights")
 
     def apply_report(self, report: StepReport) -> int | None:
-        """Take back what failed copies left without content.
+        """Drop content that failed copies left void.
 
         Returns:
-            None if no load failed. Else everything computed since is void, which is
-            the output of plans up to the one returned: the caller must drop it, and
-            make every running request start over.
+            None if no load failed. Otherwise everything computed since is void: the
+            caller must drop the outputs of plans up to the returned one, and let every
+            running request start over.
 
         """
         self.costs.take(report)
@@ -414,10 +422,10 @@ class TieredBlockPool(BlockPool):
                 self.storer.drop(slot)
 
     def _switch_off(self, lost_blocks: Iterable[int]) -> None:
-        """A rank copies no more: do without host slots from now on.
+        """Stop using host slots, since a rank copies no more.
 
         Args:
-            lost_blocks: Device blocks that a load may overwrite whenever it likes.
+            lost_blocks: Device blocks that a load may still overwrite at any time.
 
         """
         self.storer.drop_all()
@@ -428,7 +436,7 @@ class TieredBlockPool(BlockPool):
         self._withdraw_lost()
 
     def _withdraw_lost(self) -> None:
-        """Make the device cache smaller by the lost blocks that are free."""
+        """Remove lost blocks from the device cache once they are free."""
         for block in self.lost.take_free(self.blocks):
             self._maybe_evict_cached_block(block)
             self.free.leave_place([block])
@@ -438,16 +446,16 @@ class TieredBlockPool(BlockPool):
 
     @property
     def num_lost_blocks(self) -> int:
-        """Device blocks that nobody can have any more, or soon."""
+        """Device blocks that are lost to the cache, or will be when they are free."""
         return len(self.lost.withdrawn) + len(self.lost.in_use)
 
     # -------------------------------------------------------- events and stats
 
     def serve_late_subscribers(self, publisher: EventPublisher) -> None:
-        """Nobody follows this pool; see `PublishingBlockPool`."""
+        """Does nothing without KV events; see `PublishingBlockPool`."""
 
     def take_stats(self) -> KVTierStats:
-        """What happened since the last call."""
+        """Stats since the last call."""
         stats = self._stats.take()
         stats.slots_total = self.host.num_slots
         stats.slots_used = len(self.host)

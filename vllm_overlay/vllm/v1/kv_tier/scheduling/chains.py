@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts `BlockStored` events of one block each together to events of chains."""
+"""Merges `BlockStored` events of one block each into events of chains."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from vllm.v1.kv_tier import releases
 
 
 def chains(events: list[BlockStored]) -> list[BlockStored]:
-    """Events of one block each, put together where one goes on where another ends.
+    """Merge events of one block each where one continues another.
 
     Returns:
-        The events, none of them before the one that stores its parent.
+        The events, each after the one that stores its parent.
 
     """
     ends = {_place(event, event.block_hashes[-1]) for event in events}
@@ -30,19 +30,19 @@ def chains(events: list[BlockStored]) -> list[BlockStored]:
         chain = heads.pop()
         chains.append(chain)
         while following := children.pop(_place(chain, chain.block_hashes[-1]), None):
-            # All but one begin chains of their own, behind this one.
+            # All but one start their own chains, after this one.
             longer = next((e for e in following if _append(chain, e)), None)
             heads += [event for event in following if event is not longer]
     return chains
 
 
 def _place(event: BlockStored, block_hash: Any) -> tuple[int, Any]:
-    """Of a block among those of all groups."""
+    """Identifies a block among those of all groups."""
     return releases.event_group(event), block_hash
 
 
 def by_block(event: BlockStored) -> dict[str, list[Any]]:
-    """Fields of `event` with an entry for each of its blocks."""
+    """Fields of `event` with one entry for each of its blocks."""
     return {
         name: value
         for name, value in asdict(event).items()
@@ -53,10 +53,10 @@ def by_block(event: BlockStored) -> dict[str, list[Any]]:
 
 
 def _append(event: BlockStored, other: BlockStored) -> bool:
-    """Append `other`, whose parent `event` ends with, if it is like that otherwise.
+    """Append `other`, a child of `event`'s last block, if all other fields agree.
 
     Returns:
-        Whether it is.
+        Whether it was appended.
 
     """
     lists = ("token_ids", *by_block(other))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`store_from_use: "auto"`: whether to store all, or what is used a second time."""
+"""`store_from_use: "auto"`: chooses between storing all blocks and reused ones."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import TYPE_CHECKING
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class ChosenAdmission(SecondUses):
-    """Admits every block, or those used twice, whichever would have had more hits.
+    """Admits all blocks, or those used twice, whichever would have had more hits.
 
-    Two shadows of the host try both, on a sample of the keys. The sample cannot be of
-    the tier's own slots, as caches of single objects have it (set dueling): a prefix is
-    a hit up to its first block that is missing, and either half would break those of
-    the other. Uses of all keys are counted meanwhile, so that a change finds them.
-    Room that nobody has is for every block, whatever was chosen, as in the shadows.
+    Two ghost caches of the host simulate both, on a sample of the keys. Set dueling,
+    with a sample of the real slots, does not work here: a prefix hit ends at its first
+    missing block, so each half would break the other's hits. Uses of all keys are
+    counted all the time, so that a change takes effect at once. Free slots are given to
+    all blocks in any case, as in the ghost caches.
 
     Args:
-        num_blocks: Of the device.
-        num_slots: Of the host.
-        num_ahead: How many of them have what the device has, too.
-        eviction_policy: By name or import path.
+        num_blocks: Number of device blocks.
+        num_slots: Number of host slots.
+        num_ahead: Number of slots whose blocks the device has too.
+        eviction_policy: Name or import path.
         num_keys: Keys whose uses are remembered.
-        has_room: Whether the host can take a block that takes no other's place.
-        tuning: How large the shadows are, and how often it chooses.
+        has_room: Whether the host has a free slot.
+        tuning: Sizes of the ghost caches, and how often to choose.
 
     """
 
@@ -48,10 +48,10 @@ class ChosenAdmission(SecondUses):
         super().__init__(num_keys)
         self._has_room = has_room
         one_in = max(1, num_slots // tuning.shadow_slots)
-        # Never less than a quarter: shadows need room to differ.
+        # At least a quarter, or the two would not differ.
         slots = max(1, max(num_slots - num_ahead, num_slots // 4) // one_in)
         self._all = ShadowHost(slots, make_policy(eviction_policy, slots))
-        # Not the method of this class, which says what was chosen.
+        # `super()`, since the method of this class returns what was chosen.
         self._again = ShadowHost(
             slots, make_policy(eviction_policy, slots), super().admits
         )
@@ -60,7 +60,7 @@ class ChosenAdmission(SecondUses):
         self._one_in = one_in
         self._tuning = tuning
         self._num_sampled = 0
-        # A new tier has room, and waiting for second uses would leave it empty.
+        # A new tier has room, which waiting for second uses would leave empty.
         self.admits_all = True
 
     def hit(self, keys: Collection[Hashable]) -> None:
@@ -69,7 +69,7 @@ class ChosenAdmission(SecondUses):
 
     def use(self, key: Hashable) -> None:
         super().use(key)
-        # Asked here as well, since most keys are in no sample.
+        # Tested here as well, since most keys are not in the sample.
         if hash(key) % self._one_in == 0:
             self._sample((key,))
 
@@ -77,7 +77,7 @@ class ChosenAdmission(SecondUses):
         return self.admits_all or super().admits(key) or self._has_room()
 
     def clear(self) -> None:
-        # What was chosen, was chosen for what is gone.
+        # The choice was made for content that is gone.
         self._shadow.clear()
         self._num_sampled = 0
         self.admits_all = True
@@ -92,7 +92,7 @@ class ChosenAdmission(SecondUses):
             host.wrap_policy(wrap)
 
     def _sample(self, keys: Iterable[Hashable]) -> None:
-        # Only the scheduler chooses, so hashes need not be the same in two processes.
+        # Only the scheduler chooses, so hashes may differ between processes.
         one_in = self._one_in
         for key in keys:
             if hash(key) % one_in == 0:
@@ -116,13 +116,13 @@ def make_admission(
     num_keys: int,
     has_room: Callable[[], bool],
 ) -> Admission | None:
-    """What the settings say of `store_from_use`; None: store every block.
+    """The admission that `store_from_use` sets; None to store every block.
 
     Args:
         layout: Slots and settings of the host tier.
-        num_blocks: Of the device.
+        num_blocks: Number of device blocks.
         num_keys: Keys whose uses are remembered.
-        has_room: Whether the host can take a block that takes no other's place.
+        has_room: Whether the host has a free slot.
 
     """
     config, num_slots = layout.config, layout.num_slots
@@ -130,7 +130,7 @@ def make_admission(
         from_use = config.debug.store_from_use
         return Admission(from_use, num_keys) if from_use > 1 else None
     if layout.secondary is not None:
-        # What a tier below gets comes by the host: it chooses by itself.
+        # Blocks reach secondary tiers through the host, and each tier chooses itself.
         return None
     num_ahead = num_blocks
     if config.debug.store_policy == "write_back":

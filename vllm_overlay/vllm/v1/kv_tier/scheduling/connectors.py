@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV connectors cannot stand beside the tier."""
+"""Which KV connectors cannot be combined with the tier."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a load is worth it, and when a step should not wait for it.
+"""Measured costs of loads and of compute, and what follows from them.
 
-Costs are measured: seconds to load a block from calibration at start and from
-the prefetches since, seconds to compute one from the prefill steps since, and how long
-a step takes in which requests join that have little to compute.
+Seconds to load a block come from the calibration at start and from prefetches, seconds
+to compute one from prefill steps. The duration of steps in which requests join with
+little to compute is measured too.
 """
 
 import time
@@ -17,26 +17,25 @@ from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 
 @dataclass(eq=False)
 class QueuedLoad:
-    """Loads of one plan, as the scheduler sees them: on their way until `end`."""
+    """Loads of one plan, in flight until `end`, as far as the scheduler knows."""
 
     kind: str
     """`load` or `load_ahead`, as in `StepReport.times`."""
     seq: int
     num_blocks: int
     end: float
-    """When they will have ended, as far as one can tell; later: when they had."""
+    """Estimated time of the end, later the time at which it was reported."""
 
 
 class Link:
-    """What is on its way from the host to the device, and until when.
+    """Loads in flight from host to device, and when they will end.
 
-    Loads of one kind come one after the other, and those of a step before those ahead
-    of one, whenever they were queued: ranks see to that. The estimate of each is that
-    of the one before and its own time; whatever a report says to have ended corrects
-    all that are behind.
+    Loads of a kind run one after the other, and those of a step before loads ahead,
+    whenever they were queued. Each is estimated to end its own duration after the one
+    before. A reported end corrects the estimates of all later ones.
 
     Args:
-        clock: Seconds, monotonic.
+        clock: Monotonic clock in seconds.
 
     """
 
@@ -53,20 +52,20 @@ class Link:
     def queue(
         self, kind: str, seq: int, num_blocks: int, seconds: float, not_before: float
     ) -> QueuedLoad:
-        """Loads of `num_blocks` are queued.
+        """Queue loads of `num_blocks`.
 
         Args:
             kind: As in `QueuedLoad`.
-            seq: Of their plan.
-            num_blocks: How many.
-            seconds: That they take.
-            not_before: When what they wait for will have ended.
+            seq: Number of their plan.
+            num_blocks: Number of blocks.
+            seconds: Their estimated duration.
+            not_before: Estimated end of what they wait for.
 
         """
         now = self.clock()
         for queue in (self._loads, self._ahead):
             if queue and queue[-1].end <= now:
-                # Nobody told of their end, but they must have come.
+                # Their end was not reported, but they must have ended.
                 queue.clear()
         begin = max(self.free_for_steps_at, not_before)
         if kind == "load":
@@ -82,12 +81,12 @@ class Link:
         return load
 
     def ended(self, kind: str, seq: int, load_s: float) -> None:
-        """A report says that these loads have ended, and so all of `kind` before.
+        """Note the reported end of loads, and so of all earlier ones of `kind`.
 
         Args:
             kind: As in `QueuedLoad`.
-            seq: Of their plan.
-            load_s: Seconds that each block behind them takes.
+            seq: Number of their plan.
+            load_s: Seconds for each block of later loads.
 
         """
         now = self.clock()
@@ -106,14 +105,14 @@ def _last_end(queue: Sequence[QueuedLoad], now: float) -> float:
 
 
 class Costs:
-    """Costs of loads, and what they say.
+    """Costs of loads and compute, and decisions that depend on them.
 
     Args:
-        load_s: Seconds to load one block, as measured at start; 0: unknown.
-        max_stall_s: How long a step with other requests may wait for loads.
-            Infinite: every load is waited for in its step.
-        layerwise: Whether layers wait for their own part of the loads of a step, so
-            that these cost nothing while the layers before compute.
+        load_s: Seconds to load one block, as measured at start; 0 if unknown.
+        max_stall_s: How long a step with other requests may wait for loads. Infinite:
+            every load is waited for in its step.
+        layerwise: Whether layers wait for their own part of a step's loads, so that
+            loads are free while earlier layers compute.
         tokens_per_block: Tokens whose KV takes one block.
         tuning: How fast costs follow measurements.
 
@@ -142,7 +141,7 @@ class Costs:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """Seconds, monotonic."""
+        """Monotonic clock in seconds."""
         return self._link.clock
 
     @clock.setter
@@ -152,13 +151,13 @@ class Costs:
     def queue(
         self, seq: int, num_blocks: int, num_stores: int, prefetch: bool
     ) -> QueuedLoad:
-        """Loads were queued.
+        """Note that loads are queued.
 
         Args:
-            seq: Of their plan.
-            num_blocks: To load.
-            num_stores: Stores that must read these blocks before. They take about as
-                long, but in the other direction of the link.
+            seq: Number of their plan.
+            num_blocks: Number of blocks to load.
+            num_stores: Stores that must read these blocks first. They take about as
+                long, but use the other direction of the link.
             prefetch: Whether they are for a request of a later step.
 
         """
@@ -171,44 +170,44 @@ class Costs:
         )
 
     def end_of(self, num_blocks: int) -> float:
-        """When loads of `num_blocks` would end, in the step that is planned now."""
+        """When loads of `num_blocks` would end, if this step queued them."""
         return self._link.free_for_steps_at + num_blocks * self.load_s
 
     def stalls(self, end: float, hidden_s: float = 0.0) -> bool:
-        """Whether a step planned now would wait too long for loads until `end`.
+        """Whether this step would wait too long for loads until `end`.
 
         Args:
-            end: When they will have ended.
-            hidden_s: Seconds of the step that pass anyway before it waits for the last.
+            end: Estimated end of the loads.
+            hidden_s: Seconds that the step takes anyway before it waits for the last of
+                them.
 
         """
         return end - self.clock() - hidden_s > self.max_stall_s
 
     def hidden_s(self, num_tokens: int) -> float:
-        """How long a step computes while its own loads come.
+        """Seconds for which a step computes while its own loads arrive.
 
         Args:
-            num_tokens: That the joining request computes in it.
+            num_tokens: Tokens that the joining request computes in it.
 
         """
         # A step without prefill may be one CUDA graph.
         if not self.layerwise or num_tokens <= 1:
             return 0.0
-        # Above some size steps are not replayed as graphs, and take longer to launch
-        # than to compute.
+        # Larger steps are not replayed as graphs, and launching them takes longer than
+        # computing.
         sizes = [size for size in self.join_s if size <= num_tokens.bit_length()]
         join_s = self.join_s[max(sizes)] if sizes else 0.0
         return max(join_s, num_tokens / self._tokens_per_block * self.prefill_s)
 
     @property
     def compute_s(self) -> float:
-        """Seconds to compute one block: as measured, or what is assumed until then."""
+        """Seconds to compute one block: measured, or assumed until then."""
         return self.prefill_s or self._tuning.assumed_prefill_s * self._tokens_per_block
 
     @property
     def least_join_s(self) -> float:
-        """Seconds that a step takes in which a request joins, however little it has to
-        compute; 0: unknown."""
+        """Least seconds of a step in which a request joins; 0 if unknown."""
         return min(self.join_s.values(), default=0.0)
 
     @property
@@ -217,7 +216,7 @@ class Costs:
         return 0 < self.prefill_s < self.load_s
 
     def take(self, report: StepReport) -> None:
-        """Take in what the workers measured."""
+        """Take in the ranks' measurements."""
         self._take_loads(report)
         prefill = report.prefill
         if prefill.num_tokens:
@@ -243,7 +242,8 @@ class Costs:
             cost = sum(time.seconds for time in times) / num_blocks
             self.load_s += weight * (cost - self.load_s)
         elif self.recompute:
-            # Without loads nothing is measured: forget a busy link by and by.
+            # Without loads nothing is measured, so return slowly to the calibrated
+            # rate.
             self.load_s += weight * (self._calibrated_s - self.load_s)
         for kind, seq in _last_of_each_kind(ended):
             self._link.ended(kind, seq, self.load_s)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan in the making: its copies, its fences, and what they are computed from.
+"""Builds the next plan: its copies and fences. Nothing else writes a fence.
 
-Nothing else writes a fence. A fence names the last plan whose copies or whose forward
-pass used a device block or a slot that this plan uses too; so for each device block
-four numbers are kept, each the `seq` of a plan.
+A fence names the last plan whose copies or forward pass used a device block or slot
+that this plan uses too. So four numbers, each the `seq` of a plan, are kept for each
+device block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,42 +17,43 @@ class PlanDraft:
     """Copies and fences of the next `StepPlan`.
 
     Args:
-        num_blocks: Device blocks.
+        num_blocks: Number of device blocks.
 
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.seq = 1
-        """Of the plan in the making."""
+        """Number of the plan that is being built."""
         self.in_step = False
-        """Whether the scheduler plans a step now."""
+        """Whether the scheduler is planning a step."""
         self.takes_for_loads = False
-        """Whether the blocks that are taken now are for loads."""
-        # Stores and loads are keyed by what they overwrite (slot, device block), so
-        # that a later copy to the same place replaces the earlier one.
+        """Whether the blocks that are being allocated are for loads."""
+        # Keyed by what they overwrite (slot, device block), so that a later copy to the
+        # same place replaces an earlier one.
         self.stores: dict[int, KVCacheBlock] = {}
         self.cleans: dict[int, KVCacheBlock] = {}
         self.loads: dict[int, HostSlot] = {}
         self.prefetches: dict[int, HostSlot] = {}
         self.freed: dict[int, KVCacheBlock] = {}
-        """Blocks that the step in the making freed, by id. It may still use them."""
+        """Blocks that the current step freed, by id. It may still use them."""
         self.computed_by = [0] * num_blocks
         """By device block: the plan whose forward pass computes it (hashed blocks)."""
         self.used_by = [0] * num_blocks
-        """The last plan whose forward pass may use it (free blocks)."""
+        """By device block: the last plan whose forward pass may use it (free
+        blocks)."""
         self.prefetch_fence = 0
-        """Forward passes from now on come after the prefetches of plans up to this."""
-        # The last plan that stores the block, and the last that prefetches it, until
-        # somebody waits for them.
+        """Forward passes from now on follow the prefetches of plans up to this one."""
+        # By device block: the last plan that stores it, and the last one that
+        # prefetches it, until a plan waits for them.
         self._stored_by = [0] * num_blocks
         self._prefetched_by = [0] * num_blocks
         self._plan = StepPlan(self.seq)
 
     def begin(self) -> None:
-        """The scheduler begins to plan the step.
+        """Start to plan a step.
 
         Raises:
-            RuntimeError: Nobody took the plan of the one before.
+            RuntimeError: The plan of the previous step was not taken.
 
         """
         if self.in_step:
@@ -65,7 +66,7 @@ class PlanDraft:
         self.in_step = True
 
     def finish(self) -> StepPlan:
-        """The step is complete. Returns its plan, and begins the next one."""
+        """Complete the step's plan and return it. The next plan begins."""
         plan = self._plan
         plan.store_slots = list(self.stores)
         plan.store_blocks = [block.block_id for block in self.stores.values()]
@@ -89,68 +90,75 @@ class PlanDraft:
     # -------------------------------------------------------------- device blocks
 
     def hashed(self, block: KVCacheBlock) -> None:
-        """`block` got a key. Outside of a step upstream hashes only what earlier steps
-        computed."""
+        """Note that `block` got a key.
+
+        Outside of a step, upstream hashes only blocks that earlier steps computed.
+        """
         self.computed_by[block.block_id] = self.seq if self.in_step else self.seq - 1
 
     def is_computed(self, block: KVCacheBlock) -> bool:
-        """Whether an earlier plan computes a hashed block: nothing else is stored."""
+        """Whether an earlier plan computes a hashed block.
+
+        Only then may it be stored.
+        """
         return self.computed_by[block.block_id] < self.seq
 
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """The step in the making, or the last one, used `blocks` last."""
+        """Note that the current step, or the last one, used `blocks` last."""
         used_by, last = self.used_by, self.seq - 1
         if self.in_step:
-            # A copy on write may still read it.
+            # A copy on write of this step may still read it.
             last += 1
             self.freed.update((b.block_id, b) for b in blocks if not b.is_null)
         for block in blocks:
             used_by[block.block_id] = last
 
     def prefetched_by(self, block: KVCacheBlock) -> int:
-        """The last plan that prefetches `block`; 0 once somebody has waited for it."""
+        """The last plan that prefetches `block`; 0 once a plan has waited for it."""
         return self._prefetched_by[block.block_id]
 
     def overwrites(self, block: KVCacheBlock) -> None:
-        """Somebody is about to overwrite `block`, whatever is in it."""
+        """Add the fences needed before `block` is overwritten."""
         plan, block_id = self._plan, block.block_id
         if stored_by := self._stored_by[block_id]:
             if stored_by > plan.load_after_stores:
                 plan.load_after_stores = stored_by
-            # The forward pass waits for a load as such, if it needs it. When the load
-            # is called off, the next to take the block finds the mark.
+            # The forward pass waits for a load by other means, if it needs it. If the
+            # load is cancelled, the mark remains for the next user of the block.
             if not self.takes_for_loads:
                 if stored_by > plan.compute_after_stores:
                     plan.compute_after_stores = stored_by
                 self._stored_by[block_id] = 0
         if prefetched_by := self._prefetched_by[block_id]:
-            # The fence is one of forward passes; loads run beside them.
+            # That fence is for forward passes, and loads may run next to them.
             plan.load_after_loads = max(plan.load_after_loads, prefetched_by)
             self.uses_prefetches(prefetched_by)
             self._prefetched_by[block_id] = 0
 
     def uses_prefetches(self, seq: int) -> None:
-        """The forward pass uses blocks that plans up to `seq` prefetch."""
+        """Fence the forward pass on prefetches of plans up to `seq`, which it uses."""
         plan = self._plan
         if seq > max(self.prefetch_fence, plan.compute_after_loads):
             plan.compute_after_loads = seq
 
     def connector_writes(self) -> None:
-        """A KV connector may write to blocks of this step when it likes."""
+        """Note that a KV connector may write to blocks of this step at any time."""
         self._plan.connector_writes = True
 
     def tell_end(self) -> None:
-        """Have every rank tell when all is over that plans up to this one touch."""
+        """Let every rank report when all work of plans up to this one has ended."""
         self._plan.tell_end = True
 
     def unmap(self, first: int, end: int) -> None:
-        """Have every rank give back the memory of the blocks from `first` to before
-        `end`, which nothing that is under way touches, before anything of this plan."""
+        """Let every rank unmap blocks `first` to `end - 1` before this plan.
+
+        No copy or forward pass in flight may use them.
+        """
         self._plan.unmap_blocks = (*self._plan.unmap_blocks, (first, end))
 
     @property
     def unmaps(self) -> bool:
-        """Whether ranks are to give memory back before anything else of this plan."""
+        """Whether this plan releases memory."""
         return bool(self._plan.unmap_blocks)
 
     # --------------------------------------------------------------------- copies
@@ -162,9 +170,10 @@ class PlanDraft:
 
         Args:
             block: Hashed, and computed by an earlier plan.
-            slot: Filled by this plan.
-            last_load: Last plan that read the memory of the slot.
-            before_eviction: A later plan may overwrite the block. Else this one does.
+            slot: The slot, filled by this plan.
+            last_load: Last plan that read the slot's memory.
+            before_eviction: A later plan may overwrite the block; otherwise this one
+                does.
 
         """
         plan, block_id = self._plan, block.block_id
@@ -173,7 +182,7 @@ class PlanDraft:
         loaded = max(last_load, self._prefetched_by[block_id])
         if before_eviction:
             self.cleans[slot.index] = block
-            # Without `max`: each new block of a decoding request comes by here.
+            # No `max`, since each new block of a decoding request passes here.
             if computed > plan.clean_after_compute:
                 plan.clean_after_compute = computed
             if loaded > plan.clean_after_loads:
@@ -184,7 +193,7 @@ class PlanDraft:
             plan.store_after_loads = max(plan.store_after_loads, loaded)
 
     def drop_stores(self, slot: HostSlot) -> None:
-        """What this plan stores in `slot` is of no use."""
+        """Cancel this plan's stores to `slot`."""
         self.stores.pop(slot.index, None)
         self.cleans.pop(slot.index, None)
 
@@ -194,11 +203,11 @@ class PlanDraft:
         blocks: Sequence[KVCacheBlock],
         prefetch: bool,
     ) -> None:
-        """Copy `slots` to `blocks`, which were taken from the free queue for it.
+        """Copy `slots` to `blocks`, which were allocated for it.
 
         Args:
             slots: Filled by this plan or earlier ones; at least one.
-            blocks: As many.
+            blocks: Equally many blocks.
             prefetch: For a request of a later step.
 
         """
@@ -222,8 +231,7 @@ class PlanDraft:
         return block.block_id in self.loads or block.block_id in self.prefetches
 
     def call_off_load(self, block: KVCacheBlock) -> None:
-        """A load into `block`, queued for a request that was preempted since, must not
-        overwrite what comes next."""
+        """Cancel a load into `block`, whose request was preempted since."""
         self.loads.pop(block.block_id, None)
         if self.prefetches.pop(block.block_id, None) is not None:
             self._prefetched_by[block.block_id] = 0

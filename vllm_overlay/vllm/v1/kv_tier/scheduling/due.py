@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slots are to be written to a tier below, and which of them next."""
+"""The queue of slots to write to a secondary tier."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ _store_seq = attrgetter("store_seq")
 
 
 class Due:
-    """Slots that are to be written: the begins of prompts before what follows them.
+    """Slots to write, beginnings of prompts first.
 
-    A block is of no use without all that comes before it in its prompt. So a store that
-    takes only a part of what is computed should have the same part of each prompt, and
-    not prompts with holes, as it would if the oldest were always next: these are the
-    next to be evicted, too, so that a store which cannot keep up gets every other one.
+    A block is useless without all blocks before it in its prompt. A store that cannot
+    keep up should therefore store the same part of each prompt, and not prompts with
+    holes. In order of age, the oldest slots would also be evicted first, so such a
+    store would get every other block.
 
     Args:
-        span: Tokens of a prompt whose blocks are equal here: the oldest is the first.
+        span: Tokens of a prompt within which blocks rank equally, oldest first.
 
     """
 
     def __init__(self, span: int) -> None:
         self._span = span
         self.depths: dict[BlockHashWithGroupId, int] = {}
-        """Of the keys of these slots: each block of each hit is looked for in it."""
+        """Depth by key of these slots. Each block of each hit is looked up in it."""
         self._slots: defaultdict[int, dict[BlockHashWithGroupId, HostSlot]]
         self._slots = defaultdict(dict)
 
@@ -36,18 +36,21 @@ class Due:
         return len(self.depths)
 
     def add(self, slots: Mapping[BlockHashWithGroupId, HostSlot]) -> None:
-        """These are to be written, of which none is here. Those whose block has several
-        keys, since it was hashed before it was full, are left out."""
+        """Add slots that are not queued yet.
+
+        Slots with several keys, of blocks that were hashed before they were full, are
+        left out.
+        """
         span, depths, at_depth = self._span, self.depths, self._slots
         for key, slot in slots.items():
-            # Each block that is used again comes by here.
+            # A hot path: each block that is used again passes here.
             if len(slot.keys) > 1:
                 continue
             depths[key] = depth = (slot.num_tokens or 0) // span
             at_depth[depth][key] = slot
 
     def remove(self, key: BlockHashWithGroupId) -> bool:
-        """`key` is not to be written. Returns whether it was."""
+        """Remove `key`. Returns whether it was queued."""
         if (depth := self.depths.pop(key, None)) is None:
             return False
         slots = self._slots[depth]
@@ -57,17 +60,17 @@ class Due:
         return True
 
     def clear(self) -> None:
-        """Nothing is to be written."""
+        """Remove all slots."""
         self.depths.clear()
         self._slots.clear()
 
     def take(self, num: int, settled: int) -> dict[BlockHashWithGroupId, HostSlot]:
-        """The next slots to be written, and no more than `num`, which are not due then.
+        """Remove and return the next slots to write.
 
         Args:
-            num: How many at most.
-            settled: The last plan whose stores may be written. At each depth the oldest
-                are taken up to the first that was stored later.
+            num: Most slots to take.
+            settled: The last plan whose stores may be written. At each depth, slots are
+                taken up to the first that was stored later.
 
         """
         taken: dict[BlockHashWithGroupId, HostSlot] = {}

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory that comes and goes: which pages are mapped, and when that changes.
+"""Decides which pages of device memory are mapped, and when that changes.
 
-    mapped ── idle, or others need it: blocks stored, then taken out ──▶ leaving
-    leaving ── every rank: what touched it has ended ──▶ unmapped
-    leaving ── a request needs blocks ──▶ mapped, at once: nothing was unmapped yet
+    mapped ── idle, or others need memory: blocks stored, then taken out ──▶ leaving
+    leaving ── every rank: all that touched it has ended ──▶ unmapped
+    leaving ── a request needs blocks ──▶ mapped at once; nothing was unmapped yet
     unmapped ── a request needs blocks, and there is memory ──▶ mapped
 
-The free queue has blocks of mapped pages only, and upstream's checks of free blocks see
-no others. So a page that cannot be mapped makes requests wait as a full device does;
-nobody was promised its blocks.
+The free queue has blocks of mapped pages only, and so have upstream's checks of free
+blocks. A page that cannot be mapped makes requests wait, as a full device does.
 
-A page leaves when all of its blocks are free. What the host lacks of it is stored
-first, by an earlier plan, so that no forward pass waits for it. Its blocks are then
-taken as a victim is taken, by a plan that has the ranks tell when stores, loads and
-forward passes of plans up to it have ended: whatever touched the page came before.
+A page leaves when all of its blocks are free. Blocks that the host lacks are stored
+first, by an earlier plan, so that no forward pass waits for it. Then the blocks are
+allocated like victims, by a plan that lets ranks report when all work of plans up to it
+has ended, which includes all use of the page.
 """
 
 from collections import Counter
@@ -32,31 +31,31 @@ from vllm.v1.kv_tier.stats import KVTierStats
 
 
 class Taker(Protocol):
-    """The pool, as far as its blocks come and go."""
+    """The pool's methods to remove and add blocks."""
 
     def take_out(self, blocks: list[KVCacheBlock]) -> None:
-        """Take free blocks as victims are taken, out of what the pool has."""
+        """Allocate free blocks like victims, and remove them from the pool."""
 
     def put_back(self, blocks: list[KVCacheBlock]) -> None:
-        """The opposite, before their memory was unmapped."""
+        """Undo `take_out` before the memory is unmapped."""
 
     def put_in(self, blocks: list[KVCacheBlock]) -> None:
-        """The opposite, of blocks whose memory nobody has touched."""
+        """Undo `take_out` for blocks with new memory, which nothing has used."""
 
 
 class ElasticDevice:
-    """Maps pages that requests need, and gives back those that nobody needs.
+    """Maps pages that requests need, and releases pages that are not needed.
 
     Args:
-        layout: Who maps pages, and when to give them back.
-        pool: Whose blocks.
-        taker: The same, as far as blocks come and go.
-        free: Its free blocks.
-        draft: The plan in the making.
-        storer: Stores what the host lacks.
-        prefetches: What is on its way.
-        tuning: How much an idle step stores, and how long the engine sleeps then.
-        clock: Seconds.
+        layout: The page mapper, and when to release pages.
+        pool: The block pool.
+        taker: The same pool, to remove and add blocks.
+        free: Its free queue.
+        draft: The plan that is being built.
+        storer: Stores blocks that the host lacks.
+        prefetches: Blocks that are being prefetched.
+        tuning: Limits for idle steps.
+        clock: Time in seconds.
         stats: Counts pages.
 
     """
@@ -83,30 +82,30 @@ class ElasticDevice:
         self._storer = storer
         self._prefetches = prefetches
         self._max_stores = max(1, tuning.idle_stores)
-        # So many a step looks at, and takes out.
+        # Most pages that a step looks at and removes.
         size = self.mapper.blocks_per_page
         self._max_pages = max(1, tuning.max_page_looks // size)
         self.pause_s = tuning.idle_pause_s
-        """Between two steps of an engine that waits until memory is due."""
+        """Seconds between steps of an engine that waits until memory is due."""
         self._clock = clock
         self._stats = stats
         # The null block is never free, so its page stays.
         self.num_pages = -(-len(self._blocks) // size)
         self.leaving: dict[int, list[int]] = {}
-        """Pages by the plan that took their blocks out, until all ranks have told that
-        it has ended."""
+        """Pages by the plan that removed their blocks, until all ranks report its
+        end."""
         self.unmapped: set[int] = set()
         self._num_told: Counter[int] = Counter()
-        # Pages that are about to leave, the next one last, and those of them whose
-        # blocks were stored for it.
+        # Pages to release, the next one last, and those whose blocks were stored for
+        # it.
         self._order: list[int] = []
         self._stored: set[int] = set()
-        # The page at which the search for such pages goes on, and what it has found.
+        # Position of the search for such pages, and what it has found.
         self._next_page = 0
         self._found: list[tuple[int, int]] = []
-        # Whether the search has passed over nothing that an idle engine may give back.
+        # Whether the search has found all pages that an idle engine may release.
         self._is_whole = True
-        # Whether all that is left is kept for requests that may still come for it.
+        # Whether the rest is only kept for requests that may still use it.
         self._is_kept = False
         self._idle_since: float | None = None
         self._is_done = False
@@ -116,22 +115,24 @@ class ElasticDevice:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to do in steps that run nothing: pages to give
-        back, now or in a while, or ranks to be told of those that have gone."""
+        """Whether steps that run nothing still have work here.
+
+        That is: pages to release, now or soon, or reports of ranks to wait for.
+        """
         if self.leaving or self._draft.unmaps:
             return True
         return self._idle_since is not None and not self._is_done
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nothing is due yet of what will be."""
+        """Whether nothing is due yet."""
         since = self._idle_since
         if self._is_done or since is None:
             return False
         return self._is_kept or self._clock() - since < self._layout.shrink_after_s
 
     def missing_blocks(self) -> Iterable[KVCacheBlock]:
-        """Those that the pool does not have now."""
+        """Blocks that the pool does not have now."""
         for pages in (self.unmapped, *self.leaving.values()):
             for page in pages:
                 yield from self._of(page)
@@ -143,10 +144,10 @@ class ElasticDevice:
     # ---------------------------------------------------------------------- growing
 
     def need(self, num_blocks: int, wait: bool = True) -> None:
-        """Have at least so many free blocks, as far as there is memory.
+        """Make `num_blocks` free blocks available, as far as there is memory.
 
         Args:
-            num_blocks: How many.
+            num_blocks: Number of free blocks.
             wait: As in `PageMapper`.
 
         """
@@ -162,17 +163,16 @@ class ElasticDevice:
         self._map(num_blocks, wait)
 
     def spare_victims(self, num_blocks: int) -> None:
-        """So many blocks are about to be taken: rather of memory that nobody has than
-        of what is cached."""
+        """Before `num_blocks` are allocated, map pages rather than evict blocks."""
         if not self.unmapped:
             return
         first = next(self._free.first(1), None)
         if first is None or first.block_hash is not None:
-            # Not of pages that are leaving: this plan cannot load into them any more.
+            # Leaving pages are not used: this plan can no longer load into them.
             self._map(len(self._free) + num_blocks, wait=True)
 
     def _map(self, num_blocks: int, wait: bool) -> None:
-        """Have at least so many free blocks, of pages that can be mapped."""
+        """Make `num_blocks` free blocks available from pages that can be mapped."""
         size = self.mapper.blocks_per_page
         while self.unmapped and (lack := num_blocks - len(self._free)) > 0:
             pages = self.mapper.map_pages(-(-lack // size), wait)
@@ -184,12 +184,15 @@ class ElasticDevice:
             self._grew(len(pages))
 
     def _grew(self, num_pages: int) -> None:
-        """Pages came for a request. It may be aborted before a step runs it."""
+        """Note that pages were mapped for a request.
+
+        It may be aborted before it runs.
+        """
         self._stats.mapped_pages += num_pages
         self._idle_since, self._is_done = None, False
 
     def need_headroom(self, wait: bool) -> None:
-        """Requests run: have what the next step of them may take.
+        """While requests run, keep what their next step may need.
 
         Args:
             wait: It is that step.
@@ -198,12 +201,12 @@ class ElasticDevice:
         self.need(self._layout.headroom, wait)
 
     def need_prompt(self, num_blocks: int, wait: bool) -> None:
-        """A request is looked at: have its prompt, and the headroom of those that run.
+        """Make room for a request's prompt, plus the headroom of running requests.
 
         Args:
-            num_blocks: Of the prompt.
-            wait: No other request waits meanwhile. Else it is admitted in a later step,
-                so that a burst does not wait as a whole until all of it has memory.
+            num_blocks: Blocks of the prompt.
+            wait: No other request waits meanwhile. Otherwise it is admitted in a later
+                step, so that a burst does not wait until all of it has memory.
 
         """
         if wait:
@@ -211,17 +214,20 @@ class ElasticDevice:
         self.need(num_blocks + self._layout.headroom, wait=False)
 
     def refused(self) -> None:
-        """A request that could run lacks blocks. Upstream may ask for more than the
-        request takes; so each time twice as many are free."""
+        """Note that a request lacks blocks.
+
+        Upstream may check for more than the request needs, so each time twice as many
+        are made available.
+        """
         self.need(2 * max(len(self._free), self._layout.headroom), wait=False)
 
     # -------------------------------------------------------------------- shrinking
 
     def end_step(self, is_idle: bool) -> None:
-        """The step is complete: give back what is due.
+        """Release pages that are due, at the end of a step.
 
         Args:
-            is_idle: It runs nothing, and no request holds blocks.
+            is_idle: The step runs nothing, and no request holds blocks.
 
         """
         if self._is_closed:
@@ -232,7 +238,7 @@ class ElasticDevice:
             self._begin_search()
             return
         if not self._order and not self._search(is_idle):
-            # The next steps go on: there are many blocks.
+            # The next steps continue the search, since there are many blocks.
             return
         self._shrink(min(num_pages, self._max_pages))
         if not self._order:
@@ -241,7 +247,7 @@ class ElasticDevice:
             self._begin_search()
 
     def _num_due(self, is_idle: bool) -> int:
-        """Pages that are to be given back."""
+        """Number of pages to release."""
         num_wanted = self.mapper.num_wanted()
         num_leaving = sum(map(len, self.leaving.values()))
         if not is_idle:
@@ -257,7 +263,7 @@ class ElasticDevice:
         return num_wanted - num_leaving
 
     def _begin_search(self) -> None:
-        """Look for pages anew."""
+        """Restart the search for pages."""
         self._order.clear()
         self._stored.clear()
         self._found.clear()
@@ -265,8 +271,9 @@ class ElasticDevice:
         self._is_whole = True
 
     def _search(self, is_idle: bool) -> bool:
-        """Look at more pages, for those that are free as a whole: they are to leave by
-        the last use of any of their blocks.
+        """Look at more pages for those without blocks in use.
+
+        They are to be released by the last use of any of their blocks.
 
         Returns:
             Whether all pages have been looked at, so that the order is known.
@@ -277,7 +284,7 @@ class ElasticDevice:
         self._next_page = end = min(first + self._max_pages, self.num_pages)
         for page in range(first, end):
             blocks = self._of(page)
-            # The null block is in use, though nobody counts it.
+            # The null block is in use, though its count is 0.
             if not any(block.ref_cnt or block.is_null for block in blocks):
                 last_use = max(used_by[block.block_id] for block in blocks)
                 self._found.append((last_use, page))
@@ -288,8 +295,10 @@ class ElasticDevice:
         return True
 
     def _shrink(self, num_pages: int) -> None:
-        """Take the blocks of the oldest pages out, up to `num_pages`, or store what the
-        host lacks of them."""
+        """Remove the blocks of the oldest pages, up to `num_pages`.
+
+        Blocks that the host lacks are stored first.
+        """
         num_stores = self._max_stores
         taken: list[int] = []
         visited: list[int] = []
@@ -297,7 +306,7 @@ class ElasticDevice:
         while self._order and len(taken) < num_pages:
             page = self._order.pop()
             if not self._is_quiet(page, is_kept):
-                # It may be in a while.
+                # It may be released later.
                 self._is_whole = False
                 continue
             if page not in self._stored:
@@ -308,7 +317,7 @@ class ElasticDevice:
                         break
                     num_stores -= len(dirty)
                     for block in dirty:
-                        # Others may have the same key.
+                        # Blocks of the page may share a key.
                         if self._is_due(block):
                             self._storer.store(block, before_eviction=True)
                     self._stored.add(page)
@@ -326,8 +335,7 @@ class ElasticDevice:
     def _is_quiet(
         self, page: int, is_kept: Callable[[KVCacheBlock], bool] | None
     ) -> bool:
-        """Whether a page is free as a whole, the step in the making does not use what
-        it has freed of it, and nobody waits for what is in it (`Prefetches.kept`)."""
+        """Whether a page is free, unused by this step, and not kept for a request."""
         freed = self._draft.freed
         return not any(
             block.ref_cnt
@@ -337,7 +345,7 @@ class ElasticDevice:
         )
 
     def _is_due(self, block: KVCacheBlock) -> bool:
-        """Whether a free block is to be stored."""
+        """Whether a free block must be stored."""
         storer = self._storer
         return (
             block.block_hash is not None
@@ -347,15 +355,15 @@ class ElasticDevice:
         )
 
     def have_ended(self, seqs: Iterable[int]) -> None:
-        """Ranks tell that all that plans up to these touched is over.
+        """Take in reports that all work of plans up to these has ended.
 
         Args:
-            seqs: Of plans that asked, each as often as ranks have told.
+            seqs: Plans, once for each rank that reported.
 
         """
         for seq in seqs:
             if seq not in self.leaving:
-                # The pages were needed after all.
+                # A request needed the pages again.
                 continue
             self._num_told[seq] += 1
             if self._num_told[seq] == self._layout.num_ranks:
@@ -369,7 +377,7 @@ class ElasticDevice:
         self._num_told.pop(seq, None)
 
     def close(self) -> None:
-        """Ranks copy no more: give nothing back from now on."""
+        """Stop releasing memory, since ranks copy no more."""
         self._is_closed = True
         self.need(len(self._blocks))
         self._is_done = True
@@ -377,7 +385,7 @@ class ElasticDevice:
     # ------------------------------------------------------------------------ stats
 
     def report(self, stats: KVTierStats) -> None:
-        """Put what is mapped now into `stats`, and what that took."""
+        """Put the current sizes and the time spent into `stats`."""
         num_mapped = self.num_pages - len(self.unmapped)
         stats.device_mapped_bytes = num_mapped * self._layout.page_bytes
         num_bytes = len(self.unmapped) * self._layout.page_bytes

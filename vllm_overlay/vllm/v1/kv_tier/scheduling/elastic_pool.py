@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block pool of an engine that gives device memory back, see `ElasticDevice`."""
+"""The block pool of an engine that releases device memory, see `ElasticDevice`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,10 +16,10 @@ from vllm.v1.request import Request
 
 
 class ElasticBlockPool(TieredBlockPool):
-    """A `TieredBlockPool` some of whose blocks have no memory at times.
+    """A `TieredBlockPool` in which some blocks have no memory at times.
 
-    `num_gpu_blocks` counts those that it has now. Upstream's check of free blocks sees
-    no others, so memory is asked for before it comes to that check.
+    `num_gpu_blocks` counts the blocks with memory, and upstream's check of free blocks
+    sees only those. So memory is requested before that check.
     """
 
     def __init__(self, layout: KVTierLayout, **kwargs: Any) -> None:
@@ -39,12 +39,12 @@ class ElasticBlockPool(TieredBlockPool):
         )
         self._block_sizes = layout.elastic.block_sizes
         self._take_missing()
-        # Whether the request that was looked up last passed upstream's check of free
+        # Whether the last request that was looked up passed upstream's check of free
         # blocks.
         self._has_room = False
 
     def _take_missing(self) -> None:
-        """Take the blocks out whose memory is not there from the start."""
+        """Remove blocks that have no memory at start."""
         self.elastic.unmapped.update(self.elastic.mapper.missing)
         if missing := list(self.elastic.missing_blocks()):
             self.take_out(missing)
@@ -58,7 +58,7 @@ class ElasticBlockPool(TieredBlockPool):
 
     @property
     def _is_unused(self) -> bool:
-        """Whether nobody holds a block but the null block."""
+        """Whether no block but the null block is in use."""
         return self.num_gpu_blocks - len(self.free) == 1
 
     def take_plan(self, is_idle: bool = False) -> StepPlan:
@@ -123,7 +123,7 @@ class ElasticBlockPool(TieredBlockPool):
     def put_back(self, blocks: list[KVCacheBlock]) -> None:
         """See `Taker`."""
         self.num_gpu_blocks += len(blocks)
-        # What was stored of them may still be read.
+        # Copies may still read from these blocks.
         self.free_blocks(blocks)
 
     def put_in(self, blocks: list[KVCacheBlock]) -> None:
@@ -136,7 +136,7 @@ class ElasticBlockPool(TieredBlockPool):
     # -------------------------------------------------------------------- stats
 
     def get_usage(self) -> float:
-        """As upstream, of all blocks: those without memory count as free."""
+        """As upstream, for all blocks: those without memory count as free."""
         num_blocks = len(self.blocks) - 1
         if not num_blocks:
             return 0.0

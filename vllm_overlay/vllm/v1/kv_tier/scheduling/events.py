@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache events of all tiers, in one stream.
 
-Upstream's pool tells what the device caches while it has the request at hand. A block
-goes to the host and comes back without one, so what an event must say is kept for each
-key, encoded, as long as one of the tiers has the key.
+Upstream's pool emits events while it has the request. Blocks move to the host and back
+without one, so the data of an event is kept for each key, encoded, as long as any tier
+has the key.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +36,7 @@ from vllm.v1.request import Request
 
 MEDIUM_CPU = "CPU"
 MEDIUM_STORAGE = "STORAGE"
-"""As upstream names host memory and what is below it, in the releases that do so."""
+"""Upstream's names of host memory and of storage, in releases that have them."""
 
 Place = tuple[str, str | None]
 """Medium and locality of a tier."""
@@ -44,39 +44,40 @@ Place = tuple[str, str | None]
 _HOST: Place = (MEDIUM_CPU, None)
 
 TOLD_AT_ONCE = 512
-"""Keys that a step tells anew, beside what it has changed itself; the rest follows with
-the next ones. That keeps steps short, and batches within what routers take: 4,096
-events and 16 MiB in vllm-router."""
+"""Most keys that a step repeats besides its own changes; the next steps have the rest.
+This keeps steps short, and batches below the limits of routers: 4,096 events and 16 MiB
+in vllm-router."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(BlockStored).decode
 
 
 class TierEvents:
-    """Completes the event queue of a pool with what the tier does.
+    """Adds the tier's changes to a pool's event queue.
 
     Upstream's events of computed blocks stay in the queue, with the `medium` of the
-    device, and a promotion stores there. The rest is told once a step, as what has
-    changed since the step before: a block that is given a host slot is stored on `CPU`,
-    and what a tier has no more is removed there. One event stores neighbours of a
-    chain, in whatever order they came, parents before children; one event removes what
-    a group of a tier has lost. `AllBlocksCleared` clears both.
+    device, and so does a promotion. The rest is emitted once a step, as differences to
+    the step before: a block in a new host slot is stored on `CPU`, and what a tier has
+    lost is removed there. Neighbours of a chain share one stored event, parents first;
+    removed keys of a group and tier share one event. `AllBlocksCleared` clears all
+    tiers.
 
-    A key is stored on a medium when the first block has it and removed when the last
-    one has gone, however many the device has with the same key. So it makes no
-    difference whether a follower counts.
+    A key is stored on a medium when the first block has it, and removed when the last
+    one is gone, however many device blocks have the same key. So it does not matter
+    whether subscribers count.
 
-    Whoever comes later than upstream's replay buffer reaches back is blind for what was
-    told before. `tell_all_anew` tells it again, as ordinary events: `AllBlocksCleared`,
-    then what is stored. For others that is a reset, from which they recover with the
-    next steps. So it serves all who come late: while a replay reaches back to its
-    begin, which is thousands of steps, nothing is told for those who ask. Where one
-    does not, nothing is told anew before all has been told, and for as long again.
+    A subscriber that connects later than upstream's replay buffer reaches back misses
+    earlier events. `tell_all_anew` repeats them as ordinary events: `AllBlocksCleared`,
+    then everything that is stored. Other subscribers see a reset, and recover in the
+    next steps. The repetition serves all that connect late: as long as a replay reaches
+    back to it, which is thousands of steps, requests for another one are ignored.
+    Otherwise the next one starts only after this one is complete, and after as many
+    steps again.
 
     Args:
-        pool: Whose queue.
-        table: The slots; this listens to them.
-        backing: What lies below; this listens to it.
+        pool: The pool whose queue is used.
+        table: The slot table, which is observed.
+        backing: The secondary tiers, which are observed.
 
     """
 
@@ -86,12 +87,12 @@ class TierEvents:
         self._pool = pool
         self._table = table
         self._device_medium = releases.device_medium(pool, MEDIUM_GPU)
-        # The event that stores each key, and it alone.
+        # The event that stores each key alone, encoded.
         self._descriptions: dict[BlockHashWithGroupId, bytes] = {}
         self._device: Place = (self._device_medium, None)
-        # Whether a key may be on a tier soon that is on none.
+        # Whether a key that is on no tier may be on one soon.
         self._is_moving: Callable[[BlockHashWithGroupId], bool] = lambda key: False
-        # What finds a key on each tier.
+        # Finds a key on each tier.
         self._finds: dict[Place, Callable[[BlockHashWithGroupId], object]] = {
             self._device: lambda key: pool.cached_block_hash_to_block.get_one_block(
                 key
@@ -107,26 +108,26 @@ class TierEvents:
         self._told: dict[Place, set[BlockHashWithGroupId]] = {
             place: set() for place in self._finds
         }
-        """What followers believe to be on each tier."""
-        # Where they may be wrong, in the order in which it came to be.
+        """What subscribers know to be on each tier."""
+        # Keys for which they may be out of date, in order of change.
         self._touched: dict[BlockHashWithGroupId, None] = {}
         # What is to be told anew before that, the last one first. And how much of both
         # was left by the last step, while what comes is to follow it.
         self._anew: list[BlockHashWithGroupId] = []
         self._num_behind = 0
         self._anew_wanted = False
-        # Batches behind the last `AllBlocksCleared`, or behind the first of all.
+        # Batches since the last `AllBlocksCleared`, or since the start.
         self._num_since_cleared = -1
-        # Steps until followers may be told to forget all again.
+        # Steps until the next repetition may start.
         self._num_rest = 0
         table.listeners.append(self)
 
     @property
     def num_described(self) -> int:
-        """Keys that something is remembered of: those of both tiers."""
+        """Number of keys with a description."""
         return len(self._descriptions)
 
-    # ------------------------------------------------- what upstream's pool has told
+    # ---------------------------------------------- what upstream's pool has emitted
 
     def block_range_cached(
         self,
@@ -138,9 +139,9 @@ class TierEvents:
         kv_cache_group_id: int,
         block_mask: list[bool] | None,
     ) -> None:
-        """`cache_full_blocks` has told of these blocks: keep the parts of its event.
+        """Keep the parts of the event that `cache_full_blocks` has emitted.
 
-        Where followers know some of them already, the rest is told anew.
+        If subscribers know some of these blocks already, only the rest is emitted.
         """
         event = self._pool.kv_event_queue[-1]
         assert isinstance(event, BlockStored)
@@ -165,8 +166,10 @@ class TierEvents:
         block_size: int,
         group_id: int,
     ) -> list[BlockHashWithGroupId]:
-        """Keep what `event` says of each of its blocks, which are at `places` of the
-        range of a request's blocks that begins with `first`. Returns their keys."""
+        """Keep the data of each block of `event`, and return the blocks' keys.
+
+        The blocks are at `places` of a request's blocks, counted from `first`.
+        """
         keys = []
         for n, place in enumerate(places):
             i = first + place
@@ -189,7 +192,7 @@ class TierEvents:
     # ---------------------------------------------------------------- what is below
 
     def changed_below(self, key: BlockHashWithGroupId) -> None:
-        """A tier below has `key` now, or has it no more."""
+        """Note that a secondary tier has `key` now, or no longer."""
         self._touched[key] = None
 
     def found_below(
@@ -199,9 +202,11 @@ class TierEvents:
         num_blocks: int,
         size: int,
     ) -> None:
-        """`keys`, of the first `num_blocks` blocks of `request` and of `size` tokens
-        each, are below. Where this engine has not told of them, upstream describes all
-        of these blocks."""
+        """Describe `keys`, which were found in a secondary tier.
+
+        They are among the first `num_blocks` blocks of `request`, of `size` tokens
+        each. If any is unknown here, upstream describes all of these blocks.
+        """
         queue = self._pool.kv_event_queue
         hashes = self._hashes(request, size)
         new = {get_group_id(key) for key in keys if key not in self._descriptions}
@@ -218,7 +223,7 @@ class TierEvents:
             del queue[num_events:]
 
     def partial_block_cached(self, key: BlockHashWithGroupId) -> None:
-        """`cache_partial_block` has told of a block: keep its event."""
+        """Keep the event that `cache_partial_block` has emitted."""
         event = self._pool.kv_event_queue[-1]
         if isinstance(event, BlockStored):
             self._descriptions.setdefault(key, _encode(event))
@@ -232,15 +237,16 @@ class TierEvents:
         block_size: int,
         kv_cache_group_id: int,
     ) -> None:
-        """Upstream has told a prefix hit again, as if the device had all of it: tell
-        each block as on the tier that has it.
+        """Correct upstream's events of a repeated prefix hit.
+
+        Upstream reports all blocks as on the device.
 
         Args:
-            num_events: Events in the queue before upstream told.
-            request: Whose hit.
+            num_events: Events in the queue before upstream's.
+            request: Request of the hit.
             num_cached_blocks: Blocks of the hit.
-            block_size: Tokens of each.
-            kv_cache_group_id: Their group.
+            block_size: Tokens of a block.
+            kv_cache_group_id: Group of the blocks.
 
         """
         hashes = self._hashes(request, block_size)
@@ -264,11 +270,11 @@ class TierEvents:
                 event.session_id = request.session_id
 
     def removed_from_device(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """A device block has lost these; there may be others that have them."""
+        """Note that a device block has lost these keys; others may have them."""
         self._touched.update(dict.fromkeys(keys))
 
     def all_cleared(self) -> None:
-        """Both tiers are empty, and the last event said so for both."""
+        """All tiers are empty, and the last event said so."""
         self._num_behind = 0
         self._anew_wanted = False
         self._num_since_cleared = -1
@@ -288,7 +294,7 @@ class TierEvents:
         if self._num_behind:
             self._touched.update(dict.fromkeys(keys))
             return
-        # At once: what is computed behind these is told by upstream, in this step.
+        # At once, since upstream emits the blocks computed after these in this step.
         told = self._told[self._device]
         keys = [key for key in keys if key not in told and key in self._descriptions]
         self._tell_stored(keys, self._device)
@@ -300,22 +306,22 @@ class TierEvents:
     # -------------------------------------------------------------------- events
 
     def _hashes(self, request: Request, block_size: int) -> Any:
-        """Of the blocks of a group with `block_size`, as a sequence."""
+        """Hashes of the blocks of a group with `block_size`."""
         return hashes_of_blocks(request, self._pool.hash_block_size, block_size)
 
     def _place_of(self, key: BlockHashWithGroupId) -> Place | None:
-        """The tier on which a hit has `key`."""
+        """The tier from which a hit takes `key`."""
         for place in (self._device, _HOST):
             if self._finds[place](key) is not None:
                 return place
         return None
 
     def tell_all_anew(self, num_kept: int = 0) -> None:
-        """Tell everything again, from the next step on if followers know all.
+        """Repeat everything, from the next step on if no repetition is in progress.
 
         Args:
-            num_kept: Batches that a replay has. Where it has all since followers were
-                told to forget what they know, nothing need be told again.
+            num_kept: Batches in the replay buffer. If it reaches back to the last
+                reset, nothing needs repeating.
 
         """
         if self._num_since_cleared >= num_kept:
@@ -335,7 +341,7 @@ class TierEvents:
         self._num_behind = len(self._anew)
 
     def tell_changes(self) -> None:
-        """Queue what followers do not know yet: due before events are taken."""
+        """Queue events for all changes. Call it before events are taken."""
         self._num_since_cleared += 1
         if self._num_behind:
             self._num_rest += 1
@@ -380,7 +386,7 @@ class TierEvents:
         """The last event stores `keys` on the device."""
         told = self._told[self._device]
         if self._num_behind:
-            # Their parents may not have been told yet.
+            # Their parents may not have been emitted yet.
             del self._pool.kv_event_queue[-1]
             self._touched.update(dict.fromkeys(keys))
             return
@@ -391,14 +397,14 @@ class TierEvents:
         told.update(keys)
 
     def _tell_stored(self, keys: Iterable[BlockHashWithGroupId], place: Place) -> None:
-        """One event for each chain of `keys`."""
+        """Emit one event for each chain of `keys`."""
         events = [_decode(self._descriptions[key]) for key in keys]
         for event in events:
             _set_place(event, place)
         self._pool.kv_event_queue.extend(chains(events))
 
     def _tell_removed(self, keys: Iterable[BlockHashWithGroupId], place: Place) -> None:
-        """One event for each group of `keys`."""
+        """Emit one event for each group of `keys`."""
         queue = self._pool.kv_event_queue
         events: dict[int, BlockRemoved] = {}
         for key in keys:
@@ -407,7 +413,7 @@ class TierEvents:
                 block_hash = maybe_convert_block_hash(get_block_hash(key))
                 events[group].block_hashes.append(block_hash)
                 continue
-            # Not all releases name the group, so upstream makes the event.
+            # Upstream makes the event, since not all releases name the group.
             BlockPool._emit_block_removed_events(self._pool, [key])
             event = queue[-1]
             assert isinstance(event, BlockRemoved)
@@ -417,6 +423,6 @@ class TierEvents:
 
 def _set_place(event: BlockStored | BlockRemoved, place: Place) -> None:
     event.medium, locality = place
-    # Not all releases have it, and those have no tier below beside events.
+    # Older releases lack the field; they have no secondary tiers with events.
     if locality is not None:
         event.locality = locality

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which executors bring the reports of all ranks to the scheduler."""
+"""Which executors pass the reports of all ranks to the scheduler."""
 
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,9 @@ _RAY_V2 = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
 
 
 def refused_executor(vllm_config: "VllmConfig") -> str | None:
-    """Why the tier cannot run with the executor that was asked for, and the mend, as
-    the end of a sentence that names the setting; None where it can.
+    """Why the tier cannot run with the configured executor; None if it can.
+
+    The text, with the fix, ends a sentence that names the setting.
 
     Args:
         vllm_config: Settings of the engine, checked by upstream.
@@ -26,7 +27,7 @@ def refused_executor(vllm_config: "VllmConfig") -> str | None:
     if executor == "ray":
         from vllm.platforms import current_platform
 
-        # Upstream says so when its workers start, and does not name the setting.
+        # Upstream raises only when its workers start, without the name of the setting.
         if not current_platform.ray_device_key:
             return (
                 f"{executor}: upstream has no Ray executor for "
@@ -49,9 +50,11 @@ def refused_executor(vllm_config: "VllmConfig") -> str | None:
 
 
 def _merges_reports(executor: type["Executor"]) -> bool:
-    """Whether steps go the way on which the reports of all ranks are merged, which is
-    that of upstream's multi-process executor. Its Ray executor inherits it; what has a
-    way of its own would lose reports in silence."""
+    """Whether steps pass upstream's code that merges the reports of all ranks.
+
+    That is in its multi-process executor, and its Ray executor inherits it. An executor
+    with its own methods would silently lose reports.
+    """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     return releases.step_methods(executor) == releases.step_methods(MultiprocExecutor)

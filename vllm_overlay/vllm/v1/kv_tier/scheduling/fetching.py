@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills slots from the tiers below, for requests that wait in the queue."""
+"""Fetches blocks from secondary tiers into slots, for requests in the queue."""
 
 import time
 from collections import deque
@@ -30,45 +30,45 @@ MayLoad = Callable[[Request], Callable[[BlockHash], bool] | None]
 
 @dataclass
 class _Wait:
-    """A request that the tiers below may have something for."""
+    """The state of a request that secondary tiers may have blocks for."""
 
     since: float
     wanted: list[Wanted] = field(default_factory=list)
-    """What it lacks, until there is an answer."""
+    """Blocks that it lacks, until there is an answer."""
     is_asked: bool = True
-    """Else its turn to ask comes in a later step."""
+    """False if it asks in a later step."""
     questions: dict[Source, int] = field(default_factory=dict)
-    """Whether they are there, while there is no answer."""
+    """Open questions by source."""
     found: list[StoredBlock] = field(default_factory=list)
-    """What is there of them. Nobody else keeps it, but for jobs that fetch it."""
+    """Blocks that were found. Only this, and jobs that fetch them, keep them alive."""
     jobs: dict[int, Source] = field(default_factory=dict)
-    """That fetch what it waits for."""
+    """Jobs that it waits for."""
     rest: list[StoredBlock] = field(default_factory=list)
     """What the next steps begin to fetch for it, in the order of the prefix."""
     by_half: bool = False
     """Whether its prefix is looked at when half of the jobs have ended."""
     alone: tuple[Source, int] | None = None
-    """Where its blocks come from, and how many, if nothing else is fetched."""
+    """Source and number of its blocks, if nothing else is being fetched."""
     look_at: int = 0
-    """When so many of them have ended its prefix is looked at again."""
+    """Number of ended jobs at which its prefix is looked up again."""
     was_idle: bool = True
-    """The engine has run nothing else since."""
+    """Whether the engine has run nothing else since."""
     is_over: bool = False
 
 
 class Fetching:
-    """Asks the tiers below for what requests lack, and fetches what they have.
+    """Asks secondary tiers for blocks that requests lack, and fetches them.
 
     Args:
-        layout: The tiers below.
+        layout: The secondary tiers.
         hash_size: Tokens of a block hash of a request.
-        sources: These, in the order in which they are asked.
-        table: The slots.
-        jobs: Carries out.
-        costs: Knows the time.
+        sources: The tiers, in the order in which they are asked.
+        table: The slot table.
+        jobs: Runs the jobs.
+        costs: Costs, and the clock.
         is_cached: Whether the device has a block.
-        learns: Is told of what tiers turn out to have.
-        tuning: How much at a time.
+        learns: Notified about what tiers have.
+        tuning: Limits.
 
     """
 
@@ -94,16 +94,16 @@ class Fetching:
         self._learns = learns
         self._tuning = tuning
         self.found = FoundBlocks(tuning.max_looks)
-        """What is below of the prompts of requests that wait, while they do."""
+        """Stored blocks in prompts of waiting requests, for as long as these wait."""
         self._fetched_by: dict[BlockHashWithGroupId, int] = {}
-        # Nobody tells of requests that are aborted.
+        # Weak, since the tier is not notified of aborted requests.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
         self.num_asked = 0
-        """Requests for which this step asks."""
-        # Blocks of prompts of which this step has looked whether they are missing.
+        """Requests for which this step has asked."""
+        # Blocks of prompts that this step has looked up.
         self._num_looks = 0
         self._is_full = False
-        # How long this step waits for answers.
+        # Until when this step waits for answers.
         self._until = 0.0
         self._num_filling = [0] * len(sources)
         # Of each job that has not ended.
@@ -122,19 +122,18 @@ class Fetching:
         self._unbegun.clear()
 
     def is_fetching(self, key: BlockHashWithGroupId) -> bool:
-        """Whether `key` is on its way from a tier."""
+        """Whether `key` is being read from a tier."""
         return key in self._fetched_by
 
     def end_step(self) -> None:
-        """The step is complete."""
+        """Reset the limits of the step."""
         self._num_left = self._tuning.max_fetches
         self.num_asked, self._num_looks, self._until = 0, 0, 0.0
         self._is_full = False
 
     @property
     def num_awaited(self) -> int:
-        """How many jobs must end until there is something to do for a request that
-        waits for some; 0: none waits."""
+        """How many jobs must end before any waiting request can go on; 0 if none."""
         num_left = (
             max(1, wait.look_at - self._num_ended(wait))
             for wait in self._waits.values()
@@ -148,20 +147,20 @@ class Fetching:
         is_idle: bool,
         may_load: MayLoad | None = None,
     ) -> bool:
-        """Whether `request` waits. Asks for it the first time.
+        """Whether `request` must wait. Asks for its blocks the first time.
 
         Args:
-            request: That waits in the queue.
-            is_idle: The step runs nothing so far, so that it may wait for the answer a
-                moment: else another empty step, which takes longer, would find it.
-            may_load: Tells what may be loaded for it; None: everything.
+            request: A request in the queue.
+            is_idle: The step runs nothing so far, so it may wait a moment for the
+                answer. Another empty step would take longer.
+            may_load: Says what may be loaded for the request; None for everything.
 
         """
         wait = self._waits.get(request)
         if not request.block_hashes:
             return False
         if self._is_full if wait is None else not wait.is_asked and self._asks_no_more:
-            # Its turn comes in a later step: thousands may wait.
+            # Its turn comes in a later step, since thousands may wait.
             return True
         now = self._costs.clock()
         if wait is None:
@@ -181,7 +180,7 @@ class Fetching:
                 return True
             self._ask(wait, now, is_idle)
         if is_idle and not self._until:
-            # Not before it has asked: to look up a long prompt takes a while, too.
+            # Only after it has asked, since looking up a long prompt takes a while.
             self._until = time.monotonic() + self._tuning.answer_wait_s
         wait.was_idle &= is_idle
         if wait.is_over:
@@ -194,7 +193,7 @@ class Fetching:
         return self._awaits_jobs(wait, now)
 
     def _awaits_jobs(self, wait: _Wait, now: float) -> bool:
-        # What turns out to be slower than computing is not waited for.
+        # Sources that turn out slower than computing are not waited for.
         is_patient = now < wait.since + self._tuning.patience_s
         awaited = {
             source
@@ -218,7 +217,7 @@ class Fetching:
             source, num_blocks = wait.alone
             source.was_waited_for(now - wait.since, num_blocks)
         if wait.jobs or not wait.found:
-            # What has come lies in slots now. What has not is computed.
+            # Blocks that arrived are in slots now. The rest is computed.
             self._give_up(wait)
         return False
 
@@ -232,10 +231,10 @@ class Fetching:
             and None not in (blocks := [self.found.get(each.key) for each in wanted])
         ):
             wait.questions.clear()
-            # Others have asked; they may be aborted.
+            # Other requests have asked for them, and may be aborted.
             wait.found = blocks  # type: ignore[assignment]
         for source in list(wait.questions):
-            # The other half is for fetching what others have.
+            # The other half of the time is for fetching what other tiers have.
             if now >= wait.since + source.deadline_s / 2:
                 del wait.questions[source]
                 source.is_late(wait.since, now)
@@ -268,7 +267,7 @@ class Fetching:
             self._give_up(wait)
 
     def _num_blocks(self, request: Request) -> int:
-        """Full blocks of the prompt, of all groups."""
+        """Number of full blocks of the prompt, over all groups."""
         num_tokens = len(request.block_hashes) * self._hash_size
         return sum(num_tokens // size for size in self._layout.block_sizes)
 
@@ -279,7 +278,7 @@ class Fetching:
         for group_id, size in enumerate(self._layout.block_sizes):
             suffix = make_block_hash_with_group_id(BlockHash(b""), group_id)
             hashes = hashes_of_blocks(request, self._hash_size, size)
-            # For every block of every prompt.
+            # A hot path: every block of every prompt.
             missing += [
                 Wanted(BlockHashWithGroupId(key), num_blocks * size)
                 for num_blocks, block_hash in enumerate(hashes, 1)
@@ -317,8 +316,8 @@ class Fetching:
         wait.is_over = wait.is_asked = True
         wait.questions.clear()
         wait.wanted = []
-        # Also what another one has found: a job that never ends must not make anybody
-        # wait twice.
+        # Including blocks that other requests found: a job that never ends must not
+        # make a request wait twice.
         late = [block for job in wait.jobs for block in self._blocks_of.get(job, ())]
         self.found.forget(wait.found)
         self.found.forget(late)
@@ -326,7 +325,7 @@ class Fetching:
         wait.jobs.clear()
 
     def admitted(self, request: Request) -> None:
-        """`request` waits for nothing any more: it computes what it has not got."""
+        """Stop waiting for `request`, which computes what it lacks."""
         if (wait := self._waits.get(request)) is not None:
             wait.is_over = wait.is_asked = True
             wait.questions, wait.jobs = {}, {}
@@ -337,21 +336,21 @@ class Fetching:
     def fetches(
         self, request: Request | None, groups: Sequence[Sequence[KVCacheBlock]]
     ) -> bool:
-        """Whether a hit needs the tier below, so that it cannot be admitted now.
+        """Whether a hit contains stored blocks, so that it cannot be admitted now.
 
-        Begins to fetch what can be fetched of it. What cannot is forgotten, so that the
-        next lookup ends before it.
+        Begins to fetch those that are worth it. The others are forgotten, so that the
+        next lookup ends before them.
 
         Args:
-            request: That hit, if it is known.
-            groups: Blocks of the hit by group.
+            request: The request of the hit, if known.
+            groups: Blocks of the hit, by group.
 
         """
-        # Every block of every hit comes by here.
+        # A hot path: every block of every hit.
         if not any(StoredBlock in map(type, group) for group in groups):
             return False
         blocks = [b for group in groups for b in group if type(b) is StoredBlock]
-        # The begin of a prefix is of use without its end.
+        # The beginning of a prefix is useful without its end.
         if len(groups) > 1:
             blocks.sort(key=lambda block: block.num_tokens)
         fetched_by = self._fetched_by
@@ -360,7 +359,7 @@ class Fetching:
         is_idle = wait is not None and wait.was_idle
         num_begun = num_wanted = 0
         if worth := self._worth_it(new, is_idle):
-            # A part of the hit must not make room for the rest.
+            # The host part of the hit must not be evicted for the rest.
             self._table.pin(b for g in groups for b in g if type(b) is HostSlot)
             num_wanted = min(len(worth), self._room)
             num_begun, is_all = self._begin(worth[:num_wanted])
@@ -437,10 +436,10 @@ class Fetching:
     def _worth_it(
         self, blocks: Sequence[StoredBlock], is_idle: bool
     ) -> Sequence[StoredBlock]:
-        """The first of `blocks` that come sooner than they are computed, and in time:
-        behind what is on its way already."""
+        """The first of `blocks` that are faster to fetch than to compute, and in time,
+        with what is being fetched already."""
         worth = self._in_time(blocks)
-        # Blocks of several tiers are taken for those of the first.
+        # Mixed blocks are treated as those of the first block's tier.
         is_gain = worth and worth[0].source.gain_s(len(worth), is_idle) > 0
         return worth if is_gain else []
 
@@ -476,7 +475,8 @@ class Fetching:
         sources = {*jobs.values(), *(block.source for block in rest)}
         is_first = not wait.jobs
         if sources and is_first:
-            # It may have asked long before its turn came: half of the time is left.
+            # It may have asked long before its turn, so half of the time is left to
+            # fetch.
             half_s = max(source.deadline_s for source in sources) / 2
             wait.since = max(wait.since, self._costs.clock() - half_s)
         is_alone = num_fetched == sum(self._num_filling)
@@ -494,9 +494,9 @@ class Fetching:
 
     def _look_later(self, wait: _Wait) -> None:
         """Decide when the prefix of a request is looked at again."""
-        # Half of a long one is loaded while the rest comes, which is loaded layer by
-        # layer with the step that the request joins. To look more often takes Python's
-        # lock from the threads that read for as long as the loads take.
+        # Half of a long prefix is loaded while the rest is read, which is loaded layer
+        # by layer in the request's own step. Checking more often takes the GIL from the
+        # reading threads.
         wait.look_at = len(wait.jobs)
         if wait.by_half:
             wait.look_at -= (len(wait.jobs) - self._num_ended(wait)) // 2
@@ -509,7 +509,7 @@ class Fetching:
         places, least = list(zip(blocks, indices)), self._layout.max_job
         for source in self._sources:
             some = [place for place in places if place[0].source is source]
-            # A few tell whether the others are worth the wait.
+            # A few blocks tell whether the others are worth the wait.
             num = size = min(source.job_size(least), self._tuning.max_ended)
             if some and not source.is_known:
                 num = min(size, self._tuning.first_fetch)
@@ -553,5 +553,5 @@ class Fetching:
         return max(0, room - len(self._fetched_by))
 
     def num_filling(self) -> list[int]:
-        """Slots that are being filled, from each tier."""
+        """Number of slots that are being filled, by tier."""
         return list(self._num_filling)

@@ -8,21 +8,21 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class FreeBlocks:
-    """Takes blocks out of upstream's free queue, and puts them back.
+    """Removes blocks from upstream's free queue, and puts them back.
 
     Args:
-        pool: Whose queue.
+        pool: The pool with the queue.
 
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.cursor: KVCacheBlock | None = None
-        """Where the cleaner stopped. It goes on behind this block, unless that has
-        left its place."""
+        """Last block that the cleaner looked at. It continues after it, unless the
+        block has moved."""
         self.num_first = 0
-        """Blocks that were put in front of the cursor and need no store, since the
-        cleaner has counted them."""
+        """Blocks put in front of the cursor that need no store, since the last
+        count."""
 
     def __len__(self) -> int:
         return self._pool.free_block_queue.num_free_blocks
@@ -30,7 +30,7 @@ class FreeBlocks:
     def first(
         self, num_blocks: int, after: KVCacheBlock | None = None
     ) -> Iterator[KVCacheBlock]:
-        """The first of the free blocks, or of those after one; next victim first."""
+        """The first free blocks, or those after `after`; next victim first."""
         queue = self._pool.free_block_queue
         block = (after or queue.fake_free_list_head).next_free_block
         for _ in range(num_blocks):
@@ -40,14 +40,14 @@ class FreeBlocks:
             block = block.next_free_block
 
     def hold(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Nobody may take `blocks` until `release`."""
+        """Keep `blocks` from being allocated until `release`."""
         for block in blocks:
             if block.ref_cnt == 0:
                 self._pool.free_block_queue.remove(block)
             block.ref_cnt += 1
 
     def release(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """The opposite of `hold`, or of taking blocks: the free ones come last."""
+        """Undo `hold` or an allocation. Blocks that become free go to the end."""
         freed = []
         for block in blocks:
             block.ref_cnt -= 1
@@ -56,17 +56,17 @@ class FreeBlocks:
         self.append(freed)
 
     def remove(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Take free blocks out of the order of eviction."""
+        """Remove free blocks from the queue."""
         for block in blocks:
             self._pool.free_block_queue.remove(block)
 
     def append(self, blocks: list[KVCacheBlock]) -> None:
-        """`blocks`, taken out before, become the last victims."""
+        """Add removed `blocks` at the end, as the last victims."""
         self.leave_place(blocks)
         self._pool.free_block_queue.append_n(blocks)
 
     def put_first(self, blocks: list[KVCacheBlock], need_no_store: bool) -> None:
-        """`blocks`, free, become the next victims, in this order."""
+        """Move free `blocks` to the front, as the next victims in this order."""
         self.leave_place(blocks)
         if need_no_store:
             self.num_first += len(blocks)
@@ -75,8 +75,10 @@ class FreeBlocks:
             self._insert_first(block)
 
     def insert_first(self, blocks: list[KVCacheBlock]) -> None:
-        """`blocks`, which are in no queue and need no store, become the next victims,
-        in this order."""
+        """Add `blocks` that are in no queue to the front.
+
+        They need no store, and are the next victims in this order.
+        """
         self.num_first += len(blocks)
         for block in reversed(blocks):
             self._insert_first(block)
@@ -91,7 +93,7 @@ class FreeBlocks:
         queue.num_free_blocks += 1
 
     def leave_place(self, blocks: list[KVCacheBlock]) -> None:
-        """`blocks` go elsewhere: the cursor does not go with them."""
+        """Forget the cursor if it is one of `blocks`, which move."""
         cursor = self.cursor
         if cursor is not None and any(block is cursor for block in blocks):
             self.cursor = None
@@ -103,16 +105,16 @@ class FreeBlocks:
         is_kept: Callable[[KVCacheBlock], bool],
         max_looks: int | None = None,
     ) -> bool:
-        """Put what is kept behind the next `num_blocks` victims, if there are others.
+        """Move kept blocks behind the next `num_blocks` victims, if there are others.
 
         Args:
-            num_blocks: That will be taken.
-            candidates: Ids of blocks, all that are kept among them.
-            is_kept: Whether others shall go before a block.
-            max_looks: At so many blocks. None: at all that are free.
+            num_blocks: Number of blocks that will be allocated.
+            candidates: Ids of blocks that include all kept ones.
+            is_kept: Whether other blocks should go before this one.
+            max_looks: Most blocks to look at; None for all.
 
         Returns:
-            Whether nothing that is kept is among the next victims now.
+            Whether no kept block is among the next victims now.
 
         """
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
@@ -120,7 +122,7 @@ class FreeBlocks:
         passed = []
         num_looks = len(self) if max_looks is None else min(max_looks, len(self))
         if num_blocks <= num_looks:
-            # Each block that is taken comes by here, and mostly none is kept.
+            # A hot path: each allocated block passes here, and usually none is kept.
             ids: list[int] = []
             one: KVCacheBlock | None = block
             for _ in range(num_blocks):

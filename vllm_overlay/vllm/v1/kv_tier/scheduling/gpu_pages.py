@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of a GPU that engines share: who may map how many, and a thread that unmaps.
+"""Pages of a GPU that several engines share: how many each may map, and when.
 
-Engines know nothing of one another but how much memory is free. Each leaves a part of
-it free and gives pages up while there is less. One that has less than its longest
-request takes goes below that part; the others then give it what they can spare. So no
-engine waits for ever, as long as the memory holds the longest request of each.
+Engines know nothing of each other but how much memory is free. Each leaves a reserve
+free, and gives up pages while less is free. An engine with less memory than its longest
+request needs may use the reserve; the others then release what they can. So no engine
+waits forever, as long as the GPU can hold the longest request of each.
 """
 
 import heapq
@@ -25,7 +25,7 @@ logger = init_logger(__name__)
 
 
 class Device(Protocol):
-    """See `DevicePages`."""
+    """What is used of `DevicePages`."""
 
     blocks_per_page: int
     num_pages: int
@@ -40,7 +40,7 @@ class Device(Protocol):
 
 
 class Limit(Protocol):
-    """See `SharedLimit`."""
+    """What is used of `SharedLimit`."""
 
     def limit_bytes(self) -> int | None: ...
 
@@ -48,24 +48,25 @@ class Limit(Protocol):
 
 
 class GpuPages:
-    """Pages that are mapped in the scheduler's process, where the rank is too.
+    """A page mapper in the scheduler's process, which is also the rank's.
 
-        given    the engine has it
-        held     mapped, but the engine has no use for it, yet or any more
+        given    in use by the engine
+        held     mapped, but not in use: ahead of need, or about to be unmapped
         absent   without memory
 
-    What is given back is held until the thread comes to it, so that nobody waits for
-    the driver, and what is needed again soon is there still. While the engine grows,
-    the thread maps some pages ahead, and those that a request lacks while others run.
+    Released pages are held until a thread unmaps them, so that the engine does not wait
+    for the driver, and pages needed again soon are still mapped. While the engine
+    grows, the thread maps some pages ahead, and those that a request lacks while others
+    run.
 
     Args:
         device: Maps pages.
         absent: Pages that are not mapped at first.
-        min_pages: So many are mapped even if others lack memory: the longest request
-            must fit.
-        ahead: So many are mapped ahead.
-        limit: Of this engine; None if there is none.
-        poll_s: Seconds between two looks at what others need.
+        min_pages: Pages that may be mapped even if others lack memory, to hold the
+            longest request.
+        ahead: Pages to map ahead.
+        limit: Limit of this engine; None for none.
+        poll_s: Seconds between checks of what others need.
 
     """
 
@@ -85,16 +86,16 @@ class GpuPages:
         self._ahead = ahead
         self._limit = limit
         self._poll_s = poll_s
-        # The lowest first: neighbours share pages of the driver.
+        # Lowest first, since neighbours share driver pages.
         self._absent = sorted(absent)
         self._held: list[int] = []
         self._num_given = device.num_pages - len(absent)
-        # How many to hold.
+        # Number of pages to hold.
         self._goal = 0
         self._lacking = 0
         self._asked = float("-inf")
         self._map_s = self._unmap_s = 0.0
-        # What `limit` was told last.
+        # Last values published by `limit`.
         self._told = (-1, -1)
         self._changed = threading.Condition()
         threading.Thread(
@@ -105,7 +106,7 @@ class GpuPages:
         now = time.monotonic()
         if now >= self._asked + self._poll_s:
             self._asked = now
-            # Those that are held go anyway.
+            # Held pages are unmapped anyway.
             num_pages = self._spare_bytes() // self._device.page_bytes
             self._lacking = -num_pages - len(self._held)
             if num_pages < 0:
@@ -116,14 +117,14 @@ class GpuPages:
         with self._changed:
             pages = [self._held.pop() for _ in range(min(num_pages, len(self._held)))]
             self._num_given += len(pages)
-        # Others take memory meanwhile.
+        # Checked each time, since others allocate memory meanwhile.
         while wait and len(pages) < num_pages and self._room() > 0:
             if (page := self._map_one()) is None:
                 break
             pages.append(page)
             self._num_given += 1
         lack = 0 if wait else num_pages - len(pages)
-        # While the engine grows, what is there stays.
+        # While the engine grows, held pages stay.
         self._hold(max(self._ahead + lack, len(self._held)))
         return pages
 
@@ -143,7 +144,7 @@ class GpuPages:
     # ------------------------------------------------------------------- the memory
 
     def _spare_bytes(self) -> int:
-        """What this engine could take, or is to give, if negative."""
+        """Bytes that this engine could map; negative if it must release some."""
         spare = self._device.spare_bytes()
         limit = None if self._limit is None else self._limit.limit_bytes()
         return spare if limit is None else min(spare, limit - self._device.mapped_bytes)
@@ -158,7 +159,7 @@ class GpuPages:
         return max(0, num_pages)
 
     def _map_one(self) -> int | None:
-        """Map the lowest page that is absent; None if there is no memory for it."""
+        """Map the lowest absent page; None if there is no memory for it."""
         with self._changed:
             if not self._absent:
                 return None
@@ -188,7 +189,7 @@ class GpuPages:
                 self._unmap_one(page)
             elif is_less and not self._hold_one():
                 with self._changed:
-                    # Until the engine needs more.
+                    # Wait until the engine needs more.
                     self._goal = min(self._goal, len(self._held))
             elif not is_less:
                 self._tell()
@@ -198,7 +199,7 @@ class GpuPages:
         return len(self._held) != self._goal
 
     def _hold_one(self) -> bool:
-        # Requests wait for it, and it comes back from the driver many times.
+        # Requests wait for it, and the driver call returns to Python many times.
         with short_turns():
             page = self._map_one() if self._room() > 0 else None
         if page is None:
@@ -245,26 +246,26 @@ def pages_of_gpu(
     limit: Limit | None,
     shrink_after_s: float,
 ) -> ElasticLayout:
-    """Pages of the one GPU of an engine.
+    """The elastic layout of an engine's only GPU.
 
     Args:
         vllm_config: Settings of the engine.
-        kv_cache_config: The scheduler's.
+        kv_cache_config: The scheduler's KV cache configuration.
         device: Maps pages.
         absent: Pages that are not mapped at first.
-        limit: Of this engine, if there is one.
-        shrink_after_s: As set.
+        limit: Limit of this engine, if any.
+        shrink_after_s: The setting.
 
     """
     needs = engine_needs(vllm_config, kv_cache_config)
     size = device.blocks_per_page
     return ElasticLayout(
-        # Nothing is left to the rank.
+        # The rank has nothing to unmap itself.
         lambda unmap: GpuPages(
             device,
             absent,
             needs.min_pages(size),
-            # What the next step may take.
+            # What the next step may need.
             ahead=-(-needs.headroom // size),
             limit=limit,
         ),
@@ -277,13 +278,13 @@ def pages_of_gpu(
 
 
 def check_device(vllm_config: "VllmConfig") -> None:
-    """Refuse `shrink_after_s` with what it does not go together with.
+    """Refuse settings that `shrink_after_s` does not support.
 
     Args:
         vllm_config: Settings of the engine.
 
     Raises:
-        ValueError: The message names the mend.
+        ValueError: The message has the fix.
 
     """
     from vllm.platforms import current_platform
@@ -295,7 +296,7 @@ def check_device(vllm_config: "VllmConfig") -> None:
         raise ValueError(
             f"{setting} works on CPUs and on CUDA, not on "
             f"{current_platform.device_name or current_platform.device_type}. "
-            "Remove it."
+            "Remove shrink_after_s."
         )
     if find_spec("kvcached") is None:
         raise ValueError(
@@ -309,16 +310,16 @@ def check_device(vllm_config: "VllmConfig") -> None:
             f"{setting} on a GPU is for engines with one rank, in the process of the "
             f"scheduler, not for {parallel.world_size} with "
             f"--distributed-executor-backend {executor}. Run one engine for each GPU, "
-            "with --distributed-executor-backend uni, or remove it."
+            "with --distributed-executor-backend uni, or remove shrink_after_s."
         )
     if vllm_config.model_config.enable_sleep_mode:
         raise ValueError(
-            f"{setting} and --enable-sleep-mode both take the memory of the KV cache "
-            "away. Remove one of them."
+            f"{setting} and --enable-sleep-mode both release the memory of the KV "
+            "cache. Remove one of them."
         )
     if (transfer := vllm_config.kv_transfer_config) is not None:
         raise ValueError(
             f"{setting} on a GPU and --kv-transfer-config "
-            f"kv_connector={transfer.kv_connector!r} do not go together: connectors "
+            f"kv_connector={transfer.kv_connector!r} cannot be combined: connectors "
             "register the memory of the KV cache once. Remove one of them."
         )

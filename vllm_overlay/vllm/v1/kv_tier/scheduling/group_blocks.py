@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks of each KV cache group a prompt takes."""
+"""How many blocks of each KV cache group a prompt needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ class GroupBlocks:
     """Blocks of one KV cache group."""
 
     block_size: int
-    """Tokens of a block, of all ranks that share its tokens together."""
+    """Tokens of a block, over all ranks that share them."""
     num_blocks: int
-    """That a hit of the longest prompt needs."""
+    """Blocks that a hit of the longest prompt needs."""
     num_tokens: int
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
 
 
 def group_blocks(vllm_config: "VllmConfig", kv_cache_config: Any) -> list[GroupBlocks]:
-    """The blocks of all groups, in their order."""
+    """The blocks of all groups, in order."""
     parallel = vllm_config.parallel_config
     num_shares = releases.num_token_shares(parallel)
     found = []
@@ -40,13 +40,16 @@ def group_blocks(vllm_config: "VllmConfig", kv_cache_config: Any) -> list[GroupB
 
 
 def tokens_per_block(groups: Sequence[GroupBlocks]) -> float:
-    """Tokens whose KV takes one block, over all groups together, as a hit of the
-    longest prompt loads it: of a window or a state it needs only the end."""
+    """Tokens whose KV takes one block, over all groups together.
+
+    Taken for a hit of the longest prompt, which needs only the end of a window or
+    state.
+    """
     return max(g.num_tokens for g in groups) / sum(g.num_blocks for g in groups)
 
 
 def _kept(spec: Any, size: int) -> float:
-    """Blocks that a hit of any length needs of a group; infinite if that is all."""
+    """Most blocks that any hit needs of a group; infinite if it needs all."""
     spec = releases.spec_of_layer(spec)
     if isinstance(spec, MambaSpec):
         return 1
@@ -55,5 +58,5 @@ def _kept(spec: Any, size: int) -> float:
         return -(-(spec.sliding_window - 1 + more) // size) + 1
     if releases.is_chunked_attention(spec):
         return -(-spec.attention_chunk_size // size)
-    # Full attention may have a window, too: its blocks are loaded all the same.
+    # Full attention with a window still loads all blocks.
     return float("inf")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hashes of the blocks of a KV cache group.
 
-A request has a hash for so many tokens as the blocks of all groups are multiples of.
+A request has hashes for the smallest unit of tokens of which all groups' blocks are
+multiples.
 """
 
 from collections.abc import Sequence
@@ -13,17 +14,17 @@ from vllm.v1.request import Request
 def hashes_of_blocks(
     request: Request, hash_size: int | None, block_size: int
 ) -> Sequence[BlockHash]:
-    """The hashes of the full blocks of a request, as upstream makes their keys.
+    """The hashes of a request's full blocks, as upstream uses them in keys.
 
     Args:
-        request: Any.
+        request: The request.
         hash_size: Tokens of each of its hashes; None: of a block.
         block_size: Tokens of a block.
 
     """
     if hash_size is None or block_size == hash_size:
         return request.block_hashes
-    # Not all releases have blocks of several hashes.
+    # Older releases have no blocks of several hashes.
     from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
 
     blocks = BlockHashListWithBlockSize(request.block_hashes, hash_size, block_size)

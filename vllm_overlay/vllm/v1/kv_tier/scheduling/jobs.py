@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of the tier below that have not ended on all ranks.
+"""Jobs of secondary tiers that have not ended on all ranks.
 
-Acknowledgements take the place of fences here, since nobody knows how long a disk or a
-network takes: a job is over when every rank has told of it, and a block counts only if
-it went well on all of them.
+There are no fences here, since the time of a disk or network is unknown: a job has
+ended when every rank has reported it, and a block counts only if all succeeded.
 """
 
 from collections import Counter, deque
@@ -16,8 +15,8 @@ from vllm.v1.kv_tier.scheduling.below import object_keys
 from vllm.v1.kv_tier.scheduling.slots import SlotTable
 
 Ended = Callable[[Sequence[bool], float], None]
-"""Takes for each slot of a job whether it went well on all ranks, and the seconds that
-the slowest one took."""
+"""Called with the success of each slot on all ranks, and the seconds of the slowest
+one."""
 
 
 @dataclass
@@ -30,7 +29,7 @@ class _Job:
 
 
 class Jobs:
-    """Numbers jobs, puts them into plans, and hears of their ends.
+    """Numbers jobs, adds them to plans, and takes in their results.
 
     Args:
         table: Knows which copies used a slot last.
@@ -45,12 +44,12 @@ class Jobs:
         self._num_ranks = num_ranks
         self._max_ended = self._num_left = max_ended
         self.is_detached = False
-        """The tier below is left alone: its jobs end, and nobody adds one or uses what
-        one brought."""
+        """The secondary tiers are no longer used: running jobs end, but their results
+        are not used, and no jobs are added."""
         self.evicted_bytes: Counter[int] = Counter()
-        """That stores have told of since whoever reports it cleared this, by tier."""
+        """Bytes evicted by stores, by tier, since the reader cleared this."""
         self.num_ended = 0
-        """Jobs that are over on all ranks."""
+        """Number of jobs that have ended on all ranks."""
         self._num_jobs = 0
         self._queue: list[SecondaryJob] = []
         self._jobs: dict[int, _Job] = {}
@@ -65,17 +64,17 @@ class Jobs:
         slots: list[int],
         ended: Ended,
     ) -> int:
-        """Let the next plan begin a job.
+        """Add a job to the next plan.
 
         Args:
-            is_put: From slots to the store. Else from the store to slots.
-            tier: Which of the tiers below.
-            keys: At least one.
-            slots: As many.
-            ended: Is called once.
+            is_put: True: from slots to the store. False: from the store to slots.
+            tier: Index of the secondary tier.
+            keys: Keys of blocks; at least one.
+            slots: Equally many slots.
+            ended: Called once, at the end.
 
         Returns:
-            Its number.
+            Number of the job.
 
         """
         job = self.make(is_put, tier, keys, slots)
@@ -90,7 +89,7 @@ class Jobs:
         keys: Sequence[BlockHashWithGroupId],
         slots: list[int],
     ) -> SecondaryJob:
-        """A job of which nobody will hear, with its fences; see `add`."""
+        """Make a job with its fences, without tracking its end; see `add`."""
         self._num_jobs += 1
         stored, loaded = self._table.last_copies(slots)
         return SecondaryJob(
@@ -100,22 +99,23 @@ class Jobs:
             slots,
             tier,
             after_stores=stored,
-            # Loads may read what is being written below.
+            # Loads may read slots that are being written to a store.
             after_loads=0 if is_put else loaded,
         )
 
     def finish(self, plan: StepPlan) -> None:
-        """Put what was added into `plan`."""
+        """Put the added jobs into `plan`."""
         if self._queue:
             plan.secondary, self._queue = self._queue, []
 
     def take(self, results: Sequence[SecondaryResult]) -> None:
-        """Ranks have told of jobs."""
+        """Take in results that ranks have reported."""
         for result in results:
             job = self._jobs.get(result.number)
             if job is None:
                 continue
-            # Held until the job has ended: what is there is what it was to write.
+            # The slot is pinned until the job ends, so it still has the content of the
+            # job.
             for index in result.changed:
                 if (slot := self._table.at(index)) is not None:
                     self._table.remove(slot)
@@ -150,5 +150,5 @@ class Jobs:
         return bool(self._ending)
 
     def is_under_way(self, number: int) -> bool:
-        """Whether this one has not ended."""
+        """Whether the job has not ended."""
         return number in self._jobs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills device blocks from host slots, in the plan in the making."""
+"""Loads host slots into device blocks, in the plan that is being built."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,24 +15,24 @@ from vllm.v1.kv_tier.scheduling.writing import Writer
 from vllm.v1.kv_tier.stats import KVTierStats
 
 Hole = tuple[list[KVCacheBlock], int, HostSlot]
-"""A block of a hit that only the host has: the blocks of its group, the index at which
-the loaded block belongs among them, and the slot. A plain tuple: a long prefix has
-thousands of them, and is looked at in every step in which it waits."""
+"""A block of a hit that only the host has: the list of its group's blocks, its index
+there, and the slot. A plain tuple, since a long prefix has thousands, which are looked
+at in every step in which it waits."""
 
 
 class Loader:
     """Loads slots into device blocks.
 
     Args:
-        pool: Whose blocks.
-        free: Its free blocks.
-        table: The slots.
-        draft: The plan in the making.
-        prefetches: Is told of loads ahead.
-        costs: Is told of loads.
-        writer: Is told how many blocks loads take.
+        pool: The block pool.
+        free: Its free queue.
+        table: The slot table.
+        draft: The plan that is being built.
+        prefetches: Notified of loads ahead.
+        costs: Notified of loads.
+        writer: Notified of the number of loaded blocks.
         stats: Counts promoted blocks.
-        tuning: How many recently used blocks to pass over.
+        tuning: How many recently used blocks to skip.
 
     """
 
@@ -59,8 +59,10 @@ class Loader:
         self._num_recent = tuning.num_recent
 
     def num_free(self, hits: Iterable[KVCacheBlock]) -> int:
-        """Blocks that can be loaded now without `hits`, and without those that this
-        step has freed and still uses."""
+        """Number of blocks that can be loaded now.
+
+        Excludes `hits`, and blocks that this step has freed and still uses.
+        """
         kept = {block.block_id for block in hits if block.ref_cnt == 0}
         kept.update(b.block_id for b in self._draft.freed.values() if b.ref_cnt == 0)
         return self._pool.get_num_free_blocks() - len(kept)
@@ -73,14 +75,14 @@ class Loader:
         The new blocks are free and hashed, like any evictable hit.
 
         Args:
-            holes: At least one, and no more than `num_free`.
+            holes: At least one, and at most `num_free`.
             hits: Device blocks of the same hit.
             prefetch: For a request of a later step.
 
         """
         draft = self._draft
-        # Taking blocks evicts others: neither the device part of this hit nor
-        # its slots may be among them.
+        # Allocating blocks evicts others, which must not be blocks or slots of this
+        # hit.
         self._free.hold(hits)
         slots = [slot for _, _, slot in holes]
         self._table.pin(slots)
@@ -93,7 +95,7 @@ class Loader:
         insert = self._pool.cached_block_hash_to_block.insert
         for (group, i, slot), block in zip(holes, blocks):
             group[i] = block
-            # As `_insert_block_hash` does with a block that has no key yet.
+            # As in `_insert_block_hash` for a block without a key.
             keys = slot.keys
             block.set_block_hash(keys[0], slot.num_tokens)
             insert(keys[0], block)
@@ -107,7 +109,7 @@ class Loader:
         self._free.release(blocks)
 
     def _take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """New blocks, none of which this step uses."""
+        """Allocate blocks that this step does not use."""
         draft, free = self._draft, self._free
         in_flight = draft.seq - 1
         set_aside = [block for block in draft.freed.values() if block.ref_cnt == 0]

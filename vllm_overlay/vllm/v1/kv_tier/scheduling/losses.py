@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What failed copies take away: host hits for a while, device blocks for good."""
+"""Effects of failed copies: no host hits for a while, fewer device blocks for good."""
 
 from collections.abc import Iterable
 
@@ -12,15 +12,15 @@ logger = init_logger(__name__)
 
 
 class LoadBreaker:
-    """Passes over the host while loads from it keep failing.
+    """Skips the host while loads from it keep failing.
 
-    Each failed load makes every running request start over, so loads that always fail
-    would keep an engine from ever answering. After some of them in a row lookups end at
-    the device, for a time that doubles with each further failure; the next load that
-    succeeds closes the breaker.
+    Each failed load makes every running request start over, so an engine whose loads
+    always fail would never answer. After some failures in a row lookups use the device
+    only, for a time that doubles with each further failure. The next successful load
+    ends this.
 
     Args:
-        tuning: How many failures, and for how long.
+        tuning: Number of failures, and times.
 
     """
 
@@ -31,7 +31,7 @@ class LoadBreaker:
         self._open_until = 0.0
 
     def take(self, report: StepReport, now: float) -> None:
-        """Take in which loads failed and which came."""
+        """Take in which loads failed and which succeeded."""
         if report.failed_load_seq is not None:
             self._num_failed += 1
             if self._num_failed >= self._tuning.max_failed_loads:
@@ -58,27 +58,27 @@ class LoadBreaker:
         self._retry_s = min(2 * self._retry_s, self._tuning.max_retry_loads_s)
 
     def is_open(self, now: float) -> bool:
-        """Whether the host must not be asked."""
+        """Whether lookups must skip the host."""
         return now < self._open_until
 
 
 class LostBlocks:
-    """Device blocks that a copy which never ends may overwrite whenever it likes.
+    """Device blocks that a hanging copy may overwrite at any time.
 
-    Nobody may have them once they are free.
+    They must not be allocated again once they are free.
     """
 
     def __init__(self) -> None:
         self.in_use: set[int] = set()
-        """Ids of those that requests still hold."""
+        """Ids of lost blocks that requests still hold."""
         self.withdrawn: set[int] = set()
-        """Ids of those that nobody has."""
+        """Ids of lost blocks that were removed from the pool."""
 
     def add(self, block_ids: Iterable[int]) -> None:
         self.in_use |= {*block_ids} - self.withdrawn
 
     def take_free(self, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
-        """The lost blocks that became free: the caller must withdraw them.
+        """Lost blocks that became free. The caller must remove them from the pool.
 
         Args:
             blocks: All device blocks, by id.

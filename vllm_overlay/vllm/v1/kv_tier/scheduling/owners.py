@@ -6,12 +6,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 
 class Portions:
-    """Keys that are worked through a portion at a time, since a step waits for each.
+    """Keys that are processed in portions, to bound the work of each step.
 
     Args:
-        keys: All of them, in order.
-        is_left: Whether there is still something to do with a key, when its turn comes.
-            May change something: it is asked once for each key.
+        keys: All keys, in order.
+        is_left: Whether a key still needs processing when its turn comes. Called once
+            for each key, and may change state.
 
     """
 
@@ -25,18 +25,18 @@ class Portions:
         self._num_taken = 0
 
     def __len__(self) -> int:
-        """Keys that have not been taken."""
+        """Number of keys that have not been taken."""
         return len(self._keys) - self._num_taken
 
     def take(self, num_keys: int) -> list[Hashable]:
-        """Of the next keys, so many, those with which there is something to do."""
+        """Take the next `num_keys` keys; return those that still need processing."""
         begin = self._num_taken
         self._num_taken = min(begin + num_keys, len(self._keys))
         return list(filter(self._is_left, self._keys[begin : self._num_taken]))
 
 
 class _Keys(dict[Hashable, None]):
-    """Of one conversation, in the order in which it computed them."""
+    """Keys of one conversation, in the order in which it computed them."""
 
     __slots__ = ("is_over", "owner")
 
@@ -46,34 +46,33 @@ class _Keys(dict[Hashable, None]):
 
 
 class Owners:
-    """Remembers for keys of blocks the one conversation that has used them.
+    """Remembers, for keys of blocks, the only conversation that has used them.
 
-    The conversation that computes a block owns it until somebody else hits it: from
-    then on nobody does, as nobody owns what was there before conversations had names.
-    A key is known beyond its block, since what the device has evicted may still lie on
-    the host.
+    The conversation that computes a block owns it until another one hits it. From then
+    on it has no owner, like blocks without conversations. A key is remembered after its
+    block is gone, since blocks that the device has evicted may still be on the host.
 
     Args:
-        num_keys: Keys that are remembered. Beyond that, the last ones of the
-            conversation that has been used least recently are forgotten.
+        num_keys: Most keys that are remembered. Beyond that, the last keys of the least
+            recently used conversation are dropped.
 
     """
 
     def __init__(self, num_keys: int) -> None:
         self._num_keys = num_keys
-        # Those of conversations that are over stay until they were worked through.
+        # Keys of finished conversations stay until they are processed.
         self._keys_of: dict[Hashable, _Keys] = {}
         self._keys: OrderedDict[Hashable, _Keys] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many keys have an owner."""
+        """Number of keys with an owner."""
         return len(self._keys_of)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._keys_of
 
     def computed(self, key: Hashable, owner: Hashable) -> None:
-        """A request of conversation `owner` computes the block of `key`."""
+        """Record that a request of conversation `owner` computes the block of `key`."""
         mine, old = self._keys.get(owner), self._keys_of.get(key)
         if old is not None and old is not mine and not old.is_over:
             self._forget(key, old)
@@ -91,8 +90,8 @@ class Owners:
                 del self._keys[oldest.owner]
 
     def hit(self, keys: Iterable[Hashable], user: Hashable | None) -> None:
-        """A request of conversation `user` hits the blocks of `keys`; None: of none."""
-        # Each block of a long prefix comes by here.
+        """Record that a request hits `keys`; `user` is its conversation, or None."""
+        # A hot path: each block of a long prefix.
         if self._keys_of.keys().isdisjoint(keys):
             return
         get = self._keys_of.get
@@ -101,11 +100,11 @@ class Owners:
                 self._forget(key, its)
 
     def release(self, owner: Hashable) -> Portions:
-        """Conversation `owner` is over.
+        """End conversation `owner`.
 
         Returns:
-            The keys that it owns, in the order in which it computed them. Those that
-            somebody uses before they are taken are left out.
+            Its keys, in the order in which it computed them, without those that are
+            used before they are taken.
 
         """
         its = self._keys.pop(owner, None)

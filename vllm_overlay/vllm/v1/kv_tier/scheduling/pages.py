@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who maps the device's pages: what the scheduler's side asks of it, and the ranks.
+"""The interface to map pages of device memory, and its implementation on CPUs.
 
-A page is a run of device blocks whose memory comes and goes together, on all ranks.
-Page `p` has the blocks from `p * blocks_per_page` on; the last one may have fewer.
+A page is a run of device blocks whose memory is mapped and unmapped together, on all
+ranks. Page `p` starts at block `p * blocks_per_page`; the last one may be shorter.
 """
 
 import time
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class PageMapper(Protocol):
     """Maps the pages of an engine.
 
-    Who calls it sees to it that nothing reads or writes a page that is not mapped, nor
-    will when what is under way goes on.
+    The caller ensures that no copy or forward pass uses a page that is not mapped.
     """
 
     @property
@@ -36,47 +35,45 @@ class PageMapper(Protocol):
         """Pages that are not mapped at first."""
 
     def num_wanted(self) -> int:
-        """How many mapped pages others need more than this engine does."""
+        """How many mapped pages others need more than this engine."""
 
     def map_pages(self, num_pages: int, wait: bool) -> list[int]:
-        """Map some that are not mapped: `num_pages`, or as many as there is memory for.
+        """Map up to `num_pages` unmapped pages, as far as there is memory.
 
         Args:
-            num_pages: How many.
-            wait: The engine waits for them. Else those that would take time are made
-                ready meanwhile, for the next call.
+            num_pages: Number of pages.
+            wait: The engine waits for them. Otherwise pages that take time are mapped
+                meanwhile, for the next call.
 
         Returns:
-            Which, without content.
+            The mapped pages, without content.
 
         """
 
     def unmap_pages(self, pages: list[int]) -> None:
-        """Give the memory of mapped `pages` back, with what is in it."""
+        """Release the memory of mapped `pages`, and their content."""
 
     def take_seconds(self) -> tuple[float, float]:
-        """Seconds that mapping and unmapping took since the last call, as far as it is
-        done in this process."""
+        """Seconds that this process spent mapping and unmapping since last called."""
 
 
 UnmapBlocks = Callable[[int, int], None]
-"""Has all ranks give the memory of blocks back, from one up to another, before anything
-else of the plan in the making."""
+"""Lets all ranks release the memory of blocks (first, end) before the current plan."""
 
 
 class RankPages:
-    """Pages of memory that the ranks have from the machine, which backs it again when
-    it is next written to: nothing need be done to map one.
+    """Pages whose memory the ranks release to the system.
+
+    The system backs them again when they are written to, so mapping needs no action.
 
     Args:
-        num_blocks: Of the device.
+        num_blocks: Number of device blocks.
         blocks_per_page: As in `PageMapper`.
         page_bytes: Bytes of a page on all ranks together.
-        min_pages: So many may always be mapped: the longest request must fit.
-        spare_bytes: What the machine can give beyond what shall stay free; negative
-            when others need more. Asked every `poll_s`.
-        unmap: Tells the ranks.
-        poll_s: Seconds.
+        min_pages: Pages that may always be mapped, to hold the longest request.
+        spare_bytes: Free bytes beyond the reserve; negative if others need memory.
+        unmap: Called to release blocks on the ranks.
+        poll_s: Seconds between calls of `spare_bytes`.
 
     """
 
@@ -114,7 +111,7 @@ class RankPages:
 
     def map_pages(self, num_pages: int, wait: bool) -> list[int]:
         num_pages = min(num_pages, self._num_mappable())
-        # It is asked for seldom, and this much of it is gone.
+        # `spare_bytes` is called seldom, so subtract what was mapped since.
         self._spare_pages -= num_pages
         return [self._unmapped.pop() for _ in range(num_pages)]
 
@@ -141,50 +138,50 @@ MakeMapper = Callable[[UnmapBlocks], PageMapper]
 
 @dataclass(frozen=True)
 class ElasticLayout:
-    """Device memory that can be given back: what the scheduler must know of it."""
+    """Describes elastic device memory to the scheduler."""
 
     make_mapper: MakeMapper
     page_bytes: int
     """Bytes of a page on all ranks together."""
     num_ranks: int
-    """With KV memory. Each tells when what touched a page has ended."""
+    """Number of ranks with KV memory. Each reports when all use of a page has ended."""
     shrink_after_s: float
     """As in `KVTierConfig`."""
     block_sizes: tuple[int, ...]
-    """Tokens of a block of each group of layers."""
+    """Tokens of a block, for each group of layers."""
     headroom: int
-    """Blocks that the step of one request takes at most: so many are kept mapped and
-    free while requests run."""
+    """Most blocks that the step of one request needs; kept mapped and free while
+    requests run."""
 
 
 class EngineNeeds(NamedTuple):
-    """What requests of an engine take."""
+    """Blocks that requests of an engine need."""
 
     block_sizes: tuple[int, ...]
     """As in `ElasticLayout`."""
     headroom: int
     """As in `ElasticLayout`."""
     longest: int
-    """Blocks of the longest request, and its headroom."""
+    """Blocks of the longest request, including its headroom."""
 
     def min_pages(self, blocks_per_page: int) -> int:
-        """Pages with which the longest request fits."""
-        # The null block is not for requests.
+        """Number of pages that hold the longest request."""
+        # Plus one for the null block.
         return -(-(self.longest + 1) // blocks_per_page)
 
 
 def engine_needs(vllm_config: "VllmConfig", kv_cache_config: Any) -> EngineNeeds:
-    """What requests of an engine take.
+    """Blocks that requests of an engine need.
 
     Args:
         vllm_config: Settings of the engine.
-        kv_cache_config: The scheduler's.
+        kv_cache_config: The scheduler's KV cache configuration.
 
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     block_sizes = tuple(spec.block_size for spec in specs)
     max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    # What it computes may begin and end within a block, and drafts follow it.
+    # A step may begin and end within a block, and draft tokens follow it.
     headroom = sum(-(-max_tokens // size) + 2 for size in block_sizes)
     longest = sum(
         -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
@@ -200,14 +197,14 @@ def pages_of_ranks(
     rank_bytes: Sequence[int],
     shrink_after_s: float,
 ) -> ElasticLayout:
-    """Pages that the ranks of an engine give back themselves, all on this machine.
+    """The elastic layout of ranks that release memory themselves, on this machine.
 
     Args:
         vllm_config: Settings of the engine.
-        kv_cache_config: The scheduler's.
-        blocks_per_page: What suits the memory of every rank.
-        rank_bytes: Of a block, for each rank; 0 where one has no KV memory.
-        shrink_after_s: As set.
+        kv_cache_config: The scheduler's KV cache configuration.
+        blocks_per_page: Suits the memory of every rank.
+        rank_bytes: Bytes of a block on each rank; 0 for ranks without KV memory.
+        shrink_after_s: The setting.
 
     """
     num_blocks = kv_cache_config.num_blocks

@@ -9,7 +9,7 @@ from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
 
 
 class _Prefetch:
-    """What one plan prefetches."""
+    """The prefetches of one plan."""
 
     def __init__(self, load: QueuedLoad) -> None:
         self.last_load = load
@@ -24,11 +24,11 @@ class _Prefetch:
 class Prefetches:
     """Which blocks are prefetched, until when, and which wait for their request.
 
-    They lie free and hashed in the free queue meanwhile, so that nothing leaks when
-    the request is aborted, and whoever hits them shares them.
+    Meanwhile they are free and hashed in the free queue. So nothing leaks if the
+    request is aborted, and other requests that hit them share them.
 
     Args:
-        costs: Knows the time.
+        costs: Has the clock.
         tuning: How long blocks are kept.
 
     """
@@ -37,17 +37,17 @@ class Prefetches:
         self._costs = costs
         self._claim_within_s = tuning.claim_within_s
         self._by_plan: dict[int, _Prefetch] = {}
-        # Those of them that may still have blocks which wait for their request.
+        # Those with blocks that may still wait for their request.
         self._awaited: dict[int, _Prefetch] = {}
         self.unclaimed: dict[int, _Prefetch] = {}
-        """Blocks that were prefetched and that no request has taken yet, by id. Public,
-        since asking for a block must cost nothing; `claim` changes it."""
+        """Prefetched blocks that no request has taken yet, by id. Public, since testing
+        a block must be cheap; change it with `claim`."""
 
     def __bool__(self) -> bool:
         return bool(self._by_plan)
 
     def add(self, load: QueuedLoad, blocks: Sequence[KVCacheBlock]) -> None:
-        """`load` fills `blocks`."""
+        """Record that `load` fills `blocks`."""
         prefetch = self._by_plan.get(load.seq)
         if prefetch is None:
             prefetch = self._by_plan[load.seq] = _Prefetch(load)
@@ -59,12 +59,12 @@ class Prefetches:
             self.unclaimed[block.block_id] = prefetch
 
     def end_of(self, seq: int) -> float:
-        """When the prefetches of plan `seq` will have ended, or had."""
+        """When the prefetches of plan `seq` will end, or ended."""
         prefetch = self._by_plan.get(seq)
         return prefetch.end if prefetch is not None else 0.0
 
     def claim(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Somebody takes `blocks`."""
+        """Record that `blocks` are allocated or hit."""
         unclaimed = self.unclaimed
         if not unclaimed:
             return
@@ -77,20 +77,18 @@ class Prefetches:
         return block.block_id in self.unclaimed
 
     def kept(self) -> Callable[[KVCacheBlock], bool] | None:
-        """Tells, as of now, whether a block waits for the request that it is for.
+        """A test whether a block is being kept for its request; None if no block is.
 
-        Returns:
-            None: no block does.
-
+        Valid for the current time.
         """
         if not (kept := self._kept()):
             return None
-        # Asked for every block of a long prefix: one lookup each.
+        # One lookup, since it is called for every block of a long prefix.
         get = self.unclaimed.get
         return lambda block: get(block.block_id) in kept
 
     def num_kept(self, without: Iterable[KVCacheBlock] = ()) -> int:
-        """How many blocks wait for the request that they are for.
+        """Number of blocks that are kept for their requests.
 
         Args:
             without: Blocks that do not count.
@@ -103,31 +101,33 @@ class Prefetches:
         return sum(prefetch.num_unclaimed for prefetch in kept) - num_without
 
     def _kept(self) -> set[_Prefetch]:
-        """Those with blocks that wait for the request that they are for."""
+        """Prefetches with blocks that are kept for their requests."""
         limit, awaited = self._kept_after, self._awaited
         over = [
             s for s, p in awaited.items() if not (p.num_unclaimed and p.end > limit)
         ]
-        # Each allocation asks, and clients may abort as many requests as they like.
+        # Called for each allocation, and clients may abort any number of requests.
         for seq in over:
             del awaited[seq]
         return {*awaited.values()}
 
     def last_unused(self) -> int:
-        """The last plan of those whose prefetches have ended, and have been kept for
-        long enough; 0: none. Requests that have not taken them were aborted."""
+        """The last plan whose prefetches ended long enough ago; 0 if there is none.
+
+        Requests that have not taken them were aborted.
+        """
         limit = self._kept_after
         return max((s for s, p in self._by_plan.items() if p.end <= limit), default=0)
 
     @property
     def _kept_after(self) -> float:
-        """Blocks whose loads ended before have been kept for long enough."""
+        """Loads that ended earlier are not kept for their requests any more."""
         return self._costs.clock() - self._claim_within_s
 
     def forget(self, fence: int) -> None:
-        """The forward passes from now on come after prefetches of plans up to `fence`.
+        """Forget prefetches of plans up to `fence`, which forward passes now follow.
 
-        Those whose blocks still wait for a request are remembered all the same.
+        Those that are kept for a request stay.
         """
         limit = self._kept_after
         over = [

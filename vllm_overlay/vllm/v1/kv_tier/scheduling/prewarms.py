@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that are computed or loaded ahead of a request: when they must wait for
-others, and whether they came to be of use."""
+"""Prompts that are computed or loaded ahead of a request.
+
+Decides when they must wait for others, and counts whether they were useful.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -14,24 +16,23 @@ from vllm.v1.request import Request
 PAUSE_S = 0.25
 """Seconds for which prewarms wait after a request lacked device blocks."""
 PATIENCE_S = 10.0
-"""Seconds after which a prewarm that waits is a request like others: somebody may wait
-for its answer."""
+"""Longest wait of a prewarm, since a client may wait for its answer."""
 
 
 class Prewarms:
-    """Follows the blocks of prompts with the hint `prewarm`, until others need them.
+    """Follows the blocks of prompts with the hint `prewarm`, until they are used.
 
-    A prewarm takes no device blocks while requests lack some: it would hold up those
-    that can run, and what it loads would be evicted before it is of use.
+    A prewarm takes no device blocks while requests lack some: it would delay requests
+    that can run, and its blocks would be evicted before they are used.
 
-    A block is counted once more when it is of use, since another request hits it, on
-    the device or on the host; or when it is late: another request computes it before
-    the prewarm has ended. Blocks of the first group of layers stand for all.
+    Blocks are counted when another request hits them, on the device or host, or when
+    another request computes them before the prewarm has ended (late). Blocks of the
+    first group of layers stand for all.
 
     Args:
-        num_keys: Blocks that are followed, those that were asked for last.
+        num_keys: Most blocks that are followed; the latest stay.
         stats: Counts them.
-        clock: Seconds.
+        clock: Time in seconds.
 
     """
 
@@ -42,26 +43,26 @@ class Prewarms:
         self._stats = stats
         self._clock = clock
         self._lacked = float("-inf")
-        # Since when they wait.
+        # Since when prewarms wait.
         self._held: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
-        # No requests: what has ended must not be kept for its blocks.
+        # Weak references, so that finished requests are not kept alive.
         self.pending: OrderedDict[Hashable, ref[Request]] = OrderedDict()
-        """Blocks that nobody has needed yet. Public, since asking whether there are
-        some must cost nothing."""
+        """Blocks that were not used yet. Public, since testing whether there are any
+        must be cheap."""
 
     def others_lack_blocks(self) -> None:
-        """A request cannot run now, since the device lacks free blocks."""
+        """Note that a request cannot run, since the device lacks free blocks."""
         self._lacked = self._clock()
 
     def must_wait(self, request: Request) -> bool:
-        """Whether `request`, a prewarm, is to leave free blocks to others."""
+        """Whether `request`, a prewarm, must leave free blocks to others."""
         now = self._clock()
         if now - self._lacked >= PAUSE_S:
             return False
         return now - self._held.setdefault(request, now) < PATIENCE_S
 
     def ask(self, request: Request) -> Portions:
-        """`request` does nothing but prewarm its prompt.
+        """Register `request`, which only prewarms its prompt.
 
         Returns:
             Its blocks, for `follow`.
@@ -71,7 +72,7 @@ class Prewarms:
         return Portions(tuple(request.block_hashes))
 
     def follow(self, prewarm: "ref[Request]", hashes: Iterable[Hashable]) -> None:
-        """Follow blocks of `prewarm` until others need them."""
+        """Follow blocks of `prewarm` until other requests need them."""
         pending = self.pending
         for block_hash in hashes:
             key = make_block_hash_with_group_id(block_hash, 0)  # type: ignore[arg-type]
@@ -88,17 +89,17 @@ class Prewarms:
                 del self.pending[key]
 
     def hit(self, request: Request, keys: Iterable[Hashable]) -> None:
-        """`request` is admitted with the blocks of `keys`."""
+        """Record that `request` is admitted with the blocks of `keys`."""
         for key in self.pending.keys() & keys:
             if self.pending[key]() is not request:
                 del self.pending[key]
                 self._stats.prewarmed_used_blocks += 1
 
     def computed(self, request: Request, keys: Iterable[Hashable]) -> None:
-        """`request` computes the blocks of `keys`."""
+        """Record that `request` computes the blocks of `keys`."""
         for key in self.pending.keys() & keys:
             if (prewarm := self.pending[key]()) is not request:
                 del self.pending[key]
-                # Else they were evicted meanwhile.
+                # Otherwise they were evicted meanwhile.
                 is_late = prewarm is not None and not prewarm.is_finished()
                 self._stats.prewarmed_late_blocks += is_late

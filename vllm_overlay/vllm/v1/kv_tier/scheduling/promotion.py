@@ -26,16 +26,16 @@ class Hit:
     """A prefix hit over both tiers, taken apart."""
 
     groups: list[list[KVCacheBlock]]
-    """Its blocks by group, without what attention windows have left behind."""
+    """Blocks by group, without those that attention windows have passed."""
     blocks: list[KVCacheBlock]
-    """Those that the device has."""
+    """Blocks on the device."""
     holes: list[Hole]
-    """Where the others belong. `Loader.load` fills them."""
+    """Blocks that only the host has, to be filled by `Loader.load`."""
 
 
 def has_slots(computed_blocks: Sequence[Sequence[KVCacheBlock]]) -> bool:
-    """Whether a hit, by group, needs the host."""
-    # Every block of every hit comes by here.
+    """Whether a hit, by group, has host slots."""
+    # A hot path: every block of every hit.
     return any(HostSlot in map(type, group) for group in computed_blocks)
 
 
@@ -50,15 +50,15 @@ def take_apart(
 
     Args:
         managers: The `SingleTypeKVCacheManager` of each group.
-        computed_blocks: Hit blocks per group, as upstream found them.
+        computed_blocks: Hit blocks per group, as found by upstream.
         num_tokens: Tokens of the hit.
         null_block: Stands for a block that is not needed.
-        max_holes: Of each group so many at most, and nothing behind them. None: all.
+        max_holes: Stop after this many host slots of a group. None: no limit.
 
     """
     hit = Hit([list(group) for group in computed_blocks], [], [])
     for manager, group in zip(managers, hit.groups, strict=True):
-        # Upstream drops the head that the attention window has left behind.
+        # Upstream drops the blocks that the attention window has passed.
         first = manager.get_num_skipped_tokens(num_tokens) // manager.block_size
         end = None if max_holes is None else len(hit.holes) + max_holes
         for i, block in enumerate(group):
@@ -78,15 +78,15 @@ class Promotion:
     """Admits requests with a prefix hit, and loads what only the host has of it.
 
     Args:
-        pool: Whose blocks.
-        draft: The plan in the making.
-        loader: Fills blocks.
-        waiting: Decides who waits.
-        prefetches: What is on its way.
-        writer: Is told of hits.
-        admission: Counts uses; None: nobody asks for them.
-        backing: The tiers below, which are told of hits.
-        releasing: Is told of hits, too.
+        pool: The block pool.
+        draft: The plan that is being built.
+        loader: Loads blocks.
+        waiting: Decides which requests wait.
+        prefetches: Blocks that are being prefetched.
+        writer: Notified of hits.
+        admission: Counts uses; None if it is not needed.
+        backing: The secondary tiers, notified of hits.
+        releasing: Notified of hits.
         stats: Counts hits.
         tuning: When prefetches are worth it.
 
@@ -119,8 +119,7 @@ class Promotion:
         self._min_prefetch = tuning.min_prefetch
         self._max_prefetch = max(tuning.min_prefetch, tuning.max_prefetch)
         self.lacked_blocks = False
-        """Whether the last request was not admitted because the device lacks free
-        blocks."""
+        """Whether the last request was not admitted for lack of free device blocks."""
 
     def promote(
         self,
@@ -134,26 +133,26 @@ class Promotion:
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:
         """Turn the host slots of a prefix hit into cached device blocks.
 
-        Call it when the request is sure to be admitted, before upstream touches
-        the hit. The new blocks are free and hashed, like any evictable hit.
+        Call it when the request will otherwise be admitted, before upstream touches the
+        hit. The new blocks are free and hashed, like any evictable hit.
 
         Args:
-            request: The request that hit.
+            request: The request of the hit.
             managers: The `SingleTypeKVCacheManager` of each group.
-            computed_blocks: Hit blocks per group, as `get_computed_blocks` found
-                them in this step.
+            computed_blocks: Hit blocks per group, from `get_computed_blocks` in this
+                step.
             num_local_tokens: Tokens of the hit.
             num_external_tokens: Tokens that a KV connector adds to it.
             num_new_tokens: Tokens that the step would compute for the request.
-            has_scheduled_reqs: Whether the step has other requests, which would
-                wait for the loads of this one.
+            has_scheduled_reqs: Whether the step has other requests, which would wait
+                for the loads of this one.
 
         Returns:
-            The hit with device (or null) blocks only, or None when the request
-            must wait for a later step: the others would wait too long for its
-            loads, which begin now (but for those that its own step will hide); or
-            its hit ends inside a block of this step; or too few free blocks can be
-            loaded, since others wait for them or this step still uses them.
+            The hit with device (or null) blocks only. None if the request must wait for
+            a later step: its loads would hold up the others for too long, and begin now
+            (except those that its own step will hide); or its hit ends inside a block
+            of this step; or there are too few free blocks that are not kept for others
+            or in use by this step.
 
         """
         self.lacked_blocks = False
@@ -178,7 +177,7 @@ class Promotion:
         last_prefetch = self._waiting.last_prefetch(hit.blocks)
         if hit.holes:
             self._loader.load(hit.holes, hit.blocks, prefetch=False)
-        # The forward pass waits for what loads them.
+        # The forward pass waits for the plan that loads them.
         self._draft.uses_prefetches(last_prefetch)
         self._prefetches.claim(hit.blocks)
         self._count_uses(request, managers, hit.groups)
@@ -223,20 +222,20 @@ class Promotion:
         """Begin to load the hit of a request that lacks blocks, as far as they go.
 
         Args:
-            managers: As for `promote`.
-            computed_blocks: As for `promote`.
+            managers: As in `promote`.
+            computed_blocks: As in `promote`.
             num_tokens: Tokens of the hit.
 
         """
-        # A request that can run soon would wait for all loads of the plan, and with
-        # those of its step for all loads before them. Nor do they share the link with
-        # the loads of this step, which it waits for: there is time in the next one.
+        # A request that can run soon would wait for all loads of this plan, and so for
+        # loads that share it. Nor should these share the link with loads that this step
+        # waits for. The next step has time.
         draft = self._draft
         if draft.loads or draft.prefetches or self._waiting.num_waited_for():
             return
         if self._room_to_prefetch(()) < self._min_prefetch:
             return
-        # Of a long prompt no more is looked at than this plan may load: others wait.
+        # Look at no more of a long prompt than this plan may load, since others wait.
         hit = take_apart(
             managers,
             computed_blocks,
@@ -261,9 +260,9 @@ class Promotion:
     ) -> bool:
         """Whether a hit ends inside a block that this step's forward pass computes.
 
-        Upstream copies such a block before the forward pass. Without a tier the
-        case does not arise: the Mamba state that a sub-block hit needs is evicted
-        before the attention blocks of the same prefix, but the host keeps it.
+        Upstream copies such a block before the forward pass. Without a tier this does
+        not happen: the Mamba state that such a hit needs is evicted before the
+        attention blocks of the same prefix, but the host keeps it.
         """
         draft = self._draft
         for manager, group in zip(managers, computed_blocks, strict=True):
@@ -291,7 +290,7 @@ class Promotion:
         managers: Sequence[Any],
         groups: Sequence[Sequence[KVCacheBlock]],
     ) -> None:
-        """`request`, which hit `groups`, is admitted."""
+        """Record that `request` is admitted with the hit `groups`."""
         self._releasing.hit(request, groups, managers)
         if self._admission is None and self._backing is None:
             return

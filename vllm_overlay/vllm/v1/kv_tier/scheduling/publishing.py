@@ -15,8 +15,8 @@ from vllm.v1.request import Request
 class PublishingBlockPool(TieredBlockPool):
     """A `TieredBlockPool` that publishes KV cache events, see `TierEvents`.
 
-    Upstream tells what it caches on the device at the end of three methods; here
-    `TierEvents` hears of it then.
+    Upstream emits events at the end of three methods, and `TierEvents` corrects them
+    then.
     """
 
     def __init__(self, layout: KVTierLayout, **kwargs: Any) -> None:
@@ -34,7 +34,7 @@ class PublishingBlockPool(TieredBlockPool):
         block_mask: list[bool] | None = None,
     ) -> None:
         num_events = len(self.kv_event_queue)
-        # Not all releases know masks.
+        # Older releases have no masks.
         mask: dict[str, Any] = {} if block_mask is None else {"block_mask": block_mask}
         place = (num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
         super().cache_full_blocks(request, blocks, *place, **mask)
@@ -57,8 +57,7 @@ class PublishingBlockPool(TieredBlockPool):
         block_size: int,
         kv_cache_group_id: int,
     ) -> None:
-        """As upstream, which tells a request's prefix hit again where that asks for it
-        (`kv_cache_report_mode`)."""
+        """As upstream, which can repeat a prefix hit (`kv_cache_report_mode`)."""
         num_events = len(self.kv_event_queue)
         hit = (request, num_cached_blocks, block_size, kv_cache_group_id)
         super().emit_cached_block_events(*hit)
@@ -74,7 +73,7 @@ class PublishingBlockPool(TieredBlockPool):
         self.events.all_cleared()
 
     def serve_late_subscribers(self, publisher: EventPublisher) -> None:
-        """Tell all anew if a replay was asked for more than `publisher` keeps.
+        """Repeat all events if a replay was requested beyond what `publisher` keeps.
 
         Called in each step.
         """
@@ -83,6 +82,6 @@ class PublishingBlockPool(TieredBlockPool):
             self.events.tell_all_anew(releases.num_replayed_batches(publisher))
 
     def take_events(self) -> list[KVCacheEvent]:
-        """As upstream, with all that has changed since the last call."""
+        """As upstream, including all changes since the last call."""
         self.events.tell_changes()
         return super().take_events()

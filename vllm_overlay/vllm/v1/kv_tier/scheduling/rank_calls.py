@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of an engine to its ranks that may change weights.
+"""Watches an engine's calls to its ranks for those that may change weights.
 
-New weights come in many ways: upstream's own (`reload_weights`, `update_weights`, …),
-and methods of a worker extension that have any name. All of them are calls of the
-executor, in the scheduler's process. KV of new weights must not be kept under the name
-of the old ones, nor be continued with what was computed by these; the reset of the
-prefix cache, which tells of new weights too, comes later, and other steps in between.
-So a call that is not known to leave weights alone counts as one that changes them.
+Weights can change in many ways: by upstream's methods (`reload_weights`,
+`update_weights`, …), and by methods of worker extensions with any name. All of them are
+calls of the executor, in the scheduler's process. KV of new weights must not be stored
+under the name of the old ones, nor continue old KV. The reset of the prefix cache that
+follows new weights comes later, possibly after other steps. So any call that is not
+known to keep weights counts as a change.
 """
 
 import inspect
@@ -30,21 +30,21 @@ KEEP_WEIGHTS = frozenset(
         *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model"),
     }
 )
-"""Methods of upstream's workers, of all releases, that are called while an engine runs
-and change no weight."""
+"""Methods of upstream's workers, in all releases, that do not change weights."""
 
 _OURS = "vllm.v1.kv_tier."
 
 
 class RankCalls:
-    """Listens to the calls of an executor."""
+    """Watches the calls of an executor."""
 
     def __init__(self) -> None:
         self.may_change: Callable[[str], None] = lambda method: None
-        """Is told the name of what may change weights, before the ranks hear of it."""
+        """Called with the name of a method that may change weights, before the ranks
+        are."""
 
     def listen(self, executor: Any) -> None:
-        """Hear of all calls of `executor` from now on."""
+        """Watch all calls of `executor` from now on."""
         _listeners[executor] = self
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows requests with hints, and lets conversations that are over make room first.
+"""Follows requests with hints, and evicts finished conversations first.
 
-A client says so with its last request (`Hints.release`), or afterwards (`hear`).
-Nothing is dropped: blocks go to the front of the device's free queue, slots before all
-that the eviction policy orders, and both serve whoever asks for them until then. What a
-client wants to be kept is a matter of `Retaining`.
+A client ends a conversation with its last request (`Hints.release`), or afterwards
+(`hear`). Nothing is dropped: its blocks move to the front of the device's free queue,
+and its slots before all others. Both serve hits until they are reused. Hints to keep
+blocks longer are handled by `Retaining`.
 """
 
 from collections import deque
@@ -38,38 +38,38 @@ from vllm.v1.request import Request, RequestStatus
 logger = init_logger(__name__)
 
 KEYS_PER_STEP = 1024
-"""Blocks whose order is changed in one step because of hints. A block takes about 2 µs,
-and a conversation may own all of both tiers."""
+"""Most blocks that a step reorders because of hints. A block takes about 2 us, and a
+conversation may own all blocks of both tiers."""
 _TURNS_BYTES = 1 << 24
-"""For the numbers of requests of conversations: some 50,000 of them."""
+"""Bytes for the numbers of requests of conversations, some 50,000 of them."""
 
 
 class Speaker(NamedTuple):
-    """A request that speaks."""
+    """A request with hints."""
 
     hints: Hints
     owner: bytes
-    """Its conversation; of itself, if it names none."""
+    """Its conversation, or one of its own if it names none."""
     tenant: Hashable
-    """Its name, if there is a quota of that name; else a digest."""
+    """Its name if that has a quota, else a digest."""
 
 
 _UNKNOWN = Speaker(Hints(), b"", None)
-"""Stands for a request that was not heard before."""
+"""Stands for a request that was not seen before."""
 
 
 class Releasing:
-    """Follows requests with hints, and puts first what they release.
+    """Follows requests with hints, and moves what they release to the front.
 
     Args:
-        pool: Whose blocks.
-        free: Its free blocks.
-        table: The slots.
-        storer: Stores nothing that is released, or that clients do not want to be.
+        pool: The block pool.
+        free: Its free queue.
+        table: The slot table.
+        storer: Skips blocks that are released or not to be stored.
         prefetches: Blocks that wait for a request are left alone.
-        retaining: Orders what is retained.
-        num_keys: Blocks whose owners are remembered.
-        stats: Counts hints and what is released.
+        retaining: Handles retained blocks.
+        num_keys: Most blocks whose owners are remembered.
+        stats: Counts hints and released blocks.
 
     """
 
@@ -93,30 +93,30 @@ class Releasing:
         self._num_keys = num_keys
         self._owners = Owners(num_keys)
         self.untold = Untold(lambda *run: self.computed(*run))
-        """What requests have computed of which the rest here has not heard."""
+        """Computed blocks that are not processed here yet."""
         self.prewarms = Prewarms(num_keys, stats, retaining.said.clock)
         self._quotas = retaining.quotas
         self._stats = stats
-        # None: what it says is not understood.
+        # None for requests with invalid hints.
         self._speakers: WeakKeyDictionary[Request, Speaker | None]
         self._speakers = WeakKeyDictionary()
-        # Requests after whose end there is something to do, by id.
+        # Requests with work to do at their end, by id.
         self._last: dict[str, tuple[ref[Request], Speaker]] = {}
-        # Requests so far, by conversation; those used last.
+        # Number of requests so far by conversation; those used last stay.
         self._turns = BoundedMap[bytes, int](_TURNS_BYTES)
-        # What is left to do with keys, and how many of them in this step.
+        # Keys to process, and how many more of them in this step.
         self._work: deque[tuple[Portions, Callable[[list[Any]], None]]] = deque()
         self._room = KEYS_PER_STEP
-        # What each request may load: up to which block, and these.
+        # What each request may load: number of blocks, and their hashes.
         self._loadable: WeakKeyDictionary[Request, tuple[int, frozenset[BlockHash]]]
         self._loadable = WeakKeyDictionary()
-        # Blocks that were loaded ahead for requests with such a cap, until they run.
+        # Number of blocks loaded ahead for requests with a cap, until they run.
         self._loaded_ahead: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
-        # As they are when a request ends.
+        # Requests free their blocks when they end.
         self._some_were_freed = False
         self.is_listening = bool(self._quotas)
-        """Whether this is to hear of what is computed: from the first request with
-        hints on. Public, since every block of a decoding request comes by here."""
+        """Whether `cached` must be called: from the first request with hints on.
+        Public, since every block of a decoding request passes here."""
 
     def cached(
         self,
@@ -126,8 +126,10 @@ class Releasing:
         last: int,
         block_size: int,
     ) -> None:
-        """The step in the making computes those of the `blocks` of `request` from index
-        `first` to `last`. To be called while `is_listening`."""
+        """Record that this step computes `blocks[first:last]` of `request`.
+
+        Call it while `is_listening`.
+        """
         if self.prewarms.pending:
             keys = [block.block_hash for block in blocks[first:last]]
             self.prewarms.computed(request, keys)
@@ -137,7 +139,7 @@ class Releasing:
             self._computes(request, blocks[first:last], first, block_size)
 
     def cached_part(self, request: Request, block: KVCacheBlock) -> None:
-        """The step computes a part of `block`, which may never be full."""
+        """Record that the step computes a part of `block`, which may never be full."""
         speaker = self.follow(request) if self.speaks(request) else None
         if speaker is not None and speaker.hints.offload_limit is not None:
             self._storer.forbidden.add(block.block_id)
@@ -149,23 +151,23 @@ class Releasing:
         first: int,
         block_size: int,
     ) -> None:
-        """As `computed`, now or when somebody needs to know."""
+        """As `computed`, now or when the blocks are needed."""
         if (speaker := self.follow(request)) is None:
             return
         tell: Tell = self.untold.begin
         if speaker.hints.offload_limit is not None or self.retaining.orders_itself:
-            # What is stored at once must be known at once.
+            # Blocks that are stored at once must be processed at once.
             tell = self.computed
         tell(request, blocks, first, block_size)
 
     def freed(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Requests let go of `blocks`."""
+        """Note that requests have freed `blocks`."""
         self._some_were_freed = True
         if self.untold.runs:
             self.untold.needed(blocks)
 
     def begin_step(self) -> None:
-        """Put first what requests have released that ended since the last step."""
+        """Process requests that ended since the last step, and remaining work."""
         self.retaining.begin_step()
         self._room = KEYS_PER_STEP
         if self._some_were_freed and self._last:
@@ -175,7 +177,7 @@ class Releasing:
             self._do_work()
 
     def _end_requests(self) -> None:
-        # All that run may be among them, so none of those is called.
+        # May include all running requests, so avoid method calls for those.
         last, running = self._last, RequestStatus.RUNNING
         for request_id, (follows, speaker) in list(last.items()):
             request = follows()
@@ -189,7 +191,7 @@ class Releasing:
                 self._release(speaker.owner)
 
     def _do(self, keys: Portions, work: Callable[[list[Any]], None]) -> None:
-        """Do `work` with `keys`, as many as there is time for in each step."""
+        """Process `keys` with `work`, as many per step as allowed."""
         if keys:
             self._work.append((keys, work))
             self._do_work()
@@ -217,11 +219,11 @@ class Releasing:
         self.prewarms.forget()
 
     def hear(self, conversation: str, cache_salt: str | None) -> dict[str, int]:
-        """`conversation` is over. What its running requests use follows when they end.
+        """End `conversation`. What its running requests use follows when they end.
 
         Returns:
-            `released_blocks`, wherever they lay, and `running_requests`. Blocks that a
-            later step puts first, since there are many, count as if they were there.
+            `released_blocks`, on device and host, and `running_requests`. Blocks that
+            later steps will process are included as if they existed.
 
         """
         self._stats.hints["release"] = self._stats.hints.get("release", 0) + 1
@@ -247,7 +249,7 @@ class Releasing:
     # -------------------------------------------------------- what requests do
 
     def speaks(self, request: Request) -> bool:
-        """Whether there is something to know of `request`."""
+        """Whether `request` has hints, or a salt with a quota."""
         if are_in(kv_transfer_params(request)):
             return True
         if not self._quotas:
@@ -256,15 +258,17 @@ class Releasing:
         return isinstance(salt, str) and salt in self._quotas
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a request that speaks is to leave free blocks to others."""
+        """Whether a request with hints must leave free blocks to others."""
         speaker = self.follow(request)
         if speaker is None or not speaker.hints.prewarm:
             return False
         return self.prewarms.must_wait(request)
 
     def may_load(self, request: Request) -> Callable[[BlockHash], bool] | None:
-        """Tells, of a request that speaks, for which of its blocks slots may be served.
-        None: for all. To be asked when its prefix is about to be looked up."""
+        """Which blocks may be loaded for a request with hints; None for all.
+
+        Call it before its prefix is looked up.
+        """
         speaker = self.follow(request)
         if speaker is None or (limit := speaker.hints.max_load_tokens) is None:
             return None
@@ -277,23 +281,23 @@ class Releasing:
             if get(make_block_hash_with_group_id(block_hash, 0)) is None:
                 break
             num_blocks += 1
-        # What was loaded for it counts as the device's.
+        # Blocks that were loaded ahead for it count as device blocks.
         num_blocks += max(0, limit - self._loaded_ahead.get(request, 0))
         num_before, allowed = self._loadable.get(request, (-1, frozenset()))
         if num_before != num_blocks:
             allowed = frozenset(hashes[:num_blocks])
             self._loadable[request] = num_blocks, allowed
-        # In some releases the hash of a block of several is made of all of theirs.
+        # In some releases the hash of a large block concatenates those of its parts.
         size = len(hashes[0])
         return lambda block_hash: block_hash[-size:] in allowed
 
     def loads_ahead(self, request: Request, num_blocks: int) -> None:
-        """So many blocks are loaded for `request`, which has a cap and waits."""
+        """Count blocks that are loaded ahead for waiting `request`, which has a cap."""
         loaded = self._loaded_ahead
         loaded[request] = loaded.get(request, 0) + num_blocks
 
     def end_loads_ahead(self, request: Request) -> None:
-        """`request`, which has a cap, runs."""
+        """Note that `request`, which has a cap, runs."""
         self._loaded_ahead.pop(request, None)
 
     def computed(
@@ -303,8 +307,7 @@ class Releasing:
         first: int,
         block_size: int,
     ) -> None:
-        """The step in the making computes `blocks`, from index `first` on, for
-        `request`, which speaks."""
+        """Record that this step computes `blocks`, from index `first`, of `request`."""
         if (speaker := self.follow(request)) is None:
             return
         for block in blocks:
@@ -323,7 +326,7 @@ class Releasing:
         groups: Sequence[Sequence[KVCacheBlock]],
         managers: Iterable[Any],
     ) -> None:
-        """`request` is admitted with device blocks in `groups` that it hit."""
+        """Record that `request` is admitted and hit device blocks in `groups`."""
         if self.untold.runs:
             for group in groups:
                 self.untold.needed(group)
@@ -334,7 +337,7 @@ class Releasing:
         is_marked = self._owners or storer.released or storer.forbidden or pending
         if speaker is None and not (is_marked or retaining.said):
             return
-        # What one client does not want to be stored is so for others who cap, too.
+        # Other requests that limit storing do not lift the limit.
         lifts = speaker is None or speaker.hints.offload_limit is None
         for group, manager in zip(groups, managers, strict=True):
             if storer.released or storer.forbidden:
@@ -352,7 +355,7 @@ class Releasing:
                 self._tell(request, speaker, group, 0, manager.block_size)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """`blocks` are about to hold something else."""
+        """Note that `blocks` are about to get new content."""
         ids = [block.block_id for block in blocks]
         self._storer.released.difference_update(ids)
         self._storer.forbidden.difference_update(ids)
@@ -382,7 +385,7 @@ class Releasing:
     # ----------------------------------------------------------- what they say
 
     def follow(self, request: Request) -> Speaker | None:
-        """Who `request` is, which speaks. None: what it says is not understood."""
+        """Parse the hints of `request` once. None if they are invalid."""
         speaker = self._speakers.get(request, _UNKNOWN)
         if speaker is not _UNKNOWN:
             return speaker
@@ -391,10 +394,10 @@ class Releasing:
         try:
             hints = Hints.from_params(params)
             if hints is None and not are_in(params):
-                # Only its cache salt is of interest.
+                # Only its cache salt matters.
                 hints = Hints()
         except Exception as e:
-            # Whatever clients send, it must not end the scheduler.
+            # No client input may crash the scheduler.
             self._stats.refused_hints += 1
             logger.warning_once("KV tier: hints of a request are ignored. %s", str(e))
         if hints is None:
@@ -427,15 +430,16 @@ class Releasing:
         return Speaker(hints, owner, tenant)
 
     def _release(self, owner: bytes) -> int:
-        """A conversation is over. Returns how many of its blocks a later step puts
-        first."""
+        """End a conversation.
+
+        Returns how many of its blocks are left to later steps.
+        """
         keys = self._owners.release(owner)
         self._do(keys, partial(self._put_first, owner))
         return len(keys)
 
     def _put_first(self, owner: bytes, keys: Sequence[Hashable]) -> None:
-        """The blocks of `keys`, in the order of the conversation that has computed
-        them, make room first."""
+        """Move the blocks of `keys`, in order of computation, to the front."""
         if (admission := self._storer.admission) is not None:
             admission.release(keys)
         blocks = []
@@ -444,8 +448,9 @@ class Releasing:
             block = cached.get_one_block(key)  # type: ignore[arg-type]
             if block is not None:
                 if self._is_in_use(block):
-                    # By a request of the conversation, or somebody else's would have
-                    # made it nobody's: it follows when that has ended.
+                    # In use by a request of the conversation, since a hit by another
+                    # one would have removed the owner. It follows when that request
+                    # ends.
                     self._owners.computed(key, owner)
                     continue
                 blocks.append(block)
@@ -453,7 +458,7 @@ class Releasing:
             if slot is not None:
                 self._table.release(slot)
             self._stats.released_blocks += block is not None or slot is not None
-        # A prefix is of use without its end, but not the other way round.
+        # The beginning of a prefix is useful without its end, but not vice versa.
         blocks.reverse()
         self._free.put_first(blocks, need_no_store=True)
         self._storer.released.update(block.block_id for block in blocks)
@@ -463,6 +468,8 @@ class Releasing:
 
 
 def owner_of(conversation: str, cache_salt: str | None) -> bytes:
-    """What stands for a conversation. Names and salts are of any length, and known as
-    long as blocks are."""
+    """A digest that identifies a conversation.
+
+    Names and salts may have any length, and are remembered as long as blocks.
+    """
     return digest(conversation, cache_salt)

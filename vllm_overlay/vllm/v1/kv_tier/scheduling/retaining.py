@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients want to be kept longer than others, or less long, on both tiers.
+"""Applies hints to keep blocks longer or less long, on both tiers.
 
-On the host a layer around the eviction policy sees to it (`Hinted`), from the first
-such hint on. On the device the order of eviction is that of the free queue: what is to
-go before others comes first when its request has ended, and what is to stay is passed
-over, so that it has another round of the queue.
+On the host, a layer around the eviction policy does so (`Hinted`), from the first such
+hint on. On the device, the free queue is the order of eviction: blocks of low priority
+move to its front when their request ends, and retained blocks are skipped, which gives
+them another round in the queue.
 """
 
 import math
@@ -27,22 +27,23 @@ from vllm.v1.kv_tier.scheduling.slots import SlotTable
 from vllm.v1.kv_tier.stats import KVTierStats
 
 _MAX_PASSED = 64
-"""Retained blocks that an allocation passes over: decoding takes a block at a time."""
+"""Most retained blocks that an allocation skips. Decoding allocates one block at a
+time."""
 
 
 class Retaining:
-    """Orders blocks by what was said of them, and by quotas.
+    """Orders blocks by hints and quotas.
 
     Args:
-        pool: Whose blocks.
-        free: Its free blocks.
-        table: The slots.
+        pool: The block pool.
+        free: Its free queue.
+        table: The slot table.
         prefetches: Blocks that wait for a request are left alone.
-        admission: Imitates the order of eviction; None: nobody does.
-        costs: Knows the time.
-        num_keys: Blocks of which is remembered what was said.
+        admission: Simulates the order of eviction; may be None.
+        costs: Has the clock.
+        num_keys: Most blocks whose hints are remembered.
         quotas: Parts of the slots, by tenant.
-        stats: Counts what is retained.
+        stats: Counts retained blocks.
 
     """
 
@@ -68,13 +69,13 @@ class Retaining:
         """Parts of the slots, by tenant."""
         self.said = Said(num_keys, lambda: costs.clock())
         self.hinted: Hinted | None = None
-        """What carries this out on the host, if there has been something to do."""
+        """The layer around the host's policy, once it is needed."""
         self.on_device: OrderedDict[int, Hashable] = OrderedDict()
-        """Keys of blocks that are to stay, by their ids. Others may have the blocks
-        meanwhile. Public, since asking whether there are some must cost nothing."""
+        """Keys of retained blocks by block id. The blocks may have other content by
+        now. Public, since testing whether there are any must be cheap."""
         self._max_on_device = int(KEPT_PART * pool.num_gpu_blocks)
         self._is_vain = False
-        # What requests want to go first, until they end.
+        # Blocks with low priority, by request, until it ends.
         self._low: dict[str, dict[Hashable, int]] = {}
         if quotas:
             self._wrap()
@@ -92,13 +93,15 @@ class Retaining:
 
     @property
     def orders_itself(self) -> bool:
-        """Whether the host's order of eviction is that of what is said, or of tenants:
-        it is to be known of a block before it has a slot."""
+        """Whether the host's order depends on the hints or tenants of all blocks.
+
+        They must then be known before a block gets a slot.
+        """
         hinted = self.hinted
         return bool(self.quotas) or (hinted is not None and hinted.orders_itself)
 
     def begin_step(self) -> None:
-        """A step begins: what was in vain may not be any more."""
+        """Start a step, and look for blocks to skip again."""
         self._is_vain = False
         if self.hinted is not None:
             self.hinted.begin_step()
@@ -116,17 +119,17 @@ class Retaining:
         first: int,
         block_size: int,
     ) -> None:
-        """A request with hints computes or hits `blocks`.
+        """Record that a request with hints computes or hits `blocks`.
 
         Args:
-            request_id: Of the request.
-            hints: What it says.
-            tenant: Who it is from.
-            turn: Of its conversation.
+            request_id: Id of the request.
+            hints: Its hints.
+            tenant: Its tenant.
+            turn: Turn of its conversation.
             num_prompt_tokens: Length of its prompt.
-            blocks: Of the request, one after another.
+            blocks: Consecutive blocks of the request.
             first: Index of the first of them in the request.
-            block_size: Tokens of each of them.
+            block_size: Tokens of a block.
 
         """
         ranges = hints.retain
@@ -138,7 +141,7 @@ class Retaining:
             return
         now, num_blocks = self.said.clock(), len(blocks)
         last = ranges[-1] if ranges else None
-        # Mostly all of them are in the last range.
+        # Usually all of them are in the last range.
         if (
             last is not None
             and last.start == 0
@@ -163,8 +166,12 @@ class Retaining:
     def _retain_all(
         self, blocks: Iterable[KVCacheBlock], about: About, hinted: Hinted
     ) -> bool:
-        """Does what `_tell` does, with few calls, if all of `blocks` are to stay and
-        nobody else has said anything of them; else nothing, and returns False."""
+        """A faster `_tell` for blocks that are all retained, without other hints.
+
+        Returns:
+            False if that does not apply, and nothing was done.
+
+        """
         if (
             about.priority <= NO_HINT
             or hinted.orders_itself
@@ -192,10 +199,10 @@ class Retaining:
         tenant: Hashable,
         turn: int,
     ) -> dict[Hashable, int]:
-        """What is said of each of `blocks`; None: that they are used.
+        """Record the hint of each of `blocks`; None for a use without one.
 
         Returns:
-            Priorities of those that are to go first.
+            Priorities of the keys that are to be evicted first.
 
         """
         said, kept, has_slot = self.said, hinted.kept, self._table.get
@@ -214,7 +221,7 @@ class Retaining:
                 stay[block.block_id] = key
             elif about.priority < NO_HINT:
                 lows[key] = about.priority
-            # Most keys are told by the policy alone, whatever is retained.
+            # Most keys are ordered by the policy alone, even if retained.
             if (
                 (
                     key in kept
@@ -231,7 +238,7 @@ class Retaining:
         return lows
 
     def used_in_silence(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """A request hits `blocks` of which it says nothing."""
+        """Record that a request hits `blocks` without hints for them."""
         said, hinted = self.said, self.hinted
         if not said or hinted is None:
             return
@@ -245,7 +252,7 @@ class Retaining:
                 hinted.changed(key)
 
     def report(self, stats: KVTierStats) -> None:
-        """Add what the host has, and what it has given up."""
+        """Put the counts of slots into `stats`."""
         if (hinted := self.hinted) is None:
             return
         stats.yielded_slots, hinted.num_yielded = hinted.num_yielded, 0
@@ -256,7 +263,7 @@ class Retaining:
     # -------------------------------------------------------------- the device
 
     def _stay(self, blocks: Mapping[int, Hashable]) -> None:
-        """Keys of blocks, by their ids."""
+        """Retain blocks, given their keys by block id."""
         self._stats.retained_blocks += len(blocks)
         on_device = self.on_device
         for block_id in on_device.keys() & blocks.keys():
@@ -266,19 +273,19 @@ class Retaining:
             on_device.popitem(last=False)
 
     def has_low(self, request_id: str) -> bool:
-        """Whether something is to go first when this request has ended."""
+        """Whether blocks have low priority once this request has ended."""
         return request_id in self._low
 
     def ended(self, request_id: str) -> Portions:
-        """A request has ended. Returns what it wants to go first, for `put_first`."""
+        """End a request. Returns its keys of low priority, for `put_first`."""
         lows = self._low.pop(request_id, {})
-        # A prefix is of use without its end, but not the other way round: and what is
-        # put first last goes first.
+        # The beginning of a prefix is useful without its end, but not vice versa; what
+        # is moved to the front last is evicted first.
         keys = sorted(lows, key=lows.__getitem__, reverse=True)
         return Portions(keys, self.said.is_low)
 
     def put_first(self, keys: Sequence[Hashable]) -> None:
-        """The blocks of `keys` make room first, the last of them before the others."""
+        """Move the blocks of `keys` to the front, the last one foremost."""
         get = self._pool.cached_block_hash_to_block.get_one_block
         found = map(get, reversed(keys))  # type: ignore[arg-type]
         self._free.put_first(
@@ -293,16 +300,18 @@ class Retaining:
         )
 
     def make_way(self, num_blocks: int) -> None:
-        """`num_blocks` are about to be taken: not those that are to stay, while there
-        are others near the head of the queue."""
+        """Before an allocation, move retained blocks away from the head of the queue.
+
+        Only as long as there are other blocks near the head.
+        """
         if self._is_vain:
             return
         head = self._pool.free_block_queue.fake_free_list_head.next_free_block
-        # Each block of a decoding request comes by here.
+        # A hot path: each block of a decoding request.
         if num_blocks == 1 and head.block_id not in self.on_device:  # type: ignore[union-attr]
             return
         max_looks = 2 * num_blocks + _MAX_PASSED
-        # When all that is near is to stay, there is no second look in this step.
+        # If all blocks near the head are retained, this step does not look again.
         self._is_vain = not self._free.pass_over(
             num_blocks, self.on_device.keys(), self._is_kept, max_looks
         )
@@ -321,8 +330,11 @@ def covering(
     block_size: int,
     num_prompt_tokens: int,
 ) -> list[int]:
-    """For each of `num_blocks` blocks of a request, from index `first` on, which one of
-    `ranges` is the last with a token of it; -1: none is."""
+    """For each of `num_blocks` blocks, the index of the last range that covers it.
+
+    The blocks start at index `first` of the request. A range covers a block if it has
+    any of its tokens. -1 for blocks in no range.
+    """
     found = [-1] * num_blocks
     last = first + num_blocks
     for index, retain in enumerate(ranges):

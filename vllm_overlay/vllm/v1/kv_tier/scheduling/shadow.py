@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks a host would have had, had it stored other ones."""
+"""Ghost caches: which blocks a host would have if it stored others."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -7,17 +7,16 @@ from collections.abc import Callable, Hashable, Sequence
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 
 _is_pinned = frozenset[object]().__contains__
-"""Nothing is."""
+"""No key is pinned."""
 
 
 class ShadowHost:
-    """A host as keys only.
+    """A ghost cache of the host, with keys only.
 
     Args:
-        num_slots: Keys that it holds.
+        num_slots: Number of keys that it holds.
         policy: Its order of eviction, for `num_slots` keys.
-        admits: Which keys may take the place of others; None: all. Room that nobody
-            has is for every key.
+        admits: Which keys may replace others; None for all. Free slots take any key.
 
     """
 
@@ -30,18 +29,18 @@ class ShadowHost:
         self.num_slots = num_slots
         self.keys: set[Hashable] = set()
         self.hits = 0.0
-        """Uses of keys that were there. Whoever compares may scale it."""
+        """Number of uses of resident keys. The reader may scale it."""
         self._policy = policy
         self._admits = admits
 
     def use(self, key: Hashable) -> None:
-        """A request asks for the block of `key`, which the device lacks."""
+        """Record a use of `key`, which the device lacks."""
         if key in self.keys:
             self._policy.hit(key)
             self.hits += 1
 
     def take(self, key: Hashable) -> None:
-        """The device evicts the block of `key`."""
+        """Record that the device evicts the block of `key`."""
         keys = self.keys
         if key in keys:
             return
@@ -53,33 +52,33 @@ class ShadowHost:
         keys.add(key)
 
     def clear(self) -> None:
-        """All that was stored is void, and so are its hits."""
+        """Drop all keys and hits, since the content is void."""
         for key in self.keys:
             self._policy.remove(key)
         self.keys.clear()
         self.hits = 0.0
 
     def wrap_policy(self, wrap: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
-        """From now on the order of eviction is that of what `wrap` makes of it."""
+        """Replace the policy by `wrap(policy)`."""
         self._policy = wrap(self._policy)
 
     def release(self, key: Hashable) -> None:
-        """Clients say that nobody will ask for `key` again."""
+        """Drop `key`, which is not expected to be used again."""
         if key in self.keys:
             self.keys.remove(key)
             self._policy.remove(key)
 
 
 class Shadow:
-    """A device, as keys only, above several hosts that are compared.
+    """A ghost cache of the device above several ghost caches of the host.
 
-    It is told a sample of the keys, and made smaller by as much, so that hosts have the
-    hits of the whole (Waldspurger et al., "Cache Modeling and Optimization using
-    Miniature Simulations", USENIX ATC 2017). What the device has is no hit of a host:
-    one key that all requests begin with would outweigh the rest of the sample.
+    It gets a sample of the keys, and is smaller by the same factor, so hit rates are
+    those of the full caches (Waldspurger et al., "Cache Modeling and Optimization using
+    Miniature Simulations", USENIX ATC 2017). Device hits do not count for a host, or a
+    key that all requests share would outweigh the rest of the sample.
 
     Args:
-        num_blocks: Keys that the device holds, the least recently used go first.
+        num_blocks: Number of keys that the device holds, in LRU order.
         hosts: Each gets what the device evicts.
 
     """
@@ -90,7 +89,7 @@ class Shadow:
         self._device: OrderedDict[Hashable, None] = OrderedDict()
 
     def use(self, key: Hashable) -> None:
-        """A request computes or hits the block of `key`."""
+        """Record that a request computes or hits the block of `key`."""
         device = self._device
         if key in device:
             device.move_to_end(key)
@@ -104,14 +103,16 @@ class Shadow:
                 host.take(victim)
 
     def clear(self) -> None:
-        """All that was computed is void."""
+        """Drop everything, since the content is void."""
         self._device.clear()
         for host in self._hosts:
             host.clear()
 
     def release(self, key: Hashable) -> None:
-        """Clients say that nobody will ask for `key` again. The tier keeps it until it
-        needs the room, which is later, but soon."""
+        """Drop `key`, which is not expected to be used again.
+
+        The tier itself keeps it until it needs the room, a little later.
+        """
         self._device.pop(key, None)
         for host in self._hosts:
             host.release(key)

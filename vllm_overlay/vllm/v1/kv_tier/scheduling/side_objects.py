@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings make a release keep more of each block than its KV.
+"""Refuses settings that make upstream keep more for each block than its KV.
 
-Such objects lie in stores of upstream that have room for as many blocks as the device.
-The tier moves KV only: a block that comes back from the host, or from files, comes
-without them. Upstream then ends the engine, or returns what another block left. So the
-settings are refused, and so is any that is not listed as harmless.
+Upstream stores such objects for as many blocks as the device has. The tier moves KV
+only, so a block from the host or a store comes without them, and upstream would crash
+or return those of another block. Any setting that is not listed as harmless is refused.
 """
 
 from collections.abc import Iterator
@@ -15,11 +14,11 @@ from vllm.v1.kv_tier import releases
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Outputs of sampled tokens only, which no prefix hit has.
+# Outputs for sampled tokens only, which are in no prefix hit.
 _HARMLESS_OUTPUTS = frozenset({"return_sampling_mask"})
 
-# Of `VllmConfig`, over all releases: what they switch on keeps nothing by block, or
-# only KV, which the tier finds among the KV caches, or is refused elsewhere.
+# Fields of `VllmConfig` in all releases that add nothing per block, or only KV that the
+# tier finds among the KV caches, or that are refused elsewhere.
 _HARMLESS_CONFIGS = frozenset(
     {
         "additional_config",
@@ -62,7 +61,7 @@ _HARMLESS_CONFIGS = frozenset(
 
 
 def check_side_objects(vllm_config: "VllmConfig") -> None:
-    """Refuse settings with which blocks have more than KV.
+    """Refuse settings that keep more for each block than its KV.
 
     Raises:
         ValueError: The message names the setting.
@@ -77,12 +76,12 @@ def check_side_objects(vllm_config: "VllmConfig") -> None:
 
 
 def side_objects(vllm_config: "VllmConfig") -> str | None:
-    """The setting that makes upstream keep objects by block, or may do so, if any."""
+    """The setting that keeps objects for each block, or might; None if none does."""
     return next(_settings(vllm_config), None)
 
 
 def _settings(vllm_config: "VllmConfig") -> Iterator[str]:
-    # Older releases have the outputs of the model among its settings.
+    # In older releases these outputs are settings of the model.
     model: Any = vllm_config.model_config
     for name, value in releases.field_values(model).items():
         is_output = name.startswith(("return_", "enable_return_"))

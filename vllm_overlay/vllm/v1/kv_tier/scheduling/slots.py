@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV block lies in which host slot."""
+"""The slot table: which KV block is in which host slot."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
@@ -14,18 +14,18 @@ class HostSlot(KVCacheBlock):
     """A filled host slot, and the placeholder for it in a prefix scan.
 
     As a placeholder it is never referenced, so upstream counts it as one block to
-    allocate, as it does an evictable device block. A slot that is filled again is the
-    same object with other keys, so none is kept beyond `SlotListener.forgotten`.
+    allocate, like an evictable device block. When a slot is filled again, the object is
+    reused with other keys, so do not keep it beyond `SlotListener.forgotten`.
 
     Args:
         index: Number of the slot in host memory.
-        keys: All prefix-cache keys of the block; the first is its primary one.
+        keys: All prefix-cache keys of the block; the first is the primary one.
         num_tokens: Prefix tokens that the primary key covers.
         store_seq: Plan whose store fills the slot.
 
     """
 
-    # What is the same for all of them is the class's.
+    # Attributes that are equal for all slots are class attributes.
     __slots__ = ("index", "keys", "num_tokens", "store_seq")
     block_id = -1
     ref_cnt = 0
@@ -58,32 +58,32 @@ class HostSlot(KVCacheBlock):
 
 
 class SlotListener(Protocol):
-    """Whoever must know what the host has."""
+    """Notified of changes of the host's content."""
 
     def filled(self, slot: HostSlot) -> None:
         """A store into `slot` is queued; its keys can be found from now on."""
 
     def loaded(self, slots: Sequence[HostSlot]) -> None:
-        """Loads from `slots` are queued; the device has their keys, too."""
+        """Loads from `slots` are queued; the device has their keys too."""
 
     def forgotten(self, slot: HostSlot) -> None:
-        """The keys of `slot` cannot be found any more."""
+        """The keys of `slot` can no longer be found."""
 
 
 _MAX_PASSED = 8_192
-"""Slots that are being written below, and that the victims of one plan pass over. Each
-takes a microsecond; the next plan goes on behind them."""
+"""Most slots in writes that the victims of one plan skip. Each takes a microsecond, and
+the next plan continues after them."""
 
 _is_pinned = frozenset[object]().__contains__
-"""Of keys in the order of a policy, see `SlotTable._evict`: none. Each victim comes by
-here, so this is no function of Python's."""
+"""Passed to the policy, which sees no key as pinned (`SlotTable._evict`). Not a Python
+function, since it is called for each victim."""
 
 
 class SlotTable:
-    """Keys of the host tier, and the order in which they make room.
+    """The keys of the host tier, and their order of eviction.
 
     Args:
-        num_slots: Slots in host memory.
+        num_slots: Number of slots in host memory.
         policy: Order of eviction; holds the primary key of every filled slot.
 
     """
@@ -91,47 +91,47 @@ class SlotTable:
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         self.num_slots = num_slots
         self.num_evicted = 0
-        """Slots that have made room, since whoever reports it set this to 0."""
+        """Number of evicted slots, since the reader reset this."""
         self.listeners: list[SlotListener] = []
         self._policy = policy
         self._slots: dict[BlockHashWithGroupId, HostSlot] = {}
-        # No method: asked for every block of every prefix, and for every victim.
+        # Not a method, since it is called for every block of every prefix, and every
+        # victim.
         self.get: Callable[[BlockHashWithGroupId], HostSlot | None] = self._slots.get
         self._by_index: list[HostSlot | None] = [None] * num_slots
-        # All of them from the start, so that filling them makes no objects for Python's
-        # garbage collector to look through: vLLM excepts what an engine starts with.
+        # Allocated at the start, so that filling slots makes no objects for the garbage
+        # collector; vLLM exempts those of the start.
         self._objects = [HostSlot(i, (), None, 0) for i in range(num_slots)]
         self._num_filled = 0
         self._free = list(range(num_slots - 1, -1, -1))
-        # When each slot was last read and last stored to; both outlive its content,
-        # because what fills a reused slot must wait for that.
+        # When each slot was last read and last stored to. Both outlive its content,
+        # since copies for the next content must wait for these.
         self._load_seq = [0] * num_slots
         self._store_seq = [0] * num_slots
         self._pinned: set[BlockHashWithGroupId] = set()
-        # Pinned keys that the policy gave up. It gets them back when the plan is
-        # complete, so that no victim costs a search through all that is pinned.
+        # Pinned keys that the policy evicted. It gets them back when the plan is
+        # complete, so that no victim needs a search through pinned keys.
         self._aside: dict[BlockHashWithGroupId, None] = {}
-        # Keys that the policy gave up while a tier below writes their slots, and those
-        # of them that have been written since: these are the next victims, unless they
-        # are used before.
+        # Keys that the policy evicted while a secondary tier writes their slots, and
+        # those of them that are written by now: the next victims, unless they are used
+        # before.
         self._passed: dict[BlockHashWithGroupId, None] = {}
         self._num_passed = 0
         self._next: dict[BlockHashWithGroupId, None] = {}
-        # Slots that make room before those that the policy would choose, the last one
-        # first. And those that will, and are being written: no victim is searched for
-        # among them.
+        # Slots to evict before the policy's, last one first; and those that will be,
+        # but are being written.
         self._released: dict[BlockHashWithGroupId, None] = {}
         self._released_later: dict[BlockHashWithGroupId, None] = {}
         # Removed while pinned: the plan still copies from or to them.
         self._free_after_plan: list[int] = []
-        # Slots that are being written, by index, and their primary keys, to each tier
-        # below and to any: they serve loads, and their memory is given to nobody. And
-        # those of them that were removed meanwhile.
+        # Slots that are being written, by index and primary key, for each secondary
+        # tier and for any. They serve loads, but their memory is not reused. Then those
+        # of them that were removed meanwhile.
         self._held_by: dict[int, tuple[set[int], set[BlockHashWithGroupId]]] = {}
         self._held: set[int] = set()
         self._held_keys: set[BlockHashWithGroupId] = set()
         self._free_after_hold: set[int] = set()
-        # Slots that are being filled from below.
+        # Slots that are being filled from a secondary tier.
         self._reserved: set[int] = set()
 
     def __len__(self) -> int:
@@ -142,18 +142,18 @@ class SlotTable:
         return self._by_index[index] if index < self.num_slots else None
 
     def has_room(self) -> bool:
-        """Whether a slot can be filled at the cost of nothing that may return."""
+        """Whether a slot can be filled without evicting a block of any use."""
         return bool(self._free or self._released)
 
     def filled(self) -> list[HostSlot]:
         return [slot for slot in self._by_index if slot is not None]
 
     def pin(self, slots: Iterable[HostSlot]) -> None:
-        """Keep `slots` until `unpin_all`: the plan in the making reads them.
+        """Keep `slots` until `unpin_all`, since the current plan reads them.
 
-        The policy hears of the use now, so that it gives up others first.
+        Also counts as a use for the policy.
         """
-        # For each block that is loaded.
+        # A hot path: each loaded block.
         keys = [slot.keys[0] for slot in slots]
         self._pinned.update(keys)
         self.order_passed(keys)
@@ -166,14 +166,14 @@ class SlotTable:
                     marked.pop(key, None)
 
     def order_passed(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Blocks of `keys` are used again: none of their slots is the next victim."""
+        """Record uses of `keys`: their slots are not the next victims any more."""
         if self._passed or self._next:
             for key in keys:
                 if self._forget_passed(key):
                     self._policy.insert(key)
 
     def unpin_all(self) -> None:
-        """The plan is complete."""
+        """Unpin all slots, since the plan is complete."""
         self._pinned.clear()
         self._num_passed = 0
         for key in self._aside:
@@ -184,8 +184,7 @@ class SlotTable:
         self._free_after_plan.clear()
 
     def wrap_policy(self, wrap: Callable[[EvictionPolicy], Policy]) -> Policy:
-        """From now on the order of eviction is that of what `wrap` makes of the policy,
-        which has the same keys."""
+        """Replace the policy by `wrap(policy)`, which must hold the same keys."""
         self._policy = wrapped = wrap(self._policy)
         return wrapped
 
@@ -200,7 +199,7 @@ class SlotTable:
         return slot.keys[0] in self._pinned
 
     def mark_loaded(self, slots: Sequence[HostSlot], seq: int) -> None:
-        """The plan `seq` loads the blocks of `slots`, which are pinned."""
+        """Record that plan `seq` loads the blocks of `slots`, which are pinned."""
         load_seq = self._load_seq
         for slot in slots:
             load_seq[slot.index] = seq
@@ -208,12 +207,14 @@ class SlotTable:
             listener.loaded(slots)
 
     def last_load(self, slot: HostSlot) -> int:
-        """Last plan that read the memory of `slot`, for whatever content."""
+        """Last plan that read the memory of `slot`, whatever its content was."""
         return self._load_seq[slot.index]
 
     def last_copies(self, indices: Sequence[int]) -> tuple[int, int]:
-        """Last plans that stored to one of these slots and that loaded from one, for
-        whatever content."""
+        """Last plans that stored to any of these slots, and that loaded from any.
+
+        Whatever their content was.
+        """
         return (
             max(map(self._store_seq.__getitem__, indices)),
             max(map(self._load_seq.__getitem__, indices)),
@@ -225,7 +226,7 @@ class SlotTable:
         num_tokens: int | None,
         seq: int,
     ) -> HostSlot | None:
-        """Fill a slot, evicting another one when none is free. It is pinned.
+        """Fill a slot, and evict another block if none is free. The slot is pinned.
 
         Args:
             keys: Keys of the block; none of them may be in the table.
@@ -233,10 +234,10 @@ class SlotTable:
             seq: Plan that stores the block.
 
         Returns:
-            The slot, or None when every slot is in use by the plan.
+            The slot, or None if the plan uses every slot.
 
         """
-        # For each store.
+        # A hot path: each store.
         index = self._free.pop() if self._free else self._evict()
         if index is None:
             return None
@@ -264,8 +265,8 @@ class SlotTable:
         return slot
 
     def _evict(self) -> int | None:
-        """Make room. Returns the slot, which is nobody's, or None: all are in use."""
-        # For every victim of a plan: no search for nothing.
+        """Evict a block. Returns its slot's index, or None if all slots are in use."""
+        # Called for every victim of a plan, so avoid a futile search.
         if len(self._pinned) >= self._num_filled:
             return None
         if self._released:
@@ -279,7 +280,7 @@ class SlotTable:
         return slot.index
 
     def _victim(self) -> BlockHashWithGroupId | None:
-        """What the policy gives up, without what is in use."""
+        """The policy's next victim that is not in use."""
         held, passed = self._held_keys, self._passed
         while self._next:
             del self._next[victim := next(iter(self._next))]
@@ -299,7 +300,10 @@ class SlotTable:
         return None
 
     def _forget_passed(self, key: BlockHashWithGroupId) -> bool:
-        """Whether the policy gave `key` up, which is no victim any more."""
+        """Remove `key` from the evicted keys that are still written.
+
+        False if it is not there.
+        """
         for keys in (self._passed, self._next):
             if key in keys:
                 del keys[key]
@@ -317,8 +321,10 @@ class SlotTable:
     def hold(
         self, tier: int, indices: Sequence[int], keys: Sequence[BlockHashWithGroupId]
     ) -> None:
-        """A tier below begins to write what slots have under `keys`. It writes none of
-        these already."""
+        """Record that a secondary tier begins to write slots, under `keys`.
+
+        It must not be writing any of these already.
+        """
         of_tier = self._held_by.setdefault(tier, (set(), set()))
         for held in (of_tier, (self._held, self._held_keys)):
             held[0].update(indices)
@@ -331,7 +337,7 @@ class SlotTable:
     def end_hold(
         self, tier: int, indices: Sequence[int], keys: Sequence[BlockHashWithGroupId]
     ) -> None:
-        """It has written, whatever became of the slots meanwhile."""
+        """Record that it has written them, even if the slots were removed meanwhile."""
         of_tier = self._held_by[tier]
         of_tier[0].difference_update(indices)
         of_tier[1].difference_update(keys)
@@ -354,8 +360,10 @@ class SlotTable:
             self._free_slot(index)
 
     def reserve(self, num_slots: int) -> list[int]:
-        """Slots that are to be filled from below, as many as can be had. Nobody sees
-        them until `fill`, or `unreserve`."""
+        """Reserve up to `num_slots` slots to be filled from a secondary tier.
+
+        They cannot be found until `fill`; `unreserve` frees them.
+        """
         indices: list[int] = []
         while len(indices) < num_slots:
             index = self._free.pop() if self._free else self._evict()
@@ -368,7 +376,7 @@ class SlotTable:
     def fill(
         self, index: int, key: BlockHashWithGroupId, num_tokens: int | None
     ) -> None:
-        """Slot `index`, reserved, has the block of `key`, which no other slot has."""
+        """Make reserved slot `index` the slot of `key`, which must have no other."""
         assert key not in self._slots
         self._reserved.remove(index)
         slot = self._slots[key] = self._filled(index, (key,), num_tokens, store_seq=0)
@@ -377,7 +385,7 @@ class SlotTable:
             listener.filled(slot)
 
     def unreserve(self, index: int) -> None:
-        """Slot `index`, reserved, is of no use."""
+        """Free reserved slot `index`."""
         self._reserved.remove(index)
         self._free_slot(index)
 
@@ -386,15 +394,14 @@ class SlotTable:
             self._free.append(index)
 
     def release(self, slot: HostSlot) -> None:
-        """Let `slot` make room first, before those that were released until now, unless
-        it is used before."""
+        """Evict `slot` before all others, unless it is used before."""
         key = slot.keys[0]
         if key not in self._pinned:
             is_held = key in self._held_keys
             (self._released_later if is_held else self._released)[key] = None
 
     def remove(self, slot: HostSlot) -> None:
-        """The content of `slot` must not be served any more."""
+        """Remove `slot`, whose content must not be served any more."""
         key = slot.keys[0]
         if key in self._aside:
             del self._aside[key]
@@ -403,8 +410,10 @@ class SlotTable:
         self._forget(slot)
 
     def by_value(self) -> list[HostSlot]:
-        """All filled slots, those that would make room last first. Only for the end of
-        an engine: the policy has given up all of them afterwards."""
+        """All filled slots, in reverse order of eviction.
+
+        Only for the end of an engine, since it empties the policy.
+        """
         order = dict.fromkeys(reversed(self._released))
         order.update(self._released_later)
         order.update({**self._next, **self._passed})
@@ -414,7 +423,7 @@ class SlotTable:
         return [self._slots[key] for key in reversed(order) if key in self._slots]
 
     def close(self) -> None:
-        """Forget all slots, and fill none any more."""
+        """Remove all slots, and fill none from now on."""
         for slot in self.filled():
             self.remove(slot)
         self.num_slots = 0
@@ -423,7 +432,7 @@ class SlotTable:
         self._free_after_hold.clear()
 
     def _forget(self, slot: HostSlot) -> None:
-        """Nobody finds `slot` any more, and its memory is free as soon as it can be."""
+        """Remove `slot` from lookups, and free its memory as soon as possible."""
         key, index = slot.keys[0], slot.index
         is_pinned = key in self._pinned
         if is_pinned:
@@ -437,7 +446,7 @@ class SlotTable:
         self._unlist(slot)
 
     def _unlist(self, slot: HostSlot) -> None:
-        """Nobody finds `slot` any more."""
+        """Remove `slot` from lookups."""
         for key in slot.keys:
             del self._slots[key]
         for marked in (self._released, self._released_later):

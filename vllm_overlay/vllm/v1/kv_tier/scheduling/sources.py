@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers below the host, as what blocks are fetched from: what it costs, and whether
-it answers in time."""
+"""The cost model of reads from a secondary tier, and whether it answers in time."""
 
 import math
 import sys
@@ -25,11 +24,11 @@ class Wanted(NamedTuple):
 
     key: BlockHashWithGroupId
     num_tokens: int
-    """Prefix tokens that it covers."""
+    """Prefix tokens up to the end of the block."""
 
 
 class Learns(Protocol):
-    """Learns what the tiers below turn out to have."""
+    """Notified about what the secondary tiers have."""
 
     def was_found(
         self,
@@ -38,31 +37,33 @@ class Learns(Protocol):
         num_tokens: int,
         tier: int,
     ) -> None:
-        """A tier says, and does not promise, that it has `keys`, of the first
-        `num_tokens` tokens of a request."""
+        """A tier answers that it has `keys`, in a request's first `num_tokens` tokens.
+
+        Not guaranteed.
+        """
 
     def were_missing(self, keys: Iterable[BlockHashWithGroupId], tier: int) -> None:
-        """A tier says that it does not have `keys`."""
+        """A tier answers that it does not have `keys`."""
 
     def is_below(self, key: BlockHashWithGroupId, tier: int) -> None:
         """A tier has `key`."""
 
     def came(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """`key` came from a tier into a slot."""
+        """`key` was read from a tier into a slot."""
 
     def is_gone(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """A tier does not have `key`, or not whole."""
+        """A tier lacks `key`, or has it only in part."""
 
 
 class Source:
-    """One tier below.
+    """Reads from one secondary tier.
 
     Args:
-        index: Its place in the order in which tiers are asked.
-        tier: As it was opened.
-        costs: Of loads and of computing.
-        stats: Counts what is late.
-        tuning: When a tier is left alone.
+        index: Its index in the order in which tiers are asked.
+        tier: The tier.
+        costs: Costs of loads and of compute.
+        stats: Counts late requests.
+        tuning: When a tier is not used.
 
     """
 
@@ -76,21 +77,21 @@ class Source:
     ) -> None:
         self.index = index
         self.deadline_s = tier.deadline_s
-        """How long a request waits for it: half of it for an answer at most."""
+        """How long a request waits for it; at most half of it for an answer."""
         self._stats = stats
         self._tier = tier
         self._costs = costs
         self._tuning = tuning
-        # Seconds to fetch a block, of the last jobs, and their median: one that met
-        # something else on the disk says nothing of the next. Each block that is to be
-        # fetched asks for it. 0: unknown.
+        # Seconds to fetch a block in the last jobs, and their median, since single jobs
+        # may be slowed down by other disk access. Cached, since it is used for each
+        # block to fetch. 0 if unknown.
         self._fetched_s: deque[float] = deque(maxlen=tuning.num_fetches)
         self._fetch_s = 0.0
         self._waits = Waits(tuning)
         self._measured_at = self._asked_at = -math.inf
         self._under_way: deque[int] = deque()
         self._head_since = 0.0
-        # Outputs that did not tell of a job which should have ended.
+        # Number of outputs without the report of a job that should have ended.
         self._num_silent = 0
         self._num_late = 0
         self._last_came = -math.inf
@@ -99,17 +100,18 @@ class Source:
         self._told_at = -math.inf
 
     def is_open(self, now: float) -> bool:
-        """Whether it is asked. It is left alone for a while where it was too slow."""
+        """Whether it is used. After it was too slow, it is not for a while."""
         return now >= self._closed_until
 
     def is_worth_asking(self, num_blocks: int, is_idle: bool) -> bool:
-        """Whether so many blocks, if they are there, come sooner than they are computed
-        by more than an answer takes. Seldom it is asked all the same: answers may have
-        become faster.
+        """Whether fetching `num_blocks` would save more time than an answer takes.
+
+        Returns True from time to time in any case, since answers may have become
+        faster.
 
         Args:
-            num_blocks: That a request lacks.
-            is_idle: As of `gain_s`.
+            num_blocks: Blocks that a request lacks.
+            is_idle: As in `gain_s`.
 
         """
         if not self._prefill_s:
@@ -119,13 +121,12 @@ class Source:
         return is_gain or self._costs.clock() >= retry_at
 
     def gain_s(self, num_blocks: int, is_idle: bool) -> float:
-        """Seconds by which so many blocks come sooner than they are computed, as far as
-        is known.
+        """Estimated seconds by which fetching `num_blocks` beats computing them.
 
         Args:
-            num_blocks: That a request lacks.
-            is_idle: The engine runs nothing else: nobody uses the time of a wait. Where
-                others run, they do, and requests wait for one another anyway.
+            num_blocks: Blocks that a request lacks.
+            is_idle: The engine runs nothing else, so the time of a wait is lost.
+                Otherwise other requests use it.
 
         """
         if not self._prefill_s:
@@ -133,53 +134,59 @@ class Source:
         each = self._prefill_s - self._costs.load_s
         if not self.is_known:
             return num_blocks * each
-        # A request that waits joins a later step, which takes its time although hardly
-        # anything is left to compute.
+        # A waiting request joins a later step, which takes its time even if it computes
+        # little.
         gain_s = num_blocks * (each - self._fetch_s) - self._costs.least_join_s
         if is_idle:
             gain_s -= self._waits.beyond_s(num_blocks, self._costs.clock())
         return gain_s
 
     def ask(self, wanted: Sequence[Wanted]) -> int:
-        """Ask which of these are there. Returns the number of the question."""
+        """Ask which of these exist. Returns the number of the question."""
         self._asked_at = self._costs.clock()
         return self._tier.asker.ask(object_keys([each.key for each in wanted]))
 
     def take_answer(self, number: int, until: float) -> list[bool] | None:
-        """For each block of a question whether it is there; None: no answer yet,
-        although it was waited for until then (`time.monotonic`)."""
+        """Whether each block of a question exists; None if there is no answer yet."""
         return self._tier.asker.take_answer(number, until)
 
     @property
     def is_known(self) -> bool:
-        """Whether it was measured what a block costs. One that costs too much is
-        measured anew after a while."""
+        """Whether the time for a block is known.
+
+        If it is too long, it is forgotten after a while.
+        """
         retry_at = self._measured_at + self._tuning.remeasure_s
         return self._fetch_s > 0 and not (
             self._is_dear and self._costs.clock() >= retry_at
         )
 
     def job_size(self, num_blocks: int) -> int:
-        """Blocks of a job, so many at least. At the end of a job threads wait for one
-        another, which takes a part of the time of a short one."""
+        """Blocks of a job, at least `num_blocks`.
+
+        At the end of a job threads wait for each other, which matters for short ones.
+        """
         if not self.is_known:
             return num_blocks
         return max(num_blocks, int(self._tuning.fetch_job_s / self._fetch_s))
 
     def begins(self, num_blocks: int) -> None:
-        """A job begins that fetches so many blocks, when those before have ended."""
+        """Record that a job of `num_blocks` begins, after those before have ended."""
         if not self._under_way:
             self._head_since = self._costs.clock()
         self._under_way.append(num_blocks)
 
     def heard(self) -> None:
-        """The output of a step has come, with all that ranks told until it ended."""
+        """Record that the output of a step has come, with all reports until then."""
         self._num_silent = self._num_silent + 1 if self._is_behind else 0
 
     @property
     def is_overdue(self) -> bool:
-        """Whether a job takes longer than to compute its blocks. Steps may take longer
-        than either, and it is told of with one of the next."""
+        """Whether a job takes longer than computing its blocks.
+
+        Steps may take longer than either, and the report comes with one of the next
+        outputs.
+        """
         return self._is_behind and self._num_silent >= self._tuning.settled_outputs
 
     @property
@@ -192,7 +199,7 @@ class Source:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether a block comes sooner than it is computed, as far as is known."""
+        """Whether fetching a block is faster than computing it, as far as is known."""
         return not (self._is_dear and self.is_known)
 
     @property
@@ -201,11 +208,11 @@ class Source:
 
     @property
     def _prefill_s(self) -> float:
-        """Seconds to compute a block; 0: of no interest."""
+        """Seconds to compute a block; 0 if it does not matter."""
         return 0.0 if self._tier.fetches_always else self._costs.compute_s
 
     def came(self, done: Sequence[bool], seconds: float) -> None:
-        """Blocks were fetched, or not, in so many seconds together."""
+        """Record the results of a job."""
         now, num_come = self._costs.clock(), sum(done)
         self._stats.record_job("get", len(done), seconds)
         self._stats.loaded_blocks += num_come
@@ -222,16 +229,17 @@ class Source:
             self._tell_if_dear(now)
 
     def _tell_if_dear(self, now: float) -> None:
-        """Say why it brings nothing from now on. What computing takes was measured."""
+        """Log once that it is slower than computing, if that was measured."""
         was_dear = self._was_dear
         self._was_dear = self._is_dear and self._costs.prefill_s > 0
         may_tell = now >= self._told_at + self._tuning.tell_again_s
         if self._was_dear and not was_dear and may_tell:
             self._told_at = now
             logger.warning(
-                "KV tier: the tier below (%s) takes %.2f ms to bring a block to the "
-                "device, which takes %.2f to compute: it is left alone, and measured "
-                "again every %d seconds. See docs/below.md for when it pays.",
+                "KV tier: secondary tier %s takes %.2f ms to bring a block to the "
+                "device, which takes %.2f ms to compute. It is not read from, and is "
+                "measured again every %d seconds. docs/secondary-tiers.md says when it "
+                "pays.",
                 self._tier.name,
                 (self._fetch_s + self._costs.load_s) * 1e3,
                 self._prefill_s * 1e3,
@@ -239,14 +247,15 @@ class Source:
             )
 
     def was_waited_for(self, seconds: float, num_blocks: int) -> None:
-        """A request had so many blocks after so many seconds, while the engine ran
-        nothing else and fetched nothing for others."""
+        """Record how long a request waited for `num_blocks`, alone in the engine."""
         beyond_s = seconds - num_blocks * self._fetch_s
         self._waits.add(num_blocks, beyond_s, self._costs.clock())
 
     def num_in_time(self, num_before: int) -> int:
-        """How many blocks come sooner than they are computed, and within the deadline,
-        as far as is known, behind so many others."""
+        """How many more blocks can be fetched in time, after `num_before` others.
+
+        In time means faster than computing, and within the deadline.
+        """
         if self.is_overdue or not self.is_worth_it:
             return 0
         if not self.is_known:
@@ -254,11 +263,11 @@ class Source:
         return max(0, math.ceil(self.deadline_s / self._fetch_s) - 1 - num_before)
 
     def is_late(self, since: float, now: float) -> None:
-        """A request that has waited since then goes on without what has not come."""
+        """Record that a request, waiting since `since`, goes on without its blocks."""
         self._stats.late_requests += 1
         if self._last_came >= since or not self.is_open(now):
-            # It brings others what they wait for: it is busy, and not dead. Or it is
-            # left alone already, and these had asked before.
+            # It is busy, but delivers to others. Or it is not used any more, and the
+            # request had asked before.
             return
         self._num_late += 1
         if self._num_late < self._tuning.max_late_fetches:
@@ -266,9 +275,9 @@ class Source:
         self._num_late = 0
         self._closed_until = now + self._tuning.retry_store_s
         logger.error(
-            "KV tier: the tier below (%s) is too slow: %d requests in a row went on "
-            "without it, after %g ms at most. It is not asked for %d seconds. Look "
-            "after its disk or server, or raise deadline_ms in secondary_tiers.",
+            "KV tier: secondary tier %s is too slow: %d requests in a row went on "
+            "without it, after at most %g ms. It is not used for %d seconds. Check its "
+            "disk or server, or raise deadline_ms in secondary_tiers.",
             self._tier.name,
             self._tuning.max_late_fetches,
             self.deadline_s * 1e3,
@@ -277,31 +286,32 @@ class Source:
 
 
 class Waits:
-    """What requests wait for a tier below beyond the reading: steps hear of the end of
-    jobs, and plan what is next.
+    """Time that requests wait in addition to reading: for reports and further planning.
 
-    It is not the same for short prefixes and long ones, which are looked at more often,
-    so it is kept by the bit length of their number of blocks.
+    It depends on the length of the prefix, since long ones are looked up several times.
+    So it is kept by the bit length of the number of blocks.
 
     Args:
-        tuning: How many waits say something, and for how long.
+        tuning: Number of waits that count, and for how long.
 
     """
 
     def __init__(self, tuning: SchedulingTuning) -> None:
         self._tuning = tuning
-        # When each was over, and its seconds.
+        # End time and seconds of each.
         self._waits: dict[int, deque[tuple[float, float]]] = {}
 
     def add(self, num_blocks: int, seconds: float, now: float) -> None:
-        """A request that lacked so many blocks waited so many seconds beyond."""
+        """Record that a request for `num_blocks` waited `seconds` beyond reading."""
         last = deque[tuple[float, float]](maxlen=self._tuning.num_fetches)
         waits = self._waits.setdefault(num_blocks.bit_length(), last)
         waits.append((now, max(0.0, seconds)))
 
     def beyond_s(self, num_blocks: int, now: float) -> float:
-        """Seconds that a request waits beyond which lacks so many; 0: unknown, or not
-        measured for long. A single one may have met something else."""
+        """Expected additional seconds for `num_blocks`; 0 if unknown or outdated.
+
+        A single measurement is not enough, since it may have been disturbed.
+        """
         waits = self._waits.get(num_blocks.bit_length())
         if waits is None or len(waits) < 2:
             return 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes slots to a tier below, behind the requests and before their eviction."""
+"""Writes slots to a secondary tier, in the background and before they are evicted."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,22 +20,22 @@ from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.stats import SecondaryStats
 
 _MAX_BEGUN = 2_048
-"""Slots that a step begins to write to a tier: each takes some microseconds."""
+"""Most slots that a step begins to write to a tier: each takes some microseconds."""
 
 
 class Spiller:
     """Chooses slots to write, and keeps them until all ranks have written them.
 
-    Listens to the slot table. A store that cannot keep up is not waited for: what is
-    due and evicted before its turn is not written.
+    Observes the slot table. It does not wait for a store that cannot keep up: slots
+    that are evicted before their turn are not written.
 
     Args:
-        index: Of the tier.
-        tier: To which it writes.
-        layout: How much at a time, and how much it remembers.
-        table: The slots.
-        jobs: Carries out.
-        stats: Counts.
+        index: Index of the tier.
+        tier: The tier.
+        layout: Limits.
+        table: The slot table.
+        jobs: Runs the jobs.
+        stats: Counts blocks.
 
     """
 
@@ -53,17 +53,18 @@ class Spiller:
         self._table = table
         self._jobs = jobs
         self.changed: Callable[[BlockHashWithGroupId], None] | None = None
-        """Is told of keys that the tier has from now on, or no more, or that it was
-        said to be getting."""
+        """Called with keys that the tier has from now on, or no longer, or whose write
+        failed."""
         self._stats = stats
         self._asker = tier.asker
         self._admission: Admission | None = None
         if tier.store_from_use > 1:
-            # Also of what the host has forgotten: it is computed again.
+            # Also counts uses of blocks that the host has evicted and that are computed
+            # again.
             self._admission = admission_from(tier.store_from_use, layout.max_known)
         self._due = Due(layout.max_job * max(layout.block_sizes))
-        # Keys that are being written, and that are there or were lately; the oldest
-        # first.
+        # Keys that are being written, and keys that the tier has, or had recently;
+        # oldest first.
         self._writing: set[BlockHashWithGroupId] = set()
         self._known: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
         table.listeners.append(self)
@@ -71,7 +72,7 @@ class Spiller:
     # ----------------------------------------------------------- what is due
 
     def filled(self, slot: HostSlot) -> None:
-        """A slot has content: its block was computed, which is a use."""
+        """A slot was filled. Its block was computed, which is a use."""
         key = slot.keys[0]
         if not (key in self._known or key in self._writing or self._jobs.is_detached):
             if (admission := self._admission) is not None:
@@ -81,7 +82,7 @@ class Spiller:
             self._due.add({key: slot})
 
     def loaded(self, slots: Sequence[HostSlot]) -> None:
-        """Loads are uses of the requests that they are for, see `hit`."""
+        """Loads count as uses when their request is admitted, see `hit`."""
 
     def forgotten(self, slot: HostSlot) -> None:
         """The content of a slot is gone."""
@@ -89,13 +90,15 @@ class Spiller:
             self._stats.dropped_blocks += 1
 
     def hit(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """A request is admitted with device blocks of `keys` that it hit or that are
-        loaded for it: their slots, if they have some, are of use again."""
+        """Record that a request is admitted with device blocks of `keys`.
+
+        Their slots, if any, may be due now.
+        """
         if self._jobs.is_detached:
             return
         get, due, known = self._table.get, self._due.depths, self._known
         writing = self._writing
-        # Each block of each hit comes by here.
+        # A hot path: each block of each hit.
         used = {
             key: slot
             for key in keys
@@ -109,9 +112,9 @@ class Spiller:
         self._due.add(used)
 
     def is_below(self, key: BlockHashWithGroupId) -> None:
-        """The tier has `key`."""
+        """Record that the tier has `key`."""
         if self._jobs.is_detached:
-            # What was under way ends, and is never asked for.
+            # Jobs in flight still end, but their results are not used.
             return
         self._due.remove(key)
         if key in self._known:
@@ -123,35 +126,37 @@ class Spiller:
             self._tell(self._known.popitem(last=False)[:1])
 
     def is_gone(self, key: BlockHashWithGroupId) -> None:
-        """The tier does not have `key`: it may be written again."""
+        """Record that the tier does not have `key`, so it may be written again."""
         self._known.pop(key, None)
         self._tell((key,))
 
     def are_missing(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """The tier says that it does not have these: a server that was started anew has
-        forgotten all, and what it is taken for having would never be written again."""
+        """Record that the tier does not have these keys.
+
+        A restarted server has lost everything, which must be written again.
+        """
         known = self._known
         for key in keys:
-            # Each block of each prompt that is new comes by here.
+            # A hot path: each new block of each prompt.
             if key in known:
                 self.is_gone(key)
 
     def is_writing(self, key: BlockHashWithGroupId) -> bool:
-        """Whether `key` is on its way to the tier."""
+        """Whether `key` is being written to the tier."""
         return key in self._writing
 
     def knows(self, key: BlockHashWithGroupId) -> bool:
-        """Whether the tier has `key`, as far as is known here."""
+        """Whether the tier is known to have `key`."""
         return key in self._known
 
     @property
     def num_due(self) -> int:
-        """Slots that wait to be written."""
+        """Number of slots that wait to be written."""
         return len(self._due)
 
     @property
     def num_writing(self) -> int:
-        """Slots that are being written."""
+        """Number of slots that are being written."""
         return len(self._writing)
 
     def _tell(self, keys: Iterable[BlockHashWithGroupId]) -> None:
@@ -160,18 +165,19 @@ class Spiller:
                 self.changed(key)
 
     def forget(self) -> None:
-        """The tier is left alone: nothing is due any more, and nothing known."""
+        """Forget everything, since the tier is not used any more."""
         self._due.clear()
         self._known.clear()
 
     # ---------------------------------------------------------------- writing
 
     def last_jobs(self, slots: Sequence[HostSlot], settled: int) -> list[SecondaryJob]:
-        """What an engine that ends would write: all that the tier is not known to have,
-        what was used most first.
+        """Jobs for all that the tier is not known to have, at the end of an engine.
+
+        Slots with the most uses come first.
 
         Args:
-            slots: Of the host, the most valuable first.
+            slots: The host's slots, most valuable first.
             settled: As in `write`.
 
         """
@@ -194,10 +200,10 @@ class Spiller:
         ]
 
     def write(self, settled: int) -> None:
-        """Let the next plan begin to write what is due.
+        """Add jobs to write what is due to the next plan.
 
         Args:
-            settled: Nothing that plans up to this one have stored turns out to be void.
+            settled: Last plan whose stores will not turn out to be void.
 
         """
         room = min(_MAX_BEGUN, self._layout.max_writing - len(self._writing))
@@ -216,8 +222,7 @@ class Spiller:
         def ended(done: Sequence[bool], seconds: float) -> None:
             self._writing.difference_update(keys)
             self._table.end_hold(self._index, indices, keys)
-            # Whoever asked for these before they were written was told that they are
-            # not there.
+            # Requests that asked for these keys before got a negative answer.
             if written := list(compress(keys, done)):
                 self._asker.has(object_keys(written))
                 for key in written:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of a prefix hit that lie below the host."""
+"""Placeholders in a prefix hit for blocks in secondary tiers."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from vllm.v1.kv_tier.scheduling.sources import Source
 
 
 class StoredBlock(KVCacheBlock):
-    """A block that a tier below has, and the placeholder for it in a prefix scan.
+    """A block that a secondary tier has, and the placeholder for it in a prefix scan.
 
-    As a `HostSlot` it is never referenced, and counts as one block to allocate. But it
-    stands for no memory: a hit with one of them is not admitted.
+    Like a `HostSlot` it is never referenced, and counts as one block to allocate. But
+    it has no memory, so a hit with one cannot be admitted.
 
     Args:
-        key: Of the block.
-        num_tokens: Prefix tokens that it covers.
+        key: Key of the block.
+        num_tokens: Prefix tokens up to its end.
         source: The first tier that has it.
 
     """
 
-    # Whoever found it keeps it.
+    # Weakly referenced; the request that found it keeps it alive.
     __slots__ = ("__weakref__", "is_found", "key", "num_tokens", "source")
     block_id = -1
     ref_cnt = 0
@@ -115,10 +115,10 @@ class FoundBlocks:
 def before_stored(
     groups: Sequence[Sequence[KVCacheBlock]],
 ) -> tuple[Sequence[KVCacheBlock], ...]:
-    """What device and host have of a hit, by group, before the first block below."""
+    """The part of a hit, by group, before the first block of a secondary tier."""
     cut = []
     for group in groups:
-        # Every block of a long prefix comes by here.
+        # A hot path: every block of a long prefix.
         types = list(map(type, group))
         is_whole = StoredBlock not in types
         cut.append(group if is_whole else group[: types.index(StoredBlock)])

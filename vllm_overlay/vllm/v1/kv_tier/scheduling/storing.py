@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives device blocks host slots."""
+"""Stores device blocks in host slots."""
 
 from collections.abc import Iterable
 
@@ -12,14 +12,14 @@ from vllm.v1.kv_tier.stats import KVTierStats
 
 
 class BlockStorer:
-    """Stores hashed device blocks in slots, in the plan in the making.
+    """Stores hashed device blocks in slots, in the plan that is being built.
 
     Args:
         pool: Knows the keys of blocks.
-        table: The slots.
-        draft: The plan in the making.
-        admission: Which blocks have been used often enough; None: all.
-        stats: Counts what was refused.
+        table: The slot table.
+        draft: The plan that is being built.
+        admission: Which blocks were used often enough; None for all.
+        stats: Counts refused stores.
 
     """
 
@@ -37,9 +37,9 @@ class BlockStorer:
         self.admission = admission
         self._stats = stats
         self.released: set[int] = set()
-        """Device blocks, by id, that nobody will ask for again: they are not stored."""
+        """Ids of device blocks of finished conversations, which are not stored."""
         self.forbidden: set[int] = set()
-        """Device blocks, by id, that clients do not want to be stored."""
+        """Ids of device blocks that hints exclude from being stored."""
 
     def keys(self, block: KVCacheBlock) -> tuple[BlockHashWithGroupId, ...]:
         """All prefix-cache keys of `block`, the primary one first."""
@@ -59,28 +59,33 @@ class BlockStorer:
 
     @property
     def admits_all(self) -> bool:
-        """Whether `is_admitted` is true of every block."""
+        """Whether `is_admitted` is true for every block."""
         if self.released or self.forbidden:
             return False
         return self.admission is None or self.admission.admits_all
 
     def is_admitted(self, block: KVCacheBlock) -> bool:
-        """Whether a hashed block is worth a slot: it has been used often enough, and
-        somebody may ask for it again, and nobody has anything against it."""
+        """Whether a hashed block is worth a slot.
+
+        That is: it was used often enough, is not of a finished conversation, and not
+        excluded by a hint.
+        """
         if block.block_id in self.released or block.block_id in self.forbidden:
             return False
         return self.admission is None or self.admission.admits(block.block_hash)
 
     def demote(self, block: KVCacheBlock) -> None:
-        """The plan overwrites a hashed block whose primary key the host lacks, or one
-        with several keys: store it if that is worth it."""
-        # With few calls: each block of a long prefix comes by here.
+        """Store a block that the plan overwrites, if that is worth it.
+
+        It is hashed, and the host lacks its primary key, or it has several keys.
+        """
+        # A hot path with few calls: each block of a long prefix.
         draft = self._draft
         if draft.computed_by[block.block_id] >= draft.seq:
             return
         if self._pool.cached_block_hashes_by_block and self.is_clean(block):
             return
-        # As the property says, without a call.
+        # The property inlined.
         admission = self.admission
         admits_all = admission is None or admission.admits_all
         admits_all = admits_all and not (self.released or self.forbidden)
@@ -90,15 +95,18 @@ class BlockStorer:
             self._stats.dropped_blocks += 1
 
     def store(self, block: KVCacheBlock, before_eviction: bool) -> bool:
-        """Give `block` a slot and store it in this plan, if there is room.
+        """Store `block` in a slot in this plan, if there is room.
 
         Args:
             block: Hashed, computed by an earlier plan, and not clean.
-            before_eviction: A later plan may overwrite it. Else this one does.
+            before_eviction: A later plan may overwrite it; otherwise this one does.
+
+        Returns:
+            Whether it is stored.
 
         """
         table, draft = self._table, self._draft
-        # Without a call for blocks of one key: each store comes by here.
+        # No call for blocks with one key: a hot path for each store.
         keys: tuple[BlockHashWithGroupId, ...]
         keys = (block.block_hash,)  # type: ignore[assignment]
         if self._pool.cached_block_hashes_by_block:
@@ -114,8 +122,12 @@ class BlockStorer:
         return True
 
     def _drop_stale(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
-        """Make way for a slot with all of `keys`: one that has only some of them may
-        lack the bytes of others. False: the plan uses it."""
+        """Remove slots with some of `keys`, since they may lack bytes of others.
+
+        Returns:
+            False if the plan uses one of them.
+
+        """
         for key in keys:
             stale = self._table.get(key)
             if stale is not None:
@@ -125,18 +137,18 @@ class BlockStorer:
         return True
 
     def invalidate(self, block: KVCacheBlock) -> None:
-        """The content of `block` is void, and so is its copy on the host."""
+        """Drop the host's copy of `block`, whose content is void."""
         for key in self.keys(block):
             slot = self._table.get(key)
             if slot is not None:
                 self.drop(slot)
 
     def drop(self, slot: HostSlot) -> None:
-        """Forget `slot`, and the store that this plan may have for it."""
+        """Drop `slot`, and this plan's store to it."""
         self._draft.drop_stores(slot)
         self._table.remove(slot)
 
     def drop_all(self) -> None:
-        """Forget every slot."""
+        """Drop every slot."""
         for slot in self._table.filled():
             self.drop(slot)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which scheduler classes take the tier's plan and send it with their steps."""
+"""Which scheduler classes send the tier's plan with their steps."""
 
 import inspect
 from abc import ABCMeta
@@ -10,9 +10,9 @@ from types import FunctionType
 def takes_plans(scheduler: type) -> bool:
     """Whether the steps of a scheduler class carry the tier's plan.
 
-    As far as the names in its code tell: `schedule` takes the plan, or hands on to the
-    `schedule` of a base class that does, or of some other object. Compiled code, which
-    cannot be read, has the benefit of the doubt.
+    Judged by names in its code: `schedule` takes the plan, or calls the `schedule` of a
+    base class that does, or of another object. Compiled code cannot be read, and is
+    accepted.
     """
     for base in scheduler.__mro__:
         schedule = vars(base).get("schedule")
@@ -36,8 +36,11 @@ def _abstract_methods(kind: type) -> frozenset[str]:
 def _names_in(
     function: FunctionType, owner: type, seen: set[FunctionType]
 ) -> Iterator[str]:
-    """Attributes and globals that a function uses, with those of the functions that it
-    closes over (as a decorator's does) and of the methods of `owner` that it names."""
+    """Attributes and globals that a function uses.
+
+    Includes those of functions that it closes over (as decorators do), and of methods
+    of `owner` that it names.
+    """
     seen.add(function)
     codes, names = [function.__code__], set[str]()
     for code in codes:

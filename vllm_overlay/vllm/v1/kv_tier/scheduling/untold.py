@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that requests with hints have computed, and of which nobody has been told.
+"""Computed blocks of requests with hints that are not processed yet.
 
-A request that decodes fills a block every few steps, and to tell of one takes about as
-long as to tell of all. Nobody asks before the block is free or another request hits
-it: so its request's blocks are told then, at once.
+A decoding request fills a block every few steps, and processing one block takes about
+as long as processing all. They are needed only when one is freed or another request
+hits it, so a request's blocks are processed together then.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ _ID = attrgetter("block_id")
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Blocks of one request, one after another."""
+    """Consecutive blocks of one request."""
 
     request: Request
     blocks: list[KVCacheBlock]
@@ -30,30 +30,30 @@ class _Run:
 
 
 class Untold:
-    """Computed blocks that wait to be told of.
+    """Computed blocks that wait for processing.
 
     Args:
-        tell: Is told.
+        tell: Processes them.
 
     """
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
         self.runs: dict[int, _Run] = {}
-        """By block id. Public, since asking whether there are some must cost
-        nothing."""
+        """Runs by block id. Public, since testing whether there are any must be
+        cheap."""
 
     def goes_on(
         self, request: Request, blocks: Sequence[KVCacheBlock], first: int, last: int
     ) -> bool:
-        """`request` computes those of its `blocks` from index `first` to `last`.
+        """Record that `request` computes `blocks[first:last]`.
 
         Returns:
-            Whether they follow what waits to be told, and so do, too.
+            Whether they continue a run, and were added to it.
 
         """
-        # Each block of a decoding request comes by here. All groups have the null block
-        # in common, so it belongs to no run.
+        # A hot path: each block of a decoding request. The null block is shared by all
+        # groups, and belongs to no run.
         runs = self.runs
         run = runs.get(blocks[first - 1].block_id) if first else None
         if run is None or run.request is not request:
@@ -71,15 +71,13 @@ class Untold:
         first: int,
         block_size: int,
     ) -> None:
-        """`request` computes `blocks`, from index `first` on, which follow no others
-        that wait."""
+        """Begin a run with `blocks` of `request`, from index `first` on."""
         run = _Run(request, list(blocks), first, block_size)
         ids = [block.block_id for block in blocks if not block.is_null]
         self.runs.update(dict.fromkeys(ids, run))
 
     def needed(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Tell of `blocks`, as far as nobody has been told, and of all that their
-        requests have computed before and since."""
+        """Process the runs of `blocks`."""
         for run in set(map(self.runs.get, map(_ID, blocks))):
             if run is not None:
                 self._end(run)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that wait for loads, and whether one has to.
+"""Decides which requests wait for loads, and for how long.
 
 A request that is alone in its step is admitted with its loads. One that joins others
-would make them wait, so what its own step cannot hide is prefetched first, and it stays
-in the queue until the prefetches are about to end.
+would make them wait, so loads that its own step cannot hide are prefetched first, and
+it stays in the queue until they are about to end.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,21 @@ from vllm.v1.request import Request
 
 
 class Admit(Enum):
-    """What becomes of a request with a prefix hit."""
+    """The decision on a request with a prefix hit."""
 
     NOW = auto()
-    """It joins the step, which loads what it lacks."""
+    """It joins the step, which loads its missing blocks."""
     LATER = auto()
-    """Some of what it lacks is prefetched, and it waits."""
+    """Some of its missing blocks are prefetched, and it waits."""
     WITHOUT_ROOM = auto()
-    """It waits for free blocks, as upstream's requests do."""
+    """It waits for free blocks, like upstream's requests."""
 
 
 @dataclass(frozen=True)
 class Decision:
     admit: Admit
     num_prefetch: int = 0
-    """How many of the blocks that it lacks to prefetch now."""
+    """How many of its missing blocks to prefetch now."""
     is_part: bool = False
     """Whether later plans prefetch more of them."""
 
@@ -45,29 +45,29 @@ class Wait:
 
     until: float = 0.0
     latest: float = 0.0
-    """It is asked again by then, whatever the steps of others load meanwhile."""
+    """Time of the next decision at the latest, whatever other steps load meanwhile."""
     num_waits: int = 0
     """How often it has begun to wait."""
     num_blocks: int = 0
-    """What it will load in its step, beside what is prefetched."""
+    """Blocks that its own step will load, besides those prefetched."""
     hidden_s: float = 0.0
-    """Seconds of those loads that its step will hide."""
+    """Seconds of these loads that its step will hide."""
     prefetched_by: int = 0
     """Last plan that prefetches for it."""
     is_part: bool = False
-    """Whether the next plan that prefetches for it is due before this one has ended, so
-    that the link does not run dry."""
+    """Whether the next plan must prefetch more before this one's loads have ended, to
+    keep the link busy."""
 
 
 class WaitingRoom:
-    """Decides who waits for loads, and remembers them.
+    """Decides which requests wait for loads, and remembers them.
 
     Args:
-        costs: Of loads.
-        prefetches: What is on its way.
-        draft: The plan in the making.
-        tuning: Bounds of waiting.
-        num_spare: Device blocks that prefetches leave to the requests that run.
+        costs: Costs of loads.
+        prefetches: Blocks that are being prefetched.
+        draft: The plan that is being built.
+        tuning: Limits of waiting.
+        num_spare: Device blocks that prefetches leave to running requests.
 
     """
 
@@ -84,7 +84,7 @@ class WaitingRoom:
         self._draft = draft
         self._tuning = tuning
         self.num_spare = num_spare
-        # Nobody tells of requests that are aborted.
+        # Weak, since the tier is not notified of aborted requests.
         self._waits: WeakKeyDictionary[Request, Wait] = WeakKeyDictionary()
 
     def decide(
@@ -96,14 +96,14 @@ class WaitingRoom:
         num_free: int,
         among_others: bool,
     ) -> Decision:
-        """Whether `request` joins the step.
+        """Decide whether `request` joins the step.
 
         Args:
-            request: The request that hit.
-            hits: Its blocks that the device has, those among them that prefetches are
-                still filling (`last_prefetch`).
-            num_holes: How many only the host has, without a load on its way: 0 also
-                while all of them are prefetched, and the request waits for that.
+            request: The request of the hit.
+            hits: Its blocks on the device, including those that prefetches are still
+                filling (`last_prefetch`).
+            num_holes: Blocks that only the host has, without a load in flight. 0 also
+                if all of them are prefetched and the request waits for that.
             num_new_tokens: Tokens that the step would compute for it.
             num_free: Device blocks that loads could take now.
             among_others: Whether the step has other requests, which would wait too.
@@ -111,15 +111,15 @@ class WaitingRoom:
         """
         now = Decision(Admit.NOW)
         if num_holes > num_free:
-            # Too many blocks were freed by this step, which still uses them.
+            # This step has freed too many of the free blocks, and still uses them.
             now = Decision(Admit.WITHOUT_ROOM)
         if not among_others:
             return now
         hidden_s = self._costs.hidden_s(num_new_tokens)
         last = self.last_prefetch(hits)
         wait = self._waits.get(request, Wait())
-        # Those who overtook it may have taken its blocks again: it does not wait for
-        # ever.
+        # Requests that went first may have taken its blocks, so the number of waits is
+        # limited.
         num_parts = (len(hits) + num_holes) // self._tuning.max_prefetch
         if wait.num_waits >= self._tuning.max_waits + num_parts or not self._stalls(
             last, num_holes, hidden_s
@@ -128,12 +128,12 @@ class WaitingRoom:
         num_kept = self._prefetches.num_kept(hits) + self.num_waited_for(request)
         room = num_free - num_kept
         if num_holes > room:
-            # It lacks blocks after all: those that others wait for.
+            # The free blocks are kept for others.
             self._waits[request] = Wait(num_waits=wait.num_waits)
             return Decision(Admit.WITHOUT_ROOM)
         num_prefetch = self._num_prefetch(num_holes, hidden_s)
-        # What the others need meanwhile must not wait for these. The rest is loaded in
-        # the step that the request joins.
+        # Leave blocks for running requests. The rest is loaded in the request's own
+        # step.
         num_prefetch = min(num_prefetch, max(0, room - self.num_spare))
         if not num_prefetch and not self._waits_for_link(last):
             return now
@@ -150,13 +150,13 @@ class WaitingRoom:
         prefetched_by: int,
         is_part: bool = False,
     ) -> None:
-        """`request` is to be admitted later, and what is prefetched for it is queued.
+        """Record that `request` waits, and that its prefetches are queued.
 
         Args:
-            request: As for `decide`.
-            hits: Its blocks that the device has.
-            num_left: Blocks that it will load itself, or that later plans prefetch.
-            num_new_tokens: As for `decide`.
+            request: As in `decide`.
+            hits: Its blocks on the device.
+            num_left: Blocks that its own step loads, or that later plans prefetch.
+            num_new_tokens: As in `decide`.
             prefetched_by: The plan that prefetches for it, or 0.
             is_part: As in `Decision`.
 
@@ -174,22 +174,21 @@ class WaitingRoom:
         self._waits[request] = replace(wait, until=end, latest=latest)
 
     def admitted(self, request: Request) -> None:
-        """`request` joins the step."""
+        """Record that `request` joins the step."""
         self._waits.pop(request, None)
 
     def is_loading(self, request: Request) -> bool:
-        """Whether `request` waits for loads that are still on their way."""
+        """Whether `request` waits for loads in flight."""
         wait = self._waits.get(request) if self._waits else None
         if wait is None:
             return False
         return self._costs.stalls(min(wait.latest, self._end(wait)))
 
     def num_waited_for(self, without: Request | None = None) -> int:
-        """Blocks that requests other than `without` will load in the step that they
-        wait for."""
+        """Blocks that waiting requests, except `without`, will load when they join."""
         if not self._waits:
             return 0
-        # Some may have been aborted a moment ago.
+        # Some may have been aborted since.
         limit = self._costs.clock() - self._tuning.claim_within_s
         return sum(
             wait.num_blocks
@@ -209,19 +208,19 @@ class WaitingRoom:
         if wait.is_part:
             return end - self._tuning.max_prefetch * self._costs.load_s / 2
         if wait.num_blocks:
-            # Loads ahead are overtaken. Once no step loads, nothing else makes its own
-            # shorter.
+            # Loads of steps go before loads ahead. If no step loads, waiting longer
+            # does not make its own loads shorter.
             own = self._costs.end_of(wait.num_blocks) - wait.hidden_s
             end = max(end, min(own, self._costs.end_of(0)))
         return end
 
     def _waits_for_link(self, last: int) -> bool:
-        """Whether a request that prefetches nothing more gains by waiting."""
+        """Whether a request without further prefetches gains by waiting."""
         return self._stalls(last, 0, 0.0) or self._costs.stalls(self._costs.end_of(0))
 
     def _stalls(self, last: int, num_holes: int, hidden_s: float) -> bool:
-        # A step waits for prefetches at once, and those of the plan in the making have
-        # not even begun.
+        # A step waits for prefetches at its start, and those of the current plan have
+        # not begun.
         costs = self._costs
         if last and (
             last == self._draft.seq or costs.stalls(self._prefetches.end_of(last))
@@ -230,7 +229,7 @@ class WaitingRoom:
         return num_holes > 0 and costs.stalls(costs.end_of(num_holes), hidden_s)
 
     def _num_prefetch(self, num_holes: int, hidden_s: float) -> int:
-        """How many of the blocks that a request lacks must come before its step."""
+        """How many of a request's missing blocks must be prefetched."""
         load_s = self._costs.load_s
         num_hidden = int(hidden_s / load_s) if load_s else 0
         if num_holes <= num_hidden:

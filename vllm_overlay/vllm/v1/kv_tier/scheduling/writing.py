@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """When blocks are stored before their eviction: the two store policies.
 
-A forward pass that overwrites a block waits for its store. So blocks are stored when
-nobody needs the copy yet: `write_through` as soon as they are computed, `write_back`
-shortly before their eviction.
+A forward pass that overwrites a block waits for its store. So blocks are stored ahead:
+by `write_through` as soon as they are computed, by `write_back` shortly before their
+eviction.
 
-**The cleaner** of `write_back` is a loop with one input, the blocks that steps take,
-and one output, how many of the next victims are clean. At the end of each step it goes
-on from the last clean block in the order of eviction, and stores until its window is
-clean or the step has stored enough. Three things bound it. The window, since what is
-clean lies on the host, too: no more than what hits may take at once (`clean_window`),
-and no more than half of the slots, whose other half is for what the device no longer
-has. The stores of a step: twice what steps take, so that it gains on them, and a
-minimum, so that it starts early. And the blocks that it looks at, since a device full
-of clean blocks must not cost a scan in each step: a cursor stands behind the last clean
-block. How many are clean is a guess in between. Hits take blocks out of the window, and
-the host drops slots, so from time to time it looks at all of them anew. A victim that
-is dirty all the same is stored in its own step.
+**The cleaner** of `write_back` is a control loop. Its input is how many blocks steps
+allocate, its output how many of the next victims are clean. At the end of each step it
+continues after the last clean block in the order of eviction, and stores blocks until
+its window is clean or the step has stored enough. Three limits apply:
+
+- The window, since clean blocks take slots too: as many as hits may take at once
+  (`clean_window`), and at most half of the slots. The other half is for blocks that the
+  device no longer has.
+- The stores of a step: twice what steps allocate, to gain on them, and a minimum, to
+  start early.
+- The blocks that a step looks at. A cursor after the last clean block avoids a scan of
+  all clean blocks in each step.
+
+The number of clean blocks is an estimate, since hits take blocks from the window and
+the host drops slots. So all of them are counted again from time to time. A victim that
+is dirty nevertheless is stored in its own step.
 """
 
 from collections.abc import Iterable
@@ -36,44 +40,45 @@ class Writer(Protocol):
     """Stores blocks before their eviction."""
 
     def used(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Blocks got a key, or were hit."""
+        """Record that blocks got a key, or were hit."""
 
     def allocated(self, num_blocks: int) -> None:
-        """The step in the making takes so many blocks to compute them."""
+        """Record that this step allocates blocks to compute."""
 
     def allocated_for_loads(self, num_blocks: int) -> None:
-        """So many of the blocks that were just counted are for loads."""
+        """Record that some of the blocks just counted are for loads."""
 
     def write(self, is_idle: bool, is_read: bool) -> None:
-        """The step is complete: store what is due.
+        """Store what is due at the end of a step.
 
         Args:
             is_idle: The step runs nothing, so there is time.
-            is_read: It runs nothing, and a request waits for what a tier below brings.
+            is_read: It runs nothing, and a request waits for reads from a secondary
+                tier.
 
         """
 
     def forget(self) -> None:
-        """Both tiers are cleared."""
+        """All tiers are cleared."""
 
     @property
     def backlog(self) -> int:
-        """Blocks that are due and not stored yet."""
+        """Blocks that are due but not stored yet."""
 
 
 class WriteThrough:
     """Stores every block in the step after the one that computes it.
 
     Args:
-        draft: The plan in the making.
-        storer: Gives blocks slots.
+        draft: The plan that is being built.
+        storer: Stores blocks.
 
     """
 
     def __init__(self, draft: PlanDraft, storer: BlockStorer) -> None:
         self._draft = draft
         self._storer = storer
-        # Blocks that were hashed or hit since they were last looked at.
+        # Blocks that were hashed or hit since the last `write`.
         self._fresh: list[KVCacheBlock] = []
 
     def used(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -93,7 +98,7 @@ class WriteThrough:
         for block in fresh:
             if not (admits_all or storer.is_admitted(block)):
                 continue
-            # Each block comes by here twice, the first time in the step that hashed it.
+            # Each block passes twice, first in the step that hashed it.
             if computed_by[block.block_id] >= seq:
                 self._fresh.append(block)
             elif block.block_hash is not None and not storer.is_clean(block):
@@ -110,13 +115,13 @@ class WriteThrough:
 def clean_window(
     num_blocks: int, num_slots: int, load_s: float, tuning: SchedulingTuning
 ) -> int:
-    """How many of the next victims shall be clean when steps take few.
+    """How many of the next victims should be clean when steps allocate few.
 
     Args:
-        num_blocks: Of the device.
-        num_slots: Of the host.
-        load_s: Seconds to load a block; 0: unknown.
-        tuning: How much of each.
+        num_blocks: Number of device blocks.
+        num_slots: Number of host slots.
+        load_s: Seconds to load a block; 0 if unknown.
+        tuning: Limits.
 
     """
     window = min(int(tuning.clean_part * num_blocks), num_slots // 4)
@@ -127,13 +132,13 @@ class Cleaner:
     """Stores the blocks that the next steps will evict.
 
     Args:
-        pool: Whose victims.
-        free: Its free blocks.
-        table: The slots.
-        draft: The plan in the making.
-        storer: Gives blocks slots.
-        costs: What a copy of a block takes.
-        tuning: How much it does in a step.
+        pool: The block pool.
+        free: Its free queue.
+        table: The slot table.
+        draft: The plan that is being built.
+        storer: Stores blocks.
+        costs: Costs of loads.
+        tuning: Limits.
 
     """
 
@@ -157,9 +162,9 @@ class Cleaner:
         self._num_allocated = 0
         self._num_allocated_for_loads = 0
         self.alloc_rate = 0.0
-        """Blocks that steps take, a maximum that decays."""
-        # How many of the next victims were clean when last looked at, a guess since
-        # then; and in how many steps they were enough. The last of them is the cursor.
+        """Blocks that steps allocate: a decaying maximum."""
+        # Estimated number of clean blocks among the next victims, and the steps for
+        # which it was enough. The last of them is the cursor.
         self._num_clean = 0
         self._clean_steps = 0
         self._backlog = 0
@@ -171,8 +176,8 @@ class Cleaner:
         self._num_allocated += num_blocks
 
     def allocated_for_loads(self, num_blocks: int) -> None:
-        # Hits come in any size, and their loads wait for the stores of victims. What
-        # they take says nothing of the steps to come.
+        # Hits have any size, and their loads wait for the stores of victims. They say
+        # nothing about the next steps.
         self._num_allocated -= num_blocks
         self._num_allocated_for_loads += num_blocks
 
@@ -192,7 +197,7 @@ class Cleaner:
         num_gone = self._num_allocated + self._num_allocated_for_loads
         num_first, self._free.num_first = self._free.num_first, 0
         self._num_clean = max(0, self._num_clean + num_first - num_gone)
-        # What is read is loaded into the next victims: some must be clean.
+        # Blocks that are read are loaded into the next victims, so some must be clean.
         leaves_way = is_read and self._num_clean > window // 4
         max_stores, max_looks = self._limits(is_idle, leaves_way)
         self._num_allocated = self._num_allocated_for_loads = 0
@@ -208,11 +213,11 @@ class Cleaner:
         self._backlog = max(0, min(window, len(self._free)) - self._num_clean)
 
     def _window(self) -> int:
-        """How many of the next victims shall be clean."""
+        """How many of the next victims should be clean."""
         num_blocks, num_slots = self._pool.num_gpu_blocks, self._table.num_slots
         window = clean_window(num_blocks, num_slots, self._costs.load_s, self._tuning)
         window = max(int(2 * self.alloc_rate), window)
-        # The other half is for what the device no longer has.
+        # The other half is for blocks that the device no longer has.
         return min(window, num_slots // 2)
 
     def _limits(self, is_idle: bool, leaves_way: bool) -> tuple[int, int]:
@@ -228,10 +233,10 @@ class Cleaner:
     def _clean(
         self, blocks: Iterable[KVCacheBlock], max_stores: int
     ) -> KVCacheBlock | None:
-        """Store those of `blocks` that are dirty, up to the first that cannot be.
+        """Store the dirty ones among `blocks`, up to the first that cannot be stored.
 
         Returns:
-            The last one that is clean then. All before it are counted.
+            The last block that is clean then. It and all before it are counted.
 
         """
         last, num_clean = None, 0
@@ -245,7 +250,7 @@ class Cleaner:
                 has_slot(key) is not None if have_one_key else storer.is_clean(block)
             )
             if not is_clean and (admits_all or storer.is_admitted(block)):
-                # Those that this step computes are the last ones.
+                # Blocks that this step computes come last.
                 if computed_by[block.block_id] == seq or max_stores == 0:
                     break
                 if not storer.store(block, before_eviction=True):

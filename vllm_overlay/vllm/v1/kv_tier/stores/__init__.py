@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where KV lies below the host: bytes under keys, beyond the life of an engine."""
+"""Stores of secondary tiers: bytes under keys, which outlive an engine."""

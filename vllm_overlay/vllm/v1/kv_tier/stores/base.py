@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store below the host is.
+"""The interface of a store below the host.
 
-A store keeps bytes under keys and knows nothing else: neither tokens nor slots, nor
-what a scheduler is. Each rank has a store of its own, and gives it rows of host memory
-to read from and to write to. Calls block, so they are for threads that do nothing else.
+A store keeps bytes under keys and knows nothing of tokens, slots or the scheduler. Each
+rank has its own store and passes it rows of host memory to read from and write to.
+Calls block, so they belong on threads that do nothing else.
 """
 
 from abc import ABC, abstractmethod
@@ -15,87 +15,88 @@ class MemoryFile(NamedTuple):
     """Memory that is the beginning of a file."""
 
     fd: int
-    """The open file, of which processes of this user can get hold."""
+    """The open file, which other processes of this user can open too."""
     quiet_at: tuple[int, ...]
-    """Bytes of the file from which on an int64 lies each: when it is over that no
-    object should be begun to be written, in nanoseconds of `time.monotonic_ns`. For the
-    same reasons as `BlockStore.give_way` has."""
+    """Offsets of int64 numbers in the file. Each is a time of `time.monotonic_ns`
+    before which no write of an object should begin, for the reasons given in
+    `BlockStore.give_way`."""
 
 
 class BlockStore(ABC):
-    """The objects of one rank under one namespace.
+    """The objects of one rank in one namespace.
 
-    All methods may be called by several threads at once. None raises for an object that
-    is missing or damaged, nor for a store in trouble: the answer is False, and the
-    caller counts it. Rows are contiguous bytes of the size of a slot, one for each key.
+    All methods may be called by several threads at once. None raises for a missing or
+    damaged object, nor for a store that fails: the answer is False, and the caller
+    counts it. Rows are contiguous bytes of the size of a slot, one for each key.
 
-    **No late writes.** When `get` has returned, nothing writes to its rows any more,
-    whatever became of it: the caller gives them to others. A store that cannot promise
-    so of an operation that it has given up closes its client, or does whatever else
-    makes it impossible, before it returns. Until then the caller keeps the rows away
-    from everybody, which is their quarantine.
+    **No late writes.** Once `get` has returned, nothing may write to its rows, whether
+    it succeeded or not, since the caller reuses them. A store that cannot guarantee
+    this for an operation that it gave up must first close its client, or whatever else
+    ends the operation.
 
-    **No call hangs.** Of a store that is dead or stands still, a call returns after a
-    time that its settings say (`timeout_ms`). What follows is answered at once, until
-    the store is tried again (`Breaker`).
+    **No call hangs.** If the store is down or stalls, a call returns after the time
+    that its settings give (`timeout_ms`). Later calls return at once, until the store
+    is tried again (`Breaker`).
     """
 
     def register(self, memory: memoryview) -> None:  # noqa: B027
-        """Take note of the memory in which the rows of all `put` and `get` will lie.
+        """Pass the memory that contains the rows of all later `put` and `get`.
 
-        Called once, before either. The memory outlives the store. A store that moves
-        bytes through the kernel has nothing to do here.
+        Called once, before either. The memory outlives the store. Stores that move
+        bytes through the kernel need not override it.
         """
 
     def register_file(self, file: MemoryFile) -> None:  # noqa: B027
-        """Take note that this memory is a file, which other processes can map.
+        """Pass the file of that memory, which other processes can map.
 
-        Called at most once, behind `register`. The file is closed afterwards.
+        Called at most once, after `register`. The caller closes the file afterwards.
         """
 
     @property
     def is_apart(self) -> bool:
-        """Whether other processes move the bytes: then neither `put` nor `get` takes
-        much of Python's lock. They are quiet when the file says so."""
+        """Whether other processes move the bytes, so that calls take little of the GIL.
+
+        They pause as the numbers in the registered file say.
+        """
         return False
 
     def give_way(self, wait: Callable[[], None]) -> None:  # noqa: B027
-        """Call `wait` before each object of a `put`: it returns when nobody waits for
-        what is read and no step is being launched, or has waited for long enough.
+        """Pass a function to call before each object of a `put`.
 
-        Called once, before all else. A store that writes many objects in one operation
-        has nothing to do here.
+        It returns when no step is being launched and no request waits for reads, or
+        when it has waited long enough. Called once, before all else. Stores that write
+        many objects in one operation need not override it.
         """
 
     @abstractmethod
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        """Keep rows under keys. True: the object is there and complete, now or before.
+        """Store rows under keys. True: the object exists and is complete.
 
-        Rows are read until the call returns, and what is read later is never taken for
+        Rows are read until the call returns. Bytes read later must never become part of
         an object.
         """
 
     @abstractmethod
     def get(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        """Fill rows. True: a row has exactly the bytes that were put under its key.
+        """Fill rows. True: the row has exactly the bytes that were put under its key.
 
-        A row whose answer is False may hold anything.
+        A row with the answer False may hold anything.
         """
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which objects seem to be there. No promise: only `get` looks at the bytes."""
+        """Which objects seem to exist. A hint only: `get` alone checks the bytes."""
 
     def delete(self, keys: Sequence[bytes]) -> None:  # noqa: B027
-        """Forget objects. Those that are not there are no trouble.
+        """Remove objects; missing ones are ignored.
 
-        For tests and benchmarks: an engine never calls this.
+        For tests and benchmarks. Engines never call it.
         """
 
     def take_evicted_bytes(self) -> int:
-        """Bytes that this store has removed to make room, since the last call."""
+        """Bytes that this store evicted since the last call."""
         return 0
 
     @abstractmethod
     def close(self) -> None:
-        """Give back threads and connections. Nothing may be called afterwards."""
+        """Release threads and connections. No method may be called afterwards."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves a store alone that does not answer, and notices when it does again."""
+"""A circuit breaker: skips a store that fails, and notices when it works again."""
 
 import threading
 import time
@@ -13,17 +13,17 @@ RETRY_S = 5.0
 
 
 class Breaker:
-    """Whether a store is asked.
+    """Decides whether a store is used.
 
-    Closed, it lets everything through. It opens when an operation says that the store
-    was in trouble, and then lets one operation through every few seconds: the first of
-    them that goes well closes it. Each change of state is one line in the log.
+    Closed, it lets all operations through. A failure opens it. Open, it lets one
+    operation through every `retry_s` seconds, and closes when one succeeds. Each change
+    logs one line.
 
     Args:
-        name: Of the store, for the log.
-        what: What is left alone meanwhile, for the log.
-        retry_s: How long the store is left alone at a time.
-        clock: Seconds that only grow.
+        name: Name of the store, for the log.
+        what: Consequence of an open breaker, for the log.
+        retry_s: Seconds between trials.
+        clock: Monotonic clock in seconds.
 
     """
 
@@ -44,13 +44,13 @@ class Breaker:
         return self._next_try_s is not None
 
     def allows(self) -> bool:
-        """Whether to go on. What goes on says afterwards how it went."""
+        """Whether an operation may run. It then reports `failed` or `succeeded`."""
         if self._next_try_s is None:
             return True
         with self._lock:
             if self._next_try_s is None:
                 return True
-            # A trial that never says how it went holds up the next one no longer.
+            # The next trial is due even if this one never reports.
             is_due = self._clock() >= self._next_try_s
             if is_due:
                 self._next_try_s = self._clock() + self._retry_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stores by their type in `secondary_tiers`, or by import path."""
+"""Store types by their name in `secondary_tiers`, or by import path."""
 
 import inspect
 from typing import Any
@@ -63,7 +63,7 @@ def parse_entry(entry: Any, index: int = 0) -> tuple[StoreConfig, list[str]]:
         index: Its place in the list.
 
     Raises:
-        ValueError: No such type, or a setting of it is wrong.
+        ValueError: The type is unknown, or one of its settings is wrong.
 
     """
     setting = f"{SECONDARY_TIERS}[{index}]"

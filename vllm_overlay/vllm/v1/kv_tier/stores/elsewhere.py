@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of a rank whose objects another rank writes."""
+"""A read-only store, for a rank whose objects another rank writes."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
 
 
 class WrittenElsewhere(BlockStore):
-    """The store of a rank that holds the same KV as the one that writes.
+    """The store of a rank that holds the same KV as the rank that writes.
 
-    `put` does nothing and says yes: a block is there when all ranks have said so, and
-    the one that writes is among them. `delete` does nothing, since the objects are not
-    this rank's.
+    `put` does nothing and answers yes: a block counts as written when all ranks say so,
+    and the writing rank is one of them. `delete` does nothing, since the objects belong
+    to that rank.
 
     Args:
-        store: With the namespace and the number of the rank that writes.
+        store: A store with the namespace and rank number of the rank that writes.
 
     """
 

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that reads and writes objects for a rank (`FileProcesses`).
+"""A process that reads and writes files for a rank (`FileProcesses`).
 
-To open, check, read, compare and close a file takes calls of the system, after each of
-which a thread waits for Python's lock. A process of its own has that lock for itself,
-and takes none of it from the thread that launches the engine's steps. The slots are
-memory that both map.
+Moving an object takes several system calls, and a thread waits for the GIL after each.
+A separate process has its own GIL, and does not hold up the thread that launches steps.
+Both processes map the slots as shared memory.
 
-It is run by its path, and imports what moves objects and nothing else of vLLM, which
-would take it seconds and hundreds of MB. Its arguments are the file descriptors of two
-connections, by which it is asked to put and to get. The first message says where
-objects and slots are. It ends when the rank does, whatever ended that: no connection
-outlives its other end.
+The script runs by its path and imports only what moves objects: importing vLLM would
+take seconds and hundreds of MB. Its arguments are the file descriptors of two
+connections, for put and get requests; the first message has the settings. It ends with
+its rank, whose end closes the connections.
 """
 
 import contextlib
@@ -30,16 +28,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# As of `memory.pages`, which needs torch.
+# As in `memory.pages`, which imports torch.
 _MADV_POPULATE_WRITE = 23
-# A launch takes some milliseconds.
+# Launching a step takes some milliseconds.
 _LOOK_S = 0.3e-3
 _NUMBER = struct.Struct("=q")
 
 
 def main() -> None:
-    """Do what is asked for, as long as somebody may ask."""
-    # A rank that is told to end may still have much to write.
+    """Serve requests until the rank is gone."""
+    # A rank that was asked to end may still have blocks to write.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     asked = [Connection(int(fd)) for fd in sys.argv[1:]]
@@ -58,13 +56,13 @@ def main() -> None:
         serving.append(threading.Thread(target=_serve, args=arguments))
         serving[-1].start()
     _populate(memory, told["num_bytes"])
-    # Helpers are given no work any more once the main thread has ended.
+    # A thread pool accepts no work after the main thread has ended.
     for thread in serving:
         thread.join()
 
 
 def _serve(asked: Connection, move: Any, memory: memoryview, row_bytes: int) -> None:
-    """Move objects as asked, and tell what became of them."""
+    """Handle requests of one connection, and send the answers."""
     try:
         asked.send(True)
         while True:
@@ -75,16 +73,18 @@ def _serve(asked: Connection, move: Any, memory: memoryview, row_bytes: int) -> 
         os._exit(0)
     except BaseException:
         traceback.print_exc()
-        # Who waits for an answer is to hear of it.
+        # The exit tells the rank, which waits for an answer.
         os._exit(1)
 
 
 def _keep_quiet(
     memory: mmap.mmap, quiet_at: Sequence[int], lock: threading.Lock
 ) -> None:
-    """Wait while the rank launches a step or waits for what is read: both take cores
-    and memory, too. One thread looks for all, and leaves the others' time to those that
-    read."""
+    """Wait while the rank launches a step or waits for reads.
+
+    Writing would compete with both for cores and memory. One thread polls for all, to
+    leave CPU time to the threads that read.
+    """
     for start in quiet_at:
         if _is_quiet(memory, start):
             with lock:
@@ -106,9 +106,11 @@ def _mapped(fd: int) -> mmap.mmap:
 
 
 def _populate(memory: mmap.mmap, num_bytes: int) -> None:
-    """Find the pages, which the rank has touched, before they are needed. Older kernels
-    do not know how."""
-    # Not `mmap.madvise`: no other thread would run meanwhile.
+    """Map the pages that the rank has touched, before they are needed.
+
+    Has no effect on older kernels.
+    """
+    # `mmap.madvise` would hold the GIL meanwhile.
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -116,7 +118,7 @@ def _populate(memory: mmap.mmap, num_bytes: int) -> None:
 
 
 def _leave_out_vllm() -> None:
-    """Have `vllm.v1.kv_tier.stores` without what its parents import."""
+    """Make `vllm.v1.kv_tier.stores` importable without running its parent packages."""
     folder = Path(__file__).parents[3]
     for name in ("vllm", "vllm.v1", "vllm.v1.kv_tier"):
         package = types.ModuleType(name)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that read and write the objects of a rank, see `file_process`.
+"""Starts and uses the processes that read and write files of a rank (`file_process`).
 
-A process that ends, or that does not answer, is gone before anybody is told that its
-part has failed: it writes to no row any more. Another one takes its place.
+A process that fails or does not answer in time is killed before its requests count as
+failed, so that it cannot write to rows later. Another one replaces it.
 """
 
 import os
@@ -32,31 +32,31 @@ KINDS = ("put", "get")
 ENDED = "ended"
 _START_S = 30.0
 _LAST_S = 0.5
-# How long a process may take to end once it was killed, and to take a question.
+# Seconds for a killed process to end, and for a process to accept a request.
 END_S = 5.0
 
 
 class NoProcesses(RuntimeError):
-    """Processes cannot be had, or are no more. The message is the reason."""
+    """Processes cannot be started, or all have ended. The message is the reason."""
 
 
 class FileProcesses:
     """Processes that share the work of one rank.
 
-    Two threads may call it, one that writes and one that reads.
+    One thread may write while another one reads.
 
     Args:
         place: Where the objects are.
-        memory: In which all rows lie.
-        file: Which it is the beginning of. It is the caller's.
-        num_processes: How many.
-        num_threads: That read in each, and as many that write.
-        grace_s: How long beyond a deadline one may answer, for what it had begun.
-        put_s: How long it may take to write a part of a batch.
-        least_life_s: One that ends sooner would do so again, and is not replaced.
+        memory: Memory that contains all rows.
+        file: The file that starts with `memory`. The caller keeps and closes it.
+        num_processes: Number of processes.
+        num_threads: Reading threads in each process, and as many writing ones.
+        grace_s: Seconds after a deadline in which a process may still answer.
+        put_s: Seconds that a process may take for its part of a `put`.
+        least_life_s: A process that ends sooner is not replaced.
 
     Raises:
-        NoProcesses: One did not start.
+        NoProcesses: A process did not start.
 
     """
 
@@ -76,7 +76,7 @@ class FileProcesses:
         self._fd = os.dup(file.fd)
         self._told = {
             "path": sys.path,
-            # It cannot know the class yet.
+            # The process cannot unpickle the class yet.
             "place": tuple(place),
             "num_threads": num_threads,
             "fd": self._fd,
@@ -86,7 +86,7 @@ class FileProcesses:
         self._lock = threading.Lock()
         self._processes: list[_Process] = []
         try:
-            # All of them begin before the first one is waited for.
+            # Start all before waiting for the first.
             for _ in range(num_processes):
                 self._processes.append(_Process(self._told))
             for process in self._processes:
@@ -102,7 +102,7 @@ class FileProcesses:
         """As `Files.put`.
 
         Raises:
-            NoProcesses: All have ended.
+            NoProcesses: All processes have ended.
 
         """
         done = [False] * len(keys)
@@ -124,7 +124,7 @@ class FileProcesses:
         """As `Files.get`.
 
         Raises:
-            NoProcesses: All have ended.
+            NoProcesses: All processes have ended.
 
         """
         done = [False] * len(keys)
@@ -134,7 +134,7 @@ class FileProcesses:
         return done
 
     def close(self) -> None:
-        """End all of them."""
+        """End all processes."""
         with self._lock:
             for process in self._processes:
                 process.end()
@@ -151,10 +151,10 @@ class FileProcesses:
         *rest: object,
         until: float,
     ) -> list[tuple[slice, Any]]:
-        """Have each process do a part of a batch.
+        """Let each process do a part of a batch.
 
         Returns:
-            Which places each had, and what it answers. Those that end answer nothing.
+            For each process that answered, its slice of the batch, and the answer.
 
         """
         processes = self._started(until)
@@ -167,18 +167,17 @@ class FileProcesses:
                 asked.append((places, process))
                 process.ask(kind, (keys[places], starts[places], *rest))
         finally:
-            # Whatever happens here, nobody moves anything afterwards.
+            # Even after an error, no process may move bytes once this returns.
             for places, process in asked:
                 if (answer := process.answer(kind, until)) is not None:
                     answers.append((places, answer))
         return answers
 
     def _started(self, until: float) -> "list[_Process]":
-        """Those that can be asked. Where there are none, one that is being started is
-        waited for.
+        """Running processes. If there are none, wait for one that is starting.
 
         Raises:
-            NoProcesses: All have ended.
+            NoProcesses: All processes have ended.
 
         """
         while True:
@@ -196,10 +195,10 @@ class FileProcesses:
 
 
 class _Process:
-    """One of them.
+    """One process.
 
     Args:
-        told: What it is to do, see `file_process`.
+        told: First message to the process, see `file_process`.
 
     Raises:
         OSError: It cannot be started.
@@ -219,7 +218,7 @@ class _Process:
             _give_time(self._ends[kind], END_S)
         fds = [end.fileno() for end in theirs.values()]
         self._process = subprocess.Popen(
-            # Not with its folder in the path: names of modules there are others' too.
+            # Without its folder in the path: modules there could shadow others.
             [sys.executable, "-I", "-S", file_process.__file__, *map(str, fds)],
             stdin=subprocess.DEVNULL,
             pass_fds=[told["fd"], *fds],
@@ -229,10 +228,10 @@ class _Process:
         self.ask("put", told)
 
     def has_started(self, wait_s: float = 0.0) -> bool:
-        """Whether it can be asked. Called by one thread at a time.
+        """Whether the process is ready for requests. Not thread-safe.
 
         Args:
-            wait_s: How long to wait for that.
+            wait_s: Seconds to wait for that.
 
         """
         until = time.monotonic() + wait_s
@@ -247,23 +246,23 @@ class _Process:
         return not self.has_ended
 
     def ask(self, kind: str, batch: object) -> None:
-        """Have it move a batch. `answer` tells whether it has."""
+        """Send a request. `answer` receives the result."""
         try:
             self._ends[kind].send(batch)
         except OSError:
-            # It has ended, or stands still.
+            # It has ended or is stuck. `answer` finds out.
             pass
         except BaseException:
-            self.end("was not asked as it should be")
+            self.end("could not be sent its request")
             raise
 
     def answer(self, kind: str, until: float) -> Any:
-        """What became of it; None: the process is gone, or has been ended.
+        """Receive the answer to a request. None: the process has ended or was killed.
 
         Args:
-            kind: What was asked for.
-            until: Who has not answered by then is ended, in seconds of
-                `time.monotonic`.
+            kind: Kind of the request.
+            until: Deadline in seconds of `time.monotonic`. A process that misses it is
+                killed.
 
         """
         end, reason = self._ends[kind], ENDED
@@ -273,17 +272,18 @@ class _Process:
             reason = "did not answer in time"
         self.end(reason)
         if kind == "get":
-            # It may be in the kernel still, which writes to rows. So long they are
-            # nobody's.
+            # A read may still be in the kernel, which writes to the rows until it ends.
             self._process.wait()
         return None
 
     def end(self, reason: str | None = None) -> None:
-        """Have it gone when this returns, unless the kernel does not let it go: then it
-        renames no file any more, but may still fill the rows of a `get`.
+        """Kill the process and wait until it has ended.
+
+        The kernel may keep it alive, stuck in a system call. Then it renames no more
+        files, but may still fill the rows of a `get`.
 
         Args:
-            reason: For the log, where it is not to end.
+            reason: For the log, if this was not intended.
 
         """
         with self._lock:
@@ -291,7 +291,7 @@ class _Process:
                 return
             self.has_ended, self.lived_s = True, time.monotonic() - self._began
             if reason == ENDED:
-                # Its own status says more.
+                # Its own exit status says more than that of the kill.
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(_LAST_S)
             self._process.kill()
@@ -302,15 +302,15 @@ class _Process:
         if status is None:
             logger.error(
                 "KV tier: process %d, which reads and writes %s, does not end although "
-                "it was killed. The slots that it reads into are given to nobody until "
-                "it does. Look after that disk or its server.",
+                "it was killed. The slots that it reads into are not reused until it "
+                "ends. Check that disk or its file server.",
                 self._process.pid,
                 self._root,
             )
         elif reason is not None:
             logger.warning(
-                "KV tier: a process that reads and writes %s %s (status %d). What it "
-                "was asked for counts as not done, and is computed.",
+                "KV tier: a process that reads and writes %s %s (status %d). Its "
+                "requests count as failed, and their blocks are computed.",
                 self._root,
                 reason,
                 status,
@@ -318,7 +318,7 @@ class _Process:
 
 
 def _give_time(connection: Connection, seconds: float) -> None:
-    """Have its calls fail where the other end stands still for so long."""
+    """Make calls fail if the other end does not respond for so many seconds."""
     whole = int(seconds)
     timeval = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as each:

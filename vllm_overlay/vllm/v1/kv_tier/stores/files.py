@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects as files: local disk, or a directory that several engines share.
+"""Objects as files, on a local disk or in a directory that several engines share.
 
-An object is a file `ROOT/NAMESPACE/rRANK/ab/KEY.kv`, where `ab` is how the key begins.
-It is written under a temporary name, then renamed: a name that is there is complete,
-unless the machine lost power, and then the checksum says so. Damage is removed.
-
-Nothing here needs anything else of vLLM: see `file_process`.
+An object is a file `ROOT/NAMESPACE/rRANK/ab/KEY.kv`, where `ab` are the first digits of
+the key. It is written under a temporary name, then renamed, so a file under its final
+name is complete, unless the machine lost power; checksums detect that. Damaged files
+are removed. Imports nothing else of vLLM, since `file_process` needs it without.
 """
 
 import contextlib
@@ -23,38 +22,38 @@ from vllm.v1.kv_tier.stores.space import OBJECT, Busy, NoSpace, Space, reserve
 from vllm.v1.kv_tier.stores.threads import Threads
 
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
-# Of the time of last use, by which is evicted.
+# Seconds between updates of a file's time of last use, which orders eviction.
 _TOUCH_S = 60.0
-# Files that are written side by side: a process may have 1,024 open.
+# Files written at a time. A process may often have only 1,024 open.
 _MAX_OPEN = 64
-# A symbolic link, or not ours to read.
+# A symbolic link, or a file that this user may not read.
 _NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM)
 
 
 class Place(NamedTuple):
-    """Where the objects of one rank under one namespace are."""
+    """Where the objects of one rank in one namespace are."""
 
     root_dir: str
     max_bytes: int
-    """The cap of the directory."""
+    """Cap of the directory in bytes."""
     namespace: str
-    """What shaped the bytes: hex digits."""
+    """Digest of everything that shapes the bytes, in hex digits."""
     rank: int
     row_bytes: int
-    """Bytes of each object, without its header."""
+    """Bytes of an object without its header."""
 
 
 class Written(NamedTuple):
-    """What became of a batch."""
+    """Result of writing a batch."""
 
     done: list[bool]
-    """For each object, whether it is there and complete."""
+    """For each object, whether it exists and is complete."""
     num_new: int = 0
-    """How many of them were not there before."""
+    """How many of them are new."""
     evicted_bytes: int = 0
-    """What was removed to make room since the last batch."""
+    """Bytes evicted since the last batch to make room."""
     error: OSError | None = None
-    """Why others could not be written. No more than one is tried then."""
+    """Why objects could not be written. After an error, no more are tried."""
 
 
 def _at_once() -> None:
@@ -62,11 +61,11 @@ def _at_once() -> None:
 
 
 class Files:
-    """Reads and writes objects.
+    """Reads and writes the objects of one rank.
 
     Args:
         place: Where they are.
-        num_threads: That read, and as many that write.
+        num_threads: Threads that read, and as many that write.
 
     Raises:
         OSError: The directory cannot be used.
@@ -80,7 +79,8 @@ class Files:
         self._names = (namespace, f"r{rank}")
         self._path = os.path.join(place.root_dir, *self._names)
         self._last = _Folder(self._space.open_root(), self._names)
-        # A disk that takes no more for a while must keep nobody from reading.
+        # Separate threads, so that a disk that stops accepting writes does not block
+        # reads.
         self._readers = Threads(num_threads, "fs-get")
         self._writers = Threads(num_threads, "fs-put")
 
@@ -94,10 +94,10 @@ class Files:
         """Write rows.
 
         Args:
-            keys: Of the objects.
-            rows: One for each key.
-            may_write: Else it is only looked what is there.
-            wait: Called before anything is done, and before each object is written.
+            keys: Keys of the objects.
+            rows: One row for each key.
+            may_write: If False, only check which objects exist.
+            wait: Called at the start, and before each object is written.
 
         """
         wait()
@@ -117,23 +117,23 @@ class Files:
                 done[some[i]] = True
             num_new += len(written)
             left = [i for i in left if not done[i]]
-            # A small cap has room for the rest when these may be evicted.
+            # With a small cap, these may be evicted to make room for the rest.
             if error is not None and not (written and isinstance(error, NoSpace)):
                 break
         if isinstance(error, Busy):
-            # There will be room in a moment.
+            # There may be room soon.
             error = None
         return Written(done, num_new, self._space.take_evicted_bytes(), error)
 
     def get(
         self, keys: Sequence[bytes], rows: Sequence[memoryview], deadline: float
     ) -> list[bool]:
-        """Fill rows. True: a row has exactly the bytes that were put under its key.
+        """Fill rows. True: the row has exactly the bytes that were put under its key.
 
         Args:
-            keys: Of the objects.
-            rows: One for each key.
-            deadline: In seconds of `time.monotonic`; nothing is begun afterwards.
+            keys: Keys of the objects.
+            rows: One row for each key.
+            deadline: In seconds of `time.monotonic`. No read begins later.
 
         """
         try:
@@ -147,8 +147,10 @@ class Files:
         return self._readers.spread(get, keys, rows)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which files are there. Half the time of a look at owner and size, which `get`
-        has."""
+        """Which files exist.
+
+        Does not check owner and size, as `get` does, which would take twice as long.
+        """
         try:
             folder = self._folder()
         except OSError:
@@ -157,20 +159,22 @@ class Files:
         return [there(_name(key), os.F_OK, dir_fd=fd) for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Remove objects. Those that are not there are no trouble."""
+        """Remove objects; missing ones are ignored."""
         with contextlib.suppress(OSError):
             folder = self._folder()
             for key in keys:
                 _remove(folder, _name(key))
 
     def close(self) -> None:
-        """Nothing may be called afterwards."""
+        """Release threads and files. No method may be called afterwards."""
         self._readers.close()
         self._writers.close()
         self._space.close()
 
     def _folder(self) -> "_Folder":
-        """Where the objects are now: the directory may have been emptied or replaced.
+        """The open folder of the objects.
+
+        The directory may have been emptied or replaced since the last call.
 
         Raises:
             OSError: It cannot be used.
@@ -187,11 +191,12 @@ class Files:
         rows: Sequence[memoryview],
         wait: Callable[[], None],
     ) -> tuple[list[int], OSError | None]:
-        """Write objects side by side, and take the lock of the directory twice for all
-        of them: to write one takes less time than others hold it for.
+        """Write objects in parallel, with two locks of the directory for all of them.
+
+        Writing one object takes less time than other writers hold the lock.
 
         Returns:
-            Places of those that are there now, and why others are not.
+            Indices of the objects that exist now, and why others do not.
 
         """
         size = self._format.size(keys[0])
@@ -246,7 +251,7 @@ class Files:
             if is_right:
                 _touch(fd, status)
         except OSError:
-            # The disk is in trouble, which says nothing of the object.
+            # The disk failed, which says nothing about the object.
             return False
         finally:
             os.close(fd)
@@ -255,7 +260,7 @@ class Files:
         return is_right is True
 
     def _has(self, folder: "_Folder", key: bytes) -> bool:
-        """Whether there is a file for the key, which is used now."""
+        """Whether the key has a file. If so, renew its time of last use."""
         name = _name(key)
         try:
             status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
@@ -278,11 +283,12 @@ class Files:
 
 
 class _Folder:
-    """A folder that is open as long as somebody uses it.
+    """A folder that stays open as long as it is referenced.
 
     Args:
-        root: File descriptor of the directory, which is closed.
-        names: Of the folder in it, and one in that, made if they are not there.
+        root: File descriptor of the directory. Owned by this object.
+        names: Path of the folder in it, as a sequence of names. Missing folders are
+            made.
 
     Raises:
         OSError: It cannot be used.
@@ -309,7 +315,7 @@ class _Folder:
             os.close(self.fd)
 
     def is_at(self, path: str) -> bool:
-        """Whether that is its path still."""
+        """Whether the folder is still at this path."""
         try:
             there = os.stat(path, follow_symlinks=False)
         except OSError:
@@ -323,7 +329,7 @@ def _remove(folder: _Folder, name: str) -> None:
 
 
 def _name(key: bytes) -> str:
-    """Where an object lies below the rank's folder."""
+    """Path of an object in its rank's folder."""
     name = key.hex()
     return f"{name[:2]}/{name}{OBJECT}"
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an object lies in a store: a header that says all that it is, then the row.
+"""The format of an object in a store: a header that identifies it, then the row.
 
 The header has, in this order: a magic with the format's version, the checksum's
-algorithm and value, a digest of the namespace and rank, the row's length, the key's
-length, the key, and zeros up to a multiple of 64 bytes, so that the row is aligned. A
-reader knows all of it but the checksum, and compares every byte.
+algorithm and value, a digest of namespace and rank, the row's length, the key's length,
+the key, and zeros up to a multiple of 64 bytes, to align the row. A reader knows all of
+it but the checksum, and compares every byte.
 """
 
 import contextlib
@@ -28,32 +28,32 @@ def _blake3(row: memoryview) -> bytes:
 
 
 CHECKSUMS: dict[bytes, Callable[[memoryview], bytes]] = {b"blake3": _blake3}
-"""128 bit each, by the names that headers have. New objects have the last one."""
+"""128-bit checksums by their names in headers. New objects use the last one."""
 with contextlib.suppress(ImportError):
-    # Far faster, but no dependency of vLLM.
+    # Much faster, but not a dependency of vLLM.
     import xxhash
 
     CHECKSUMS[_FAST] = xxhash.xxh3_128_digest
 
 
 def advice() -> str | None:
-    """What would make checksums faster; None: nothing."""
+    """How to make checksums faster; None if they are fast."""
     if _FAST in CHECKSUMS:
         return None
     return (
-        "the package xxhash is not installed. Without it checksums are slow, and what "
-        "engines that have it have written is not read. pip install xxhash, for all "
-        "that share a store."
+        "the package xxhash is not installed. Without it checksums are slow, and "
+        "objects of engines that have it cannot be read. Install it (pip install "
+        "xxhash) for all engines that share a store."
     )
 
 
 class ObjectFormat:
-    """Writes and reads the objects of one rank under one namespace.
+    """Writes and reads the objects of one rank in one namespace.
 
     Args:
-        namespace: What shaped the bytes.
-        rank: Whose part they are.
-        row_bytes: Size of each row.
+        namespace: Digest of everything that shapes the bytes.
+        rank: Number of the rank.
+        row_bytes: Bytes of a row.
 
     """
 
@@ -63,7 +63,7 @@ class ObjectFormat:
         self._row_bytes = row_bytes
 
     def size(self, key: bytes) -> int:
-        """Bytes of an object."""
+        """Bytes of an object, header included."""
         return self.header_bytes(key) + self._row_bytes
 
     @staticmethod
@@ -71,15 +71,17 @@ class ObjectFormat:
         return -(-(_FIXED.size + len(key)) // _ALIGNMENT) * _ALIGNMENT
 
     def header(self, key: bytes, row: memoryview) -> bytes:
-        """What an object begins with."""
+        """The header of an object."""
         algorithm, checksum = list(CHECKSUMS.items())[-1]
         return self._header(key, algorithm, checksum(row))
 
     def is_right(
         self, header: bytes | bytearray, key: bytes, row: memoryview
     ) -> bool | None:
-        """Whether these are header and row of the object of this key, undamaged. None:
-        nobody here can tell, since its checksum needs a package that is missing."""
+        """Whether header and row are those of the object of this key, undamaged.
+
+        None if that is unknown because the checksum needs a package that is missing.
+        """
         algorithm, theirs = _FIXED.unpack_from(header)[1:3]
         algorithm = algorithm.rstrip(b"\0")
         checksum = CHECKSUMS.get(algorithm)
@@ -92,17 +94,17 @@ class ObjectFormat:
         """Write an object to an empty file.
 
         Raises:
-            OSError: Also where the system takes less than all.
+            OSError: The write failed, or the file system did not take all bytes.
 
         """
         header = self.header(key, row)
         written = os.writev(fd, [header, row])
         if written != self.size(key):
-            # The rest says why: the disk is full, or the error comes now.
+            # Writing the rest either succeeds or raises the reason.
             self._write_rest(fd, memoryview(header + bytes(row))[written:])
 
     def read(self, fd: int, key: bytes, row: memoryview) -> bool | None:
-        """Read an object of a file into `row`. What it is, as `is_right` says.
+        """Read an object into `row`, and check it as `is_right` does.
 
         Raises:
             OSError: It could not be read.

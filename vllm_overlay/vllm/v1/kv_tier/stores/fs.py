@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of files: local disk, or a directory that several engines share."""
+"""The store type `fs`: files on a local disk, or in a directory that engines share."""
 
 import math
 import os
@@ -45,8 +45,10 @@ _LOCAL_LOCKS = {
 
 
 def local_locks(root: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The mount option that makes locks of files in a directory hold on this machine
-    only, if it has one. Not all file systems tell."""
+    """The mount option that limits file locks in `root` to this machine, if any.
+
+    Not all file systems report one.
+    """
     device = os.stat(root).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -67,7 +69,7 @@ class FsDebug(StoreDebug):
     """`debug` of an entry of type `fs`."""
 
     num_threads: Annotated[Count, Field(le=MAX_THREADS)] = 16
-    """Threads of each rank that read, and as many that write, in all its processes
+    """Reading threads of each rank, and as many writing ones, in all its processes
     together."""
 
     num_processes: Annotated[Whole, Field(ge=0, le=MAX_PROCESSES)] = 2
@@ -118,10 +120,10 @@ class FsConfig(StoreConfig):
         return FsStore(self, namespace, rank, slot_bytes)
 
     def check(self) -> None:
-        """Make the directory if it is not there, and see that it can be used.
+        """Make the directory if it is missing, and check that it can be used.
 
         Raises:
-            ValueError: It cannot, or others could read what is in it.
+            ValueError: It cannot be used, or others could read its content.
 
         """
         setting = f"{self.setting('root_dir')} {self.root_dir}"
@@ -132,34 +134,34 @@ class FsConfig(StoreConfig):
         except OSError as e:
             raise ValueError(
                 f"{setting} cannot be made ({e.strerror}). Make it, owned by user "
-                f"{os.geteuid()} with mode 700, or name another."
+                f"{os.geteuid()} with mode 700, or set another directory."
             ) from e
         if stat.S_ISLNK(status.st_mode):
             raise ValueError(
-                f"{setting} is a symbolic link, which somebody could turn elsewhere. "
-                f"Give the path that it leads to, {os.path.realpath(root)}."
+                f"{setting} is a symbolic link, which could be redirected. Set its "
+                f"target instead: {os.path.realpath(root)}."
             )
         if status.st_uid != os.geteuid():
             raise ValueError(
                 f"{setting} belongs to user {status.st_uid}, but this is user "
-                f"{os.geteuid()}. Name a directory of your own, or change its owner."
+                f"{os.geteuid()}. Set a directory of your own, or change its owner."
             )
         if status.st_mode & 0o077:
             raise ValueError(
                 f"{setting} is open to other users (mode {status.st_mode & 0o777:o}), "
-                "and KV is user data. Set its mode to 700, or name a directory in it "
-                "that is not there yet."
+                "and KV is user data. Set its mode to 700, or set a new directory in "
+                "it, which will be made."
             )
         if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
             raise ValueError(
                 f"{setting} is not writable. Set its mode to 700, mount its file "
-                "system for writing, or name another."
+                "system for writing, or set another directory."
             )
         if (option := local_locks(root)) is not None:
             logger.warning(
                 "KV tier: locks in %s hold on this machine only, since it is mounted "
-                "with %s. Where other machines use it, max_gib does not hold: mount it "
-                "without that, or give each machine a root_dir of its own.",
+                "with %s. If other machines use it too, max_gib is not kept. Mount it "
+                "without that option, or give each machine its own root_dir.",
                 root,
                 option,
             )
@@ -175,13 +177,13 @@ class FsConfig(StoreConfig):
 
 
 class FsStore(BlockStore):
-    """The objects of one rank under one namespace, as files.
+    """The objects of one rank in one namespace, as files.
 
     Args:
-        config: Settings, checked.
-        namespace: What shaped the bytes: hex digits.
-        rank: Whose part they are.
-        slot_bytes: Size of a row.
+        config: Checked settings.
+        namespace: Digest of everything that shapes the bytes, in hex digits.
+        rank: Number of the rank.
+        slot_bytes: Bytes of a row.
 
     Raises:
         OSError: The directory cannot be used.
@@ -199,12 +201,12 @@ class FsStore(BlockStore):
         self._files = Files(self._place, config.debug.num_threads)
         self._pauses = WritePauses(Path(config.root_dir))
         self._deadline_s = config.debug.deadline_ms / 1e3
-        # Threads that write and threads that read come by.
+        # A writing and a reading thread may use it at once.
         self._lock = threading.Lock()
         self._evicted_bytes = 0
         self._wait: Callable[[], None] = lambda: None
         self._memory: memoryview | None = None
-        # Who moves bytes, if this process does not.
+        # Processes that move bytes, if this one does not.
         self._processes: FileProcesses | None = None
 
     def register(self, memory: memoryview) -> None:
@@ -281,7 +283,7 @@ class FsStore(BlockStore):
             processes.close()
         logger.warning(
             "KV tier: threads of the engine's processes read and write %s from now "
-            "on, which is slower, since its own processes cannot: %s.",
+            "on, which is slower, since separate processes cannot be used: %s.",
             self._place.root_dir,
             reason,
         )

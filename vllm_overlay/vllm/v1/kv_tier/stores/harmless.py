@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings and files of a model that do not shape KV, each with its reason.
+"""Settings and files of a model that do not shape its KV, each with the reason.
 
-Everything else is in the name of KV (`identity`), also what a later release adds. So
-this list may only have what is known to change no KV beyond the rounding by which
-batches of other sizes differ as well. What is missing here costs a prefix that is
-computed once more; what is here by mistake costs wrong answers.
+`identity` puts everything else into the name of KV, including settings that later
+releases add. So list only what is known not to change KV, other than by the rounding
+differences that batch sizes also cause. A missing entry costs some recomputation; a
+wrong one gives wrong answers.
 """
 
 from fnmatch import fnmatch, fnmatchcase
@@ -156,7 +156,7 @@ HARMLESS: dict[str, dict[str, str]] = {
     }
     for config, reasons in _FIELDS.items()
 }
-"""By class and field, of all releases: why it does not count."""
+"""Reasons by class and field, for all releases."""
 
 VARIABLES = {
     "names a process, or finds others": """VLLM_HOST_IP VLLM_PORT VLLM_LOOPBACK_IP
@@ -242,9 +242,9 @@ _FILES = {
     "added_tokens.json": "as the tokenizer",
     "tekken.json": "as the tokenizer",
 }
-"""Files beside a model's weights, by patterns."""
+"""Files next to a model's weights, by pattern."""
 
-# A processor of images or sounds reads these too.
+# Processors of images or audio read these too.
 _NOT_IF_MULTIMODAL = frozenset(
     {
         *("*.txt", "config.json", "chat_template*", "tokenizer*", "vocab*"),
@@ -265,7 +265,7 @@ def counts(variable: str) -> bool:
 
 
 def is_harmless_file(name: str, multimodal: bool) -> bool:
-    """Whether a file of a model's directory has no part in its KV."""
+    """Whether a file in a model's directory has no effect on its KV."""
     return any(
         fnmatch(name, pattern)
         for pattern in _FILES

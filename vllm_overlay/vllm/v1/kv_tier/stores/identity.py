@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shaped the bytes of KV, as a short name.
+"""The namespace: a short name for everything that shapes the bytes of KV.
 
-Objects outlive engines, so whatever makes KV of the same tokens come out otherwise must
-be in their name: left out, an engine would read what another one meant. Put in without
-need, it costs a prefix that is computed once more. So all settings of the engine are in
-it, and all files that it loaded, but for those that `harmless` lists.
+Objects outlive engines, so anything that changes the KV of the same tokens must be part
+of their name. A part left out lets an engine read KV with another meaning; a needless
+part costs some recomputation. So the name covers all settings of the engine and all
+files that it loaded, except for those in `harmless`.
 """
 
 import enum
@@ -40,14 +40,14 @@ _SETTING = "--kv-offloading-config: secondary_tiers"
 _DIGEST_BYTES = 16
 
 _KEY_HASHES = ("sha256", "sha256_cbor")
-"""Algorithms for which nobody can make two prompts of one key."""
+"""Algorithms for which no client can construct two prompts with the same key."""
 
 
 def states_before_loading(vllm_config: "VllmConfig") -> FileStates:
-    """What all files that shape KV are like, before the ranks load them.
+    """States of all files that shape KV, before the ranks load them.
 
     Raises:
-        ValueError: As of `namespace`, of what is known by now.
+        ValueError: As in `namespace`, as far as it is known by now.
 
     """
     paths: list[Path] = []
@@ -74,30 +74,30 @@ def namespace(
     before: FileStates | None = None,
     sources: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """A name for all that shapes the bytes and is known to the scheduler's process.
+    """A name for everything that shapes the bytes and is known to this process.
 
     Args:
         vllm_config: Settings of the engine.
-        kv_cache_config: The scheduler's.
-        release: Of vLLM, which may compute KV otherwise than another one.
-        before: What files were like before the ranks loaded them. None: as now.
-        sources: Repositories, and folders in them, from which models took weights
-            beyond their own files.
+        kv_cache_config: The scheduler's KV cache configuration.
+        release: vLLM's version, since another one may compute different KV.
+        before: States of the files before the ranks loaded them. None: take them now.
+        sources: (repository, folder in it) of weights that models loaded beyond their
+            own files.
 
     Returns:
-        32 hex digits, the same in each process with these settings and files.
+        32 hex digits, the same in every process with these settings and files.
 
     Raises:
-        ValueError: Something that shapes the bytes, or their keys, cannot be known or
-            differs from process to process. The message says what to change.
+        ValueError: Something that shapes the bytes or their keys is unknown, or differs
+            between processes. The message says what to change.
 
     """
     cache = vllm_config.cache_config
     if releases.calculates_kv_scales(cache):
         raise ValueError(
             f"{_SETTING} cannot keep KV whose scales are calculated from the first "
-            "request (calculate_kv_scales): each engine has others. Set it to false, "
-            "or remove secondary_tiers."
+            "request (calculate_kv_scales): they differ in each engine. Set it to "
+            "false, or remove secondary_tiers."
         )
     seed = _hash_seed(cache.prefix_caching_hash_algo)
     before = before or states_before_loading(vllm_config)
@@ -128,12 +128,12 @@ def environment(digest: Callable[[Path], str] | None = None) -> dict[str, Any]:
 
 
 def rank_namespace(namespace: str, rank: int, description: object) -> str:
-    """A namespace with what only a rank knows: its layout, its attention backends."""
+    """A namespace extended by what only the rank knows: layout, attention backends."""
     return _digest([namespace, rank, _Plain().of("a rank", description)])
 
 
 def _models(vllm_config: "VllmConfig") -> list[tuple[Any, Any]]:
-    """The model, and a draft model if there is one, with how they are loaded."""
+    """The model, and a draft model if there is one, each with its load settings."""
     load = vllm_config.load_config
     found = [(vllm_config.model_config, load)]
     speculative = vllm_config.speculative_config
@@ -152,11 +152,11 @@ def files_of_models(
 
     Args:
         vllm_config: Settings of the engine.
-        before: What files were like before they were loaded. None: as now.
-        sources: As of `namespace`.
+        before: States of the files before they were loaded. None: take them now.
+        sources: As in `namespace`.
 
     Raises:
-        ValueError: They cannot be known. The message says what to change.
+        ValueError: The files are unknown. The message says what to change.
 
     """
     before = before or states_before_loading(vllm_config)
@@ -176,7 +176,7 @@ def files_of_models(
 def youngest_s(
     vllm_config: "VllmConfig", sources: Sequence[tuple[str, str]] = ()
 ) -> float:
-    """When the files of models, or what leads to them, were last changed."""
+    """When models' files, or the links and folders that lead to them, last changed."""
     return max(
         max(status.st_ctime, status.st_mtime)
         for _, paths in _paths_of_models(vllm_config, sources)
@@ -213,33 +213,34 @@ def _digest_of(states: FileStates, path: Path) -> str:
 
 
 def _hash_seed(algorithm: str) -> list[str]:
-    """What NONE_HASH, the parent of first blocks, is made of.
+    """Algorithm and seed of NONE_HASH, the parent of first blocks.
 
-    Upstream sets NONE_HASH itself only after the tier has started.
+    Upstream sets NONE_HASH only after the tier has started.
     """
     if algorithm not in _KEY_HASHES:
         raise ValueError(
             f"{_SETTING}: with --prefix-caching-hash-algo {algorithm} a client can "
-            "make prompts whose blocks have the keys of others, and a store keeps and "
-            "shares the KV of one for all. Use --prefix-caching-hash-algo "
+            "make prompts whose blocks have the same keys as others, and a store "
+            "shares the KV of a key with all. Use --prefix-caching-hash-algo "
             f"{_KEY_HASHES[0]}."
         )
     seed = os.getenv("PYTHONHASHSEED")
     resolve = releases.none_hash_seed_of()
     if resolve is not None:
-        # Random where it is another one each time. Releases without it draw always.
+        # Random if it differs between calls. Releases without the function always draw
+        # it.
         from vllm.utils.hashing import get_hash_fn_by_name
 
         function = get_hash_fn_by_name(algorithm)
         first, second = resolve(function), resolve(function)
         seed = first if first == second else None
-    # Python draws for that word, and v0.9.2 has an algorithm that hashes by Python.
+    # For "random" Python draws a seed, and an algorithm of v0.9.2 uses Python's hash.
     if seed is None or seed == "random":
         other = "" if resolve is None else ", or --prefix-caching-hash-algo sha256"
         raise ValueError(
             f"{_SETTING}: block hashes of --prefix-caching-hash-algo {algorithm} begin "
-            "with a random number in each process, so nothing would ever be found "
-            f"again. Set PYTHONHASHSEED=0 in the environment of all engines{other}."
+            "with a random number in each process, so no stored block would ever be "
+            f"found. Set PYTHONHASHSEED=0 in the environment of all engines{other}."
         )
     return [algorithm, seed]
 
@@ -255,11 +256,11 @@ def _plain_settings(vllm_config: "VllmConfig", digest: Callable[[Path], str]) ->
 
 
 class _Plain:
-    """Values as JSON has them: no addresses, no order that is by chance.
+    """Converts values to JSON, without addresses or random order.
 
     Args:
-        digest: Digest of the bytes of a file that a setting names. None: a text that
-            looks like a path is a text.
+        digest: Digest of a file that a setting names. None: texts that look like paths
+            are kept as texts.
 
     """
 
@@ -267,7 +268,7 @@ class _Plain:
         self._digest = digest
 
     def of(self, name: str, value: Any) -> Any:
-        """The value of the setting `name`.
+        """Convert the value of the setting `name`.
 
         Raises:
             ValueError: It has no text that is the same in every process.
@@ -296,7 +297,7 @@ class _Plain:
         return self._object(name, value)
 
     def fields_of(self, name: str, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Those of a configuration that are not known to be harmless."""
+        """Fields of a configuration that are not listed as harmless."""
         harmless = HARMLESS.get(kind, {})
         for field, each in releases.field_values(value).items():
             if field not in harmless:
@@ -306,7 +307,7 @@ class _Plain:
     def _object(self, name: str, value: Any) -> Any:
         kind = type(value)
         if (found := releases.as_dict(value)) is not None:
-            # A model's configuration. Where it was found is not what it is.
+            # A model's configuration. Its location does not matter.
             return self.of(name, _without(found, "_name_or_path"))
         if fields := dict(self.fields_of(name, kind.__name__, value)):
             return [kind.__qualname__, fields]
@@ -316,13 +317,13 @@ class _Plain:
         if re.search(r" at 0x[0-9a-f]+", text):
             raise ValueError(
                 f"{_SETTING}: the setting {name} is a {kind.__module__}."
-                f"{kind.__qualname__}, which other engines cannot be told to have as "
-                "well. Remove that setting, or secondary_tiers."
+                f"{kind.__qualname__}, which has no text to compare between engines. "
+                "Remove that setting, or secondary_tiers."
             )
         return text
 
     def _text(self, text: str) -> Any:
-        # A name in the working directory is no path.
+        # A plain name in the working directory is not taken for a path.
         if self._digest is not None and os.sep in text and os.path.isfile(text):
             return {"file": self._digest(Path(text))}
         return text
@@ -332,14 +333,14 @@ class _Plain:
         if "<" in path:
             raise ValueError(
                 f"{_SETTING}: the setting {name} is {path}, a function without a name "
-                "by which other engines could have it as well. Remove that setting, or "
+                "that other engines could import. Remove that setting, or "
                 "secondary_tiers."
             )
         return path
 
 
 def _without(value: Any, key: str) -> Any:
-    """A dictionary without this key, in those that it contains neither."""
+    """A copy without this key, also in nested dictionaries."""
     if isinstance(value, Mapping):
         return {k: _without(v, key) for k, v in value.items() if k != key}
     if isinstance(value, list | tuple):

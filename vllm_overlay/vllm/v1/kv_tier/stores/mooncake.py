@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of objects in the memory of a Mooncake Store.
+"""The store type `mooncake`: objects in the memory of a Mooncake Store.
 
-An object is one of Mooncake under `kvtier/NAMESPACE/rRANK/KEY`: header and row by its
-batch calls for several buffers, straight from and to the slots.
+An object is stored under `kvtier/NAMESPACE/rRANK/KEY`. Header and row are moved by
+Mooncake's batch calls for several buffers, directly from and to the slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +30,12 @@ from vllm.v1.kv_tier.stores.threads import Threads
 
 GiB = 1 << 30
 _BATCH_BYTES = 64 << 20
-# Of a batch, of which checksums are made at a time.
+# Objects of a batch whose checksums are made at a time.
 _PART = MAX_BATCH // 8
-# Mooncake has threads of its own, and two calls at once disturb each other. So one of
-# ours calls, and the other one makes checksums meanwhile.
+# Mooncake has its own threads, and two calls at once slow each other down. So one
+# thread calls while the other one makes checksums.
 _NUM_THREADS = 2
-# Mooncake's codes: it is not there, it was not read in time; no memory for it.
+# Mooncake's error codes: object missing, lease expired before it was read; no memory.
 _MISSES = _NOT_THERE, _LEASE_OVER = (-704, -707)
 _NO_ROOM = -200
 
@@ -45,10 +45,10 @@ class MooncakeDebug(StoreDebug):
     """`debug` of an entry of type `mooncake`."""
 
     metadata_server: Annotated[Text, Field(min_length=1)] = "P2PHANDSHAKE"
-    """Mooncake's metadata server. With `P2PHANDSHAKE` there is none."""
+    """Mooncake's metadata server. `P2PHANDSHAKE`: none."""
 
     rdma_devices: Text = ""
-    """Devices for `rdma`, with commas between them. Empty: Mooncake chooses."""
+    """Devices for `rdma`, separated by commas. Empty: Mooncake chooses."""
 
     local_hostname: Text = ""
     """Name or address by which other nodes reach this one. Empty: the address that
@@ -72,7 +72,7 @@ class MooncakeConfig(StoreConfig):
     """`host:port` of `mooncake_master`."""
 
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """`tcp`, or `rdma`."""
+    """`tcp` or `rdma`."""
 
     debug: MooncakeDebug = field(default_factory=MooncakeDebug)
 
@@ -92,7 +92,7 @@ class MooncakeConfig(StoreConfig):
 
     @property
     def timeout_s(self) -> int:
-        """Of a transfer, or a call to the master."""
+        """Seconds for a transfer, or for a call to the master."""
         return max(1, round(self.debug.timeout_ms / 4e3))
 
     @property
@@ -101,7 +101,8 @@ class MooncakeConfig(StoreConfig):
         return host.strip("[]"), int(port)
 
     def of_a_reader(self) -> "MooncakeConfig":
-        # It has the number of the rank that writes, which gives its memory.
+        # The reader has the rank number of the rank that writes, which provides the
+        # memory.
         return replace(self, debug=replace(self.debug, global_segment_gib=0.0))
 
     def check(self) -> None:
@@ -129,15 +130,15 @@ class MooncakeConfig(StoreConfig):
 
 
 class MooncakeStore(BlockStore):
-    """The objects of one rank under one namespace, in a Mooncake Store.
+    """The objects of one rank in one namespace, in a Mooncake Store.
 
-    Nothing is connected before it is used.
+    It connects on first use.
 
     Args:
-        config: Settings, checked.
-        namespace: What shaped the bytes: hex digits.
-        rank: Whose part they are.
-        slot_bytes: Size of a row.
+        config: Checked settings.
+        namespace: Digest of everything that shapes the bytes, in hex digits.
+        rank: Number of the rank.
+        slot_bytes: Bytes of a row.
 
     """
 
@@ -159,8 +160,8 @@ class MooncakeStore(BlockStore):
     def register(self, memory: memoryview) -> None:
         self._client.memory = memory
         if self._gives:
-            # One of its own, which is not closed when a transfer fails: what the store
-            # keeps here would be lost.
+            # A separate client, which stays open when a transfer fails: closing it
+            # would lose the objects in its memory.
             num_bytes = int(self._config.debug.global_segment_gib * GiB)
             self._giver = Client(self._config, segment_bytes=num_bytes)
 
@@ -196,7 +197,7 @@ class MooncakeStore(BlockStore):
                 break
             batch = slice(i, i + self._batch)
             checks += self._get(keys[batch], rows[batch], damaged)
-        # The helper has begun with the first ones.
+        # In reverse, since the helper has begun with the first ones.
         parts = [check() for check in reversed(checks)]
         self._remove(damaged)
         answers = [answer for part in reversed(parts) for answer in part]
@@ -227,7 +228,7 @@ class MooncakeStore(BlockStore):
     def _put(
         self, names: list[str], headers: list[bytes], rows: Sequence[memoryview]
     ) -> list[bool]:
-        """Keep the objects of a batch, which are not there. True: they are now."""
+        """Store the missing objects of a batch. True: the object exists now."""
 
         def put(client: Client) -> list[int]:
             with client.headers() as places:
@@ -253,7 +254,8 @@ class MooncakeStore(BlockStore):
         """Read the objects of a batch.
 
         Returns:
-            What gives the answers of some rows each, and adds names to `damaged`.
+            Functions that check some rows each, return their answers, and add names of
+            damaged objects to `damaged`.
 
         """
         names = [self._name(key) for key in keys]
@@ -304,10 +306,10 @@ class MooncakeStore(BlockStore):
     def _call(
         self, call: Callable[[Client], list[int]], harmless: Sequence[int]
     ) -> list[int] | None:
-        """Codes of a call; None if the store is in trouble.
+        """Run a call and return its codes; None if the store failed.
 
-        When this returns, the client of a call that had other negative codes than the
-        harmless ones is closed.
+        After negative codes other than the harmless ones, the client is closed before
+        this returns.
         """
         if not self._breaker.allows():
             return None
@@ -316,14 +318,14 @@ class MooncakeStore(BlockStore):
                 try:
                     codes = call(client)
                 except BaseException:
-                    # A transfer may be under way.
+                    # A transfer may be in flight.
                     self._client.drop(client)
                     raise
                 wrong = {code for code in codes if code < 0} - set(harmless)
                 if wrong:
                     self._client.drop(client)
         except Exception as e:
-            # Mooncake's own are of any class.
+            # Mooncake raises exceptions of any class.
             self._breaker.failed(e)
             return None
         if wrong:

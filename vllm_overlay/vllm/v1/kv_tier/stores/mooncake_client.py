@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a Mooncake Store, and when they are closed.
+"""Clients of a Mooncake Store, and when to close them.
 
-A transfer that Mooncake gives up can still write to its buffers later (a node that had
-stood still for a minute overwrote 125 of 128 MiB when it went on; taking back the
-registration of the memory did not hinder it, closing the client did). So its transport
-is told to end transfers in time, and after one that failed the client is closed before
-`get` returns. To close it while another thread is in it ends the process, so that
-waits for the others.
+A transfer that Mooncake gave up can still write to its buffers later: a node that had
+stalled for a minute overwrote 125 of 128 MiB when it continued. Unregistering the
+memory did not prevent that; closing the client did. So transfers get deadlines, and
+after a failed one the client is closed before `get` returns. Closing waits for calls of
+other threads, since closing during a call would crash the process.
 """
 
 import mmap
@@ -28,23 +27,23 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 MAX_BATCH = 32
-"""Objects that are moved by one call. A call on a node that stands still takes so much
-longer as there are more of them."""
+"""Objects moved by one call. A call to a stalled node takes longer the more there
+are."""
 
 _LOCAL_BUFFER_BYTES = 16 << 20
 _HEADER_BYTES, _NUM_CALLS = 1024, 4
-# How long one that wants a client waits for another one to be closed.
+# Seconds to wait for a dropped client to be closed before using a new one.
 CLOSE_S = 10.0
 
 
 def import_client() -> Any:
-    """Mooncake's class.
+    """Import Mooncake's client class.
 
     Raises:
-        ImportError: The package or a library of the system is not there.
+        ImportError: The package or a system library is missing.
 
     """
-    # It logs each failed transfer, and thinks of much as worth telling.
+    # Mooncake logs each failed transfer, and much else.
     os.environ.setdefault("GLOG_minloglevel", "3")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     from mooncake.store import MooncakeDistributedStore
@@ -53,20 +52,20 @@ def import_client() -> Any:
 
 
 class Client:
-    """A client of Mooncake's that is set up.
+    """A connected client of Mooncake.
 
     Args:
-        config: Settings, checked.
-        segment_bytes: Memory to give to the store.
+        config: Checked settings.
+        segment_bytes: Bytes of memory to give to the store.
 
     Raises:
-        OSError: The master is not there, or takes no client.
+        OSError: The master cannot be reached, or refuses the client.
 
     """
 
     def __init__(self, config: "MooncakeConfig", segment_bytes: int = 0) -> None:
         _set_deadlines(config.timeout_s)
-        # Without a master, setting up takes a minute and a half.
+        # Without a master, setup would take a minute and a half.
         with socket.create_connection(config.address, config.timeout_s) as connection:
             hostname = config.debug.local_hostname or connection.getsockname()[0]
         self._free: queue.SimpleQueue[list[memoryview]] = queue.SimpleQueue()
@@ -94,7 +93,7 @@ class Client:
 
     @contextmanager
     def headers(self) -> Iterator[list[memoryview]]:
-        """Memory for the headers of a batch, for one call at a time."""
+        """Memory for the headers of a batch, used by one call at a time."""
         places = self._free.get()
         try:
             yield places
@@ -102,8 +101,12 @@ class Client:
             self._free.put(places)
 
     def register(self, memory: memoryview) -> None:
-        """Raises OSError where that fails. The client is closed then: it cannot move
-        what it does not know."""
+        """Register memory for transfers.
+
+        Raises:
+            OSError: It failed. The client is closed, since it cannot use other memory.
+
+        """
         code = self.calls.register_buffer(address_of(memory), memory.nbytes)
         if code:
             self.close()
@@ -114,13 +117,15 @@ class Client:
 
 
 def _set_deadlines(seconds: int) -> None:
-    """Have the transport and the calls to the master end by themselves in time.
-    Mooncake reads these again and again, so they are the same for all of a process;
-    those that are set already stay."""
+    """Set time limits for transfers and for calls to the master.
+
+    Mooncake reads these variables repeatedly, so they apply to the whole process.
+    Values that are already set stay.
+    """
     for name, value in (
         ("MC_TCP_STATUS_TIMEOUT_SEC", seconds),
         ("MC_TCP_PROGRESS_TIMEOUT_SEC", seconds),
-        # As many transfers of a node that stands still end at a time.
+        # Number of transfers of a stalled node that end at the same time.
         ("MC_TCP_LANES_PER_PEER", MAX_BATCH // 2),
         ("MC_RPC_TIMEOUT_MS", seconds * 1000),
         ("MC_RPC_CONNECT_TIMEOUT_MS", seconds * 1000),
@@ -128,8 +133,8 @@ def _set_deadlines(seconds: int) -> None:
     ):
         if os.environ.setdefault(name, str(value)) != str(value):
             logger.info_once(
-                "KV tier: %s is %s, not the %s that follows from timeout_ms: calls to "
-                "Mooncake may take as long as that.",
+                "KV tier: %s is set to %s instead of %s, which timeout_ms would give. "
+                "Calls to Mooncake may take accordingly long.",
                 name,
                 os.environ[name],
                 value,
@@ -145,22 +150,22 @@ def buffers(
     headers: Sequence[bytes | bytearray],
     rows: Sequence[memoryview],
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Addresses and sizes of headers and rows, as Mooncake wants them."""
+    """Addresses and sizes of headers and rows, in Mooncake's form."""
     addresses = [[address_of(p), address_of(r)] for p, r in zip(places, rows)]
     return addresses, [[len(h), r.nbytes] for h, r in zip(headers, rows)]
 
 
 class SharedClient:
-    """A client for several threads, connected when it is used and not there.
+    """A client for several threads, connected on use.
 
     Args:
-        config: Settings, checked.
+        config: Checked settings.
 
     """
 
     def __init__(self, config: "MooncakeConfig") -> None:
         self.memory: memoryview | None = None
-        """In which rows lie, to be set before they are moved."""
+        """Memory that contains all rows. Set it before the first transfer."""
         self._config = config
         self._client: Client | None = None
         self._dropped: Client | None = None
@@ -169,7 +174,7 @@ class SharedClient:
 
     @contextmanager
     def use(self) -> Iterator[Client]:
-        """The client. Where it was dropped, this ends when it is closed.
+        """Use the client. If it is dropped meanwhile, this waits until it is closed.
 
         Raises:
             OSError: There is no connection.
@@ -192,29 +197,29 @@ class SharedClient:
                 self._num_users -= 1
                 self._changed.notify_all()
                 if self._dropped is client:
-                    # To close it under a call of another thread ends the process, and
-                    # before it is closed it may write to the rows of this one.
+                    # Closing it during another thread's call would crash the process,
+                    # and until it is closed it may write to the rows of this call.
                     self._changed.wait_for(
                         lambda: self._dropped is not client or not self._num_users
                     )
                     self._close_dropped(client)
 
     def drop(self, client: Client) -> None:
-        """By a user of the client: nobody else begins to use it."""
+        """Stop further use of the client. Called by one of its users."""
         with self._changed:
             if self._client is client:
                 self._client, self._dropped = None, client
 
     def close(self) -> None:
         with self._changed:
-            # A call that hangs keeps it: the process ends anyway.
+            # If a call hangs, the client stays open; the process ends anyway.
             if self._changed.wait_for(lambda: not self._num_users, CLOSE_S):
                 client, self._client = self._client, None
                 if client is not None:
                     client.close()
 
     def _close_dropped(self, client: Client) -> None:
-        """Unless another one has, and maybe dropped a younger client since."""
+        """Close the dropped client, unless another thread has done so."""
         if self._dropped is client:
             self._dropped = None
             client.close()

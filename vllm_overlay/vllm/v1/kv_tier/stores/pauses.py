@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a directory is written to: not for a while after that has failed."""
+"""Pauses writing to a directory after a write failed."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ _FREE_SPACE = "Free space there, or set max_gib to what it can hold."
 
 
 class WritePauses:
-    """What a rank does when it cannot write. One line of the log for each change.
+    """Pauses of a rank's writes. Each change logs one line.
 
     Args:
         root: The directory.
@@ -35,27 +35,27 @@ class WritePauses:
         return self._until is not None and time.monotonic() < self._until
 
     def failed(self, error: OSError) -> None:
-        """A write failed: none is tried for a while."""
+        """Record a failed write: none is tried for a while."""
         if isinstance(error, NoSpace):
-            reason = "files that are no KV, or max_gib, leave no room for a block"
+            reason = "max_gib, or files that are not KV, leave no room for a block"
             mend = _FREE_SPACE
         elif isinstance(error, Locked):
-            reason = "a process that does not go on holds its lock"
-            mend = f"End it: fuser -v {self._root / COUNTER} names those that may."
+            reason = "a stalled process holds its lock"
+            mend = f"End it: fuser -v {self._root / COUNTER} lists the candidates."
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason, mend = "its disk is full", _FREE_SPACE
         else:
             reason = f"a write failed ({error.strerror})"
             mend = (
-                f"It must be a directory of user {os.geteuid()} with mode 700, who can "
-                "write there."
+                f"It must be a directory with mode 700 in which user {os.geteuid()} "
+                "can write."
             )
         with self._lock:
             is_new = self._until is None
             self._until = time.monotonic() + _PAUSE_S
         if is_new:
             logger.warning(
-                "KV tier: nothing more is written to %s: %s. What is there is read on, "
+                "KV tier: nothing more is written to %s: %s. Its files are still read, "
                 "and writing is tried again once a minute. %s",
                 self._root,
                 reason,
@@ -63,9 +63,9 @@ class WritePauses:
             )
 
     def succeeded(self) -> None:
-        """Something was written."""
+        """Record a successful write."""
         with self._lock:
-            # What began before the pause says nothing of now.
+            # A write that began before the pause proves nothing.
             if self._until is None or time.monotonic() < self._until:
                 return
             self._until = None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of objects in a Valkey or Redis server.
+"""The store type `redis`: objects in a Valkey or Redis server.
 
-An object is a value under `kvtier:NAMESPACE:rRANK:KEY`. How much the server may hold is
-its own setting (`maxmemory`, with `maxmemory-policy allkeys-lru`). One that refuses to
-take more is read on. Rows are the caller's alone when a call returns: the socket of an
-operation that was given up is closed before.
+An object is a value under `kvtier:NAMESPACE:rRANK:KEY`. The server's own settings limit
+its memory (`maxmemory`, with `maxmemory-policy allkeys-lru`). If it refuses writes, it
+is still read. An operation that is given up closes its socket before the call returns,
+so that nothing writes to rows later.
 """
 
 import math
@@ -31,8 +31,8 @@ from vllm.v1.kv_tier.stores.threads import MAX_THREADS, Threads
 _WINDOW_BYTES = 8 << 20
 _WRITE_PAUSE_S = 60.0
 _Operation = Callable[[Wire], list[bool]]
-# Each part of a URL without what another one begins with: what is a password is then
-# no part of anything else.
+# No part of the URL can contain the start of the next one, so a password is never taken
+# for another part.
 _URL = re.compile(
     r"(?P<scheme>rediss?)://"
     r"(?:(?P<user>[\w.~!$&'()*+,;=%-]*)(?::(?P<password>[\w.~!$&'()*+,;=%:-]*))?@)?"
@@ -55,7 +55,7 @@ class RedisDebug(StoreDebug):
     """`debug` of an entry of type `redis`."""
 
     num_connections: Annotated[Count, Field(le=MAX_THREADS)] = 2
-    """Connections of each rank to read with, and as many to write with."""
+    """Connections of each rank for reading, and as many for writing."""
 
     timeout_ms: Above0 = 2000.0
     """How long the server may take for an operation, in milliseconds."""
@@ -73,11 +73,11 @@ class RedisConfig(StoreConfig):
 
     url: str = field(repr=False)
     """Where the server is: `redis://[user@]host[:port][/db]`, or `rediss://` with TLS,
-    where `?ssl_ca_certs=FILE` names the authority. A password may stand in it, but vLLM
+    where `?ssl_ca_certs=FILE` names the authority. It may contain a password, but vLLM
     logs its arguments."""
 
     password_env: str | None = field(default=None, repr=False)
-    """Environment variable that has the password."""
+    """Environment variable that contains the password."""
 
     debug: RedisDebug = field(default_factory=RedisDebug)
 
@@ -120,19 +120,20 @@ class RedisConfig(StoreConfig):
         return f"{parts['scheme']}://{parts['place']}{parts['path'] or ''}"
 
     def without_secrets(self, text: object) -> str:
-        """A message, in which somebody may repeat what was sent."""
+        """A message without secrets, which servers and libraries may repeat."""
         shown = str(text)
         for secret in sorted(self._secrets(), key=len, reverse=True):
             shown = shown.replace(secret, "***")
         return shown
 
     def check(self) -> None:
-        # Not raised where another exception is known, which may have a password.
+        # Raised outside of the `except` blocks, whose exceptions may contain a
+        # password.
         if (fault := self._fault()) is not None:
             raise ValueError(self.without_secrets(fault))
 
     def _fault(self) -> str | None:
-        """Why the server cannot be used."""
+        """Why the server cannot be used; None if it can."""
         setting = f"{self.setting('url')} {self.name}"
         try:
             import redis
@@ -143,7 +144,7 @@ class RedisConfig(StoreConfig):
             )
         variable = self.password_env
         if variable is not None and variable not in os.environ:
-            # Somebody may have given the password itself.
+            # The value may be the password itself.
             is_name = _VARIABLE.fullmatch(variable)
             return (
                 f"{self.setting('password_env')} names the environment variable "
@@ -154,20 +155,20 @@ class RedisConfig(StoreConfig):
             self._probe()
         except redis.AuthenticationError as e:
             return (
-                f"{setting} does not take the password, or wants one ({e}). Put it "
-                "into an environment variable, and name that with password_env."
+                f"{setting} rejects the password, or needs one ({e}). Put it into an "
+                "environment variable, and set password_env to its name."
             )
         except Refused as e:
             return (
-                f"{setting} refuses to keep a value ({e}). Give a user who may SET, "
-                "GET, EXISTS, TOUCH, EXPIRE and UNLINK kvtier:*, at a server that "
-                "takes writes and is no cluster."
+                f"{setting} refuses to keep a value ({e}). Use a server that accepts "
+                "writes and is not a cluster, and a user who may SET, GET, EXISTS, "
+                "TOUCH, EXPIRE and UNLINK kvtier:*."
             )
         except (redis.RedisError, OSError, ValueError, TypeError) as e:
             return (
                 f"{setting} does not answer as Valkey or Redis does ({e}). Start the "
-                "server there, or correct the address; rediss:// is for servers with "
-                "TLS, and redis:// for those without."
+                "server there, or correct the address. Use rediss:// for servers with "
+                "TLS, and redis:// for others."
             )
         return None
 
@@ -189,12 +190,12 @@ class RedisConfig(StoreConfig):
         return {} if found is None else found.groupdict()
 
     def _secrets(self) -> set[str]:
-        """What must be in no message, as it may stand there."""
+        """Texts that must not appear in messages."""
         parts = self._parts
         given = [parts.get("password"), os.environ.get(self.password_env or "")]
         given += [value for name, value in _query_of(self.url) if "password" in name]
         if not any(given):
-            # Somebody may take it for one.
+            # The user may be a password in the wrong place.
             given.append(parts.get("user"))
         forms = (
             form
@@ -211,7 +212,7 @@ class RedisConfig(StoreConfig):
         """A connection of the package `redis`, not connected yet.
 
         Raises:
-            ValueError: The URL is none.
+            ValueError: The URL is invalid.
 
         """
         import redis
@@ -227,21 +228,21 @@ class RedisConfig(StoreConfig):
         }
         if self.password_env is not None:
             options["password"] = os.environ.get(self.password_env)
-        # What a URL says wins over the options, so that a password in it does, too.
+        # Parts of the URL override these options, also a password in it.
         pool = redis.ConnectionPool.from_url(self.url, **options)
         return pool.connection_class(**pool.connection_kwargs)
 
 
 class RedisStore(BlockStore):
-    """The objects of one rank under one namespace, in a server.
+    """The objects of one rank in one namespace, in a server.
 
-    Nothing is connected before it is used.
+    It connects on first use.
 
     Args:
-        config: Settings, checked.
-        namespace: What shaped the bytes: hex digits.
-        rank: Whose part they are.
-        slot_bytes: Size of a row.
+        config: Checked settings.
+        namespace: Digest of everything that shapes the bytes, in hex digits.
+        rank: Number of the rank.
+        slot_bytes: Bytes of a row.
 
     """
 
@@ -295,7 +296,7 @@ class RedisStore(BlockStore):
         rows: Sequence[memoryview],
         deadline: float = math.inf,
     ) -> list[bool]:
-        """Answers of `work`, which is no to all that has not begun at the deadline."""
+        """Answers of `work`; False for what has not begun by the deadline."""
         n = max(
             1, min(self._window, -(-len(keys) // self._config.debug.num_connections))
         )
@@ -306,14 +307,14 @@ class RedisStore(BlockStore):
         return threads.spread_batches(window, keys, rows, n, deadline)
 
     def _ask(self, operation: _Operation, num_keys: int) -> list[bool]:
-        """Answers of an operation; no to all if the server is in trouble."""
+        """Answers of an operation; all False if the server fails."""
         if not num_keys or not self._breaker.allows():
             return [False] * num_keys
         try:
             with self._wire() as wire:
                 answers = operation(wire)
         except Exception as e:
-            # Also those of the package that are no `RedisError`.
+            # The package also raises exceptions that are no `RedisError`.
             self._breaker.failed(self._config.without_secrets(e))
             return [False] * num_keys
         self._breaker.succeeded()
@@ -345,7 +346,7 @@ class RedisStore(BlockStore):
         self, wire: Wire, keys: Sequence[bytes], rows: Sequence[memoryview]
     ) -> list[bool]:
         names = [self._name(key) for key in keys]
-        # What is there becomes recently used, and is not sent again.
+        # Existing objects are marked as recently used, and not sent again.
         ttl = (
             None
             if self._config.debug.ttl_s is None
@@ -395,8 +396,13 @@ class RedisStore(BlockStore):
     def _take(
         self, wire: Wire, answer: bytes, key: bytes, row: memoryview
     ) -> bool | None:
-        """Receive a value. None: there is none, or nobody here can tell; False: it is
-        not what it should be."""
+        """Receive a value into `row`.
+
+        Returns:
+            True if it is right, False if it is damaged, None if it is missing or cannot
+            be checked here.
+
+        """
         if answer == b"$-1":
             return None
         if answer.startswith(b"-WRONGTYPE"):

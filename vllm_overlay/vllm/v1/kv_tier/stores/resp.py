@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of Valkey and Redis, as far as bytes in place need it.
+"""The part of the Redis protocol that moves bytes without copying them.
 
-The package `redis` connects, with TLS and passwords. It copies values several times,
-so this speaks on its socket: rows are sent and received where they lie. Commands are
-pipelined: all of them first, then all answers.
+The package `redis` connects, with TLS and passwords, but copies values several times.
+So this module uses its socket directly: rows are sent from and received into their
+place. Commands are pipelined: all commands first, then all answers.
 """
 
 import select
@@ -24,12 +24,14 @@ def command(*arguments: bytes) -> bytes:
 
 
 class Wire:
-    """A connection that is up. Whoever meets an exception closes it, since answers may
-    still be on their way: with the socket closed, none comes.
+    """An open connection. After an exception the caller must close it.
+
+    Answers may still be in flight, and closing the socket discards them.
 
     Args:
-        connection: Of the package `redis`, not connected yet.
-        timeout_s: How long an operation may take: twice that in the worst case.
+        connection: A connection of the package `redis`, not connected yet.
+        timeout_s: Seconds for an operation; it may take twice as long in the worst
+            case.
 
     Raises:
         redis.RedisError, OSError: There is no connection.
@@ -44,12 +46,12 @@ class Wire:
         self.begin()
 
     def begin(self) -> None:
-        """An operation begins, and with it its time."""
+        """Start the time limit of an operation."""
         self._end_s = time.monotonic() + self._timeout_s
 
     @property
     def is_stale(self) -> bool:
-        """Whether the server has hung up, or said something unasked, meanwhile."""
+        """Whether the server has closed the connection or sent unexpected data."""
         return bool(self._received or select.select([self._socket], [], [], 0)[0])
 
     def close(self) -> None:
@@ -60,21 +62,21 @@ class Wire:
         self._socket.sendall(data)
 
     def lines(self, n: int) -> list[bytes]:
-        """The next `n` answers of one line each."""
+        """Receive the next `n` one-line answers."""
         while self._received.count(b"\r\n") < n:
             self._check_time()
             more = self._socket.recv(_SMALL_BYTES)
             if not more:
-                raise ConnectionError("the server hung up")
+                raise ConnectionError("the server closed the connection")
             self._received += more
         *lines, self._received = self._received.split(b"\r\n", n)
         return lines
 
     def ask(self, commands: Iterable[bytes]) -> list[bool]:
-        """Which of some commands have the answer 1.
+        """Send commands, and return for each whether its answer is 1.
 
         Raises:
-            Refused: One has an error.
+            Refused: The server answered one with an error.
 
         """
         commands = list(commands)
@@ -86,14 +88,14 @@ class Wire:
         return [answer == b":1" for answer in answers]
 
     def fill(self, place: memoryview) -> None:
-        """Receive bytes into their place."""
+        """Receive bytes into `place`."""
         n = min(len(place), len(self._received))
         place[:n], self._received = self._received[:n], self._received[n:]
         while n < len(place):
             self._check_time()
             received = self._socket.recv_into(place[n:])
             if not received:
-                raise ConnectionError("the server hung up")
+                raise ConnectionError("the server closed the connection")
             n += received
 
     def skip(self, num_bytes: int) -> None:
@@ -104,4 +106,4 @@ class Wire:
 
     def _check_time(self) -> None:
         if time.monotonic() > self._end_s:
-            raise TimeoutError(f"no end after {self._timeout_s:g} seconds")
+            raise TimeoutError(f"no answer within {self._timeout_s:g} seconds")

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a directory may hold, for all engines that share it.
+"""Enforces the cap of a directory across all engines that share it.
 
-The sizes of all files in the directory never add up to more than the cap. One counter
-for all processes lies in a file whose lock one of them holds at a time, for a moment.
-It is never less than the truth: it grows before a file does, and shrinks after files
-were evicted. So a process may be killed at any point.
+The sizes of all files in the directory never exceed the cap. A file holds one counter
+for all processes; they take its lock for a moment to change it. The counter is never
+less than the truth: it grows before files do, and shrinks after files were evicted. So
+a process may be killed at any point.
 
-Nobody waits for a look through all files, which can be millions. To evict, a process
-looks at the next few thousand objects, goes on from there the next time, and removes
-those that were least recently used. A thread counts all files when the counter is lost
-or may be too high, and removes what killed writers left: files with a temporary name
-that nobody has locked. Others write meanwhile. What they create or rename while it
-counts is added to what it saw, so that a file may count twice, but none is missed; and
-nobody but the process that counts evicts.
+There may be millions of files, so no write waits for a scan of all. To evict, a process
+looks at the next few thousand objects, continuing where it stopped the last time, and
+removes the least recently used of them. A thread counts all files when the counter is
+lost or may be too high, and removes files that killed writers left: those with a
+temporary name and no lock. Other processes keep writing during a count. Files that they
+create or rename are added to its result, so that a file may count twice but is never
+missed. Meanwhile only the counting process evicts.
 
-The directory may be emptied or replaced at any time: each who locks the counter sees
-that it is still the file of that name.
+The directory may be emptied or replaced at any time. So after locking the counter, a
+process checks that it is still the file of that name.
 """
 
 import contextlib
@@ -36,11 +36,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 COUNTER = ".usage"
-"""The counter, and the lock of everybody who changes the directory."""
+"""The counter, and the lock for changes of the directory."""
 USERS = ".users"
-"""Locked by all who use the directory, so that one knows that it is alone."""
+"""Locked (shared) by all users of the directory; an exclusive lock shows that there is
+only one."""
 LOOK = ".look"
-"""Locked by the process that counts, and by one that evicts."""
+"""Locked by the process that counts or evicts."""
 OBJECT, TEMPORARY = ".kv", ".tmp"
 
 _NUMBER = struct.Struct("<8sQ")
@@ -49,14 +50,14 @@ _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 _LOW_WATERMARK = 0.9
 _WAIT_S = 2.0
 SAMPLE = 4096
-"""Objects of which the least recently used are evicted."""
+"""Number of objects from which the least recently used are evicted."""
 STEP = 256
-# A process counts again after so many times what it took to count.
+# Least time between counts of a process, as a multiple of the time a count takes.
 _COUNT_PAUSE = 20
 
 
-# The standard library has only the C library's emulation of it, which writes to each
-# block of the file where the file system cannot reserve.
+# The standard library has only the C library's emulation, which writes to each block of
+# the file where the file system cannot reserve space.
 try:
     _fallocate: Any = ctypes.CDLL(None, use_errno=True).fallocate
 except AttributeError:
@@ -70,16 +71,18 @@ class NoSpace(OSError):
 
 
 class Busy(OSError):
-    """There is no room yet: it is being made, or files are being counted."""
+    """There is no room yet: files are being evicted or counted."""
 
 
 class Locked(OSError):
-    """Another process holds the lock of the directory, and does not go on."""
+    """Another process holds the lock of the directory, and does not release it."""
 
 
 def used_bytes(root: Path, most_files: int = 10_000) -> int | None:
-    """What a directory holds, or somewhat more. It need not be in use. None: it has no
-    counter, and too many files to count them now."""
+    """Bytes in a directory, or somewhat more; it need not be in use.
+
+    None if it has no counter, and too many files to count them now.
+    """
     with contextlib.suppress(OSError):
         fd = os.open(root / COUNTER, os.O_RDONLY | _OPEN)
         with os.fdopen(fd, "rb") as file:
@@ -90,21 +93,21 @@ def used_bytes(root: Path, most_files: int = 10_000) -> int | None:
 
 
 class _Count(NamedTuple):
-    """A count of all files that is under way."""
+    """A count of all files in progress."""
 
     used: int
     """The counter when it began."""
     is_lost: bool
-    """There was none. Nothing is known until this count is over."""
+    """There was no counter, so its value is unknown until the count ends."""
 
 
 class Space:
-    """A share in a directory with a cap.
+    """Access to a directory with a cap.
 
     Args:
-        root: The directory, which exists.
+        root: An existing directory.
         max_bytes: The cap.
-        wait_s: How long a write waits for the lock. For room it waits less.
+        wait_s: Seconds that a write waits for the lock; it waits less for room.
 
     Raises:
         OSError: The directory cannot be used.
@@ -113,30 +116,31 @@ class Space:
 
     def __init__(self, root: Path, max_bytes: int, wait_s: float = _WAIT_S) -> None:
         self._root, self._max_bytes, self._wait_s = root, max_bytes, wait_s
-        # Threads share descriptors, and so their locks: they take turns before.
+        # File locks belong to descriptors, which threads share, so threads take this
+        # first.
         self._mutex = threading.Lock()
         self._evicting = threading.Lock()
         self._state = threading.Lock()
         self._evicted_bytes = 0
         self._device: int | None = None
         self._counter = self._users = self._look_lock = -1
-        # Where the last look for objects to evict ended.
+        # Position of the scan for objects to evict.
         self._walk: Iterator[tuple[float, int, str]] | None = None
         self._count: _Count | None = None
         self._evicted_meanwhile = 0
         self._next_count, self._asked_at = 0.0, 0
         self._is_closed = False
         self._open()
-        # Raises where files cannot be locked.
+        # Raises if files cannot be locked.
         if _lock_now(self._counter):
             fcntl.flock(self._counter, fcntl.LOCK_UN)
-        # Nobody waits for it: the counter that an earlier process left is not less
-        # than the truth.
+        # In the background: the counter that an earlier process left is not too low.
         self._look = self._begin(self._join)
 
     def open_root(self) -> int:
-        """A file descriptor of the directory, which may be another one than before. One
-        that was removed is made again, but not in the place of another file system.
+        """A file descriptor of the directory, which may have been replaced.
+
+        A removed directory is made again, unless its file system is no longer mounted.
 
         Raises:
             OSError: It cannot be used.
@@ -154,34 +158,35 @@ class Space:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             os.close(fd)
-            raise PermissionError(errno.EPERM, "it is not its user's alone")
+            raise PermissionError(errno.EPERM, "others can use it too")
         self._device = status.st_dev
         return fd
 
     def close(self) -> None:
-        """Nothing may be called afterwards."""
+        """Release the files. No method may be called afterwards."""
         self._is_closed = True
         self._look.join(self._wait_s)
-        # A thread that hangs keeps its files.
+        # If a thread hangs, its files stay open.
         if self._mutex.acquire(timeout=self._wait_s):
             self._close_files()
 
     def create(
         self, folder: int, subfolders: Sequence[str], size: int
     ) -> tuple[list[tuple[int, str]], OSError | None]:
-        """Make files of `size` bytes each (zeros) under temporary names: as many as
-        possible at once, since others wait for the lock.
+        """Create files of `size` bytes (zeros) under temporary names.
+
+        Creates as many as possible per lock, since other processes wait for it.
 
         Args:
             folder: File descriptor of a folder in the directory.
-            subfolders: For each file one in that folder, made if it is not there.
-            size: What each file has now and must have at the end.
+            subfolders: For each file its subfolder in `folder`, made if missing.
+            size: Bytes of each file, now and at the end.
 
         Returns:
-            For each of the first of them, a file descriptor to write with, which locks
-            the file until it is closed, and the file's name in `folder`. And why there
-            are no more: `NoSpace`, if the cap is reached and nothing can be evicted;
-            `Busy`, if it may be possible in a moment.
+            For the files that were made, in order, a writable file descriptor, which
+            locks the file until it is closed, and the name in `folder`. Then the reason
+            why there are not all: `NoSpace` if the cap is reached and nothing can be
+            evicted, `Busy` if it may succeed soon.
 
         """
         made: list[tuple[int, str]] = []
@@ -202,7 +207,7 @@ class Space:
 
     @contextmanager
     def renaming(self, num_bytes: int) -> Iterator[None]:
-        """Files of so many bytes together are renamed: who counts could miss them."""
+        """Hold the lock to rename files of `num_bytes`, which a count could miss."""
         with self.locked():
             used = self._read()
             if used is not None and self._is_counted():
@@ -210,7 +215,7 @@ class Space:
             yield
 
     def take_evicted_bytes(self) -> int:
-        """Of what was evicted here since the last call."""
+        """Bytes that this object evicted since the last call."""
         with self._state:
             taken, self._evicted_bytes = self._evicted_bytes, 0
         return taken
@@ -219,24 +224,24 @@ class Space:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else changes the directory.
+        """Hold the lock of the directory.
 
         Raises:
-            Locked: Somebody holds the lock for too long.
+            Locked: Another process holds it for too long.
             OSError: The directory cannot be used any more.
 
         """
         until = time.monotonic() + self._wait_s
         if not self._mutex.acquire(timeout=self._wait_s):
-            raise Locked(errno.ETIMEDOUT, "its lock is not to be had")
+            raise Locked(errno.ETIMEDOUT, "its lock is held by another process")
         try:
             self._lock(until)
             try:
                 yield
             finally:
                 if not self._is_current():
-                    # Replaced meanwhile. Who has counted the new one may have missed
-                    # what was done here.
+                    # Replaced meanwhile. A count of the new directory may have missed
+                    # what was done here, so make it count again.
                     with contextlib.suppress(OSError):
                         self._lock(until)
                         os.ftruncate(self._counter, 0)
@@ -245,7 +250,7 @@ class Space:
             self._mutex.release()
 
     def _lock(self, until: float) -> None:
-        """Lock the file that is the counter now."""
+        """Lock the current file of the counter."""
         wait_s = 5e-5
         while True:
             if self._is_closed:
@@ -260,12 +265,12 @@ class Space:
                     raise
                 continue
             if time.monotonic() >= until:
-                raise Locked(errno.ETIMEDOUT, "its lock is not to be had")
+                raise Locked(errno.ETIMEDOUT, "its lock is held by another process")
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, 1e-3)
 
     def _is_current(self) -> bool:
-        """Whether the files of these names are those that are open here."""
+        """Whether the open files are still those of these names."""
         try:
             return all(
                 os.path.samestat(
@@ -277,7 +282,7 @@ class Space:
             return False
 
     def _open(self) -> None:
-        """Open the files that belong to the directory, which may be another one."""
+        """Open the files of the directory, which may have been replaced."""
         root = self.open_root()
         flags = os.O_RDWR | os.O_CREAT | _OPEN
         try:
@@ -309,12 +314,12 @@ class Space:
         os.pwrite(self._counter, _NUMBER.pack(_MAGIC, used), 0)
 
     def _room(self) -> int:
-        """Bytes that may be created; 0: also, that nobody knows."""
+        """Bytes that may be created; 0 also if the counter is lost."""
         used = self._read()
         return 0 if used is None else max(0, self._max_bytes - used)
 
     def _is_counted(self) -> bool:
-        """Whether some process counts."""
+        """Whether any process counts."""
         if self._count is not None:
             return True
         if not _lock_now(self._look_lock):
@@ -326,8 +331,8 @@ class Space:
 
     def _begin(self, work: Callable[[], None]) -> threading.Thread:
         def run() -> None:
-            # The counter stays as it is, and the next one counts. Files may have been
-            # closed meanwhile, which is a ValueError.
+            # After an error the counter stays, and the next user counts. Closed files
+            # raise ValueError.
             with contextlib.suppress(OSError, ValueError):
                 work()
 
@@ -343,7 +348,7 @@ class Space:
             self._count_all()
 
     def _count_all(self) -> None:
-        """Set the counter right, and remove what killed writers left."""
+        """Correct the counter, and remove files that killed writers left."""
         began = time.monotonic()
         with self.locked():
             if self._count is not None or not _lock_now(self._look_lock):
@@ -351,7 +356,7 @@ class Space:
             used = self._read()
             is_lost = used is None
             if used is None:
-                # Who is killed in here leaves it to the next one.
+                # If this process is killed, the next one counts again.
                 used = self._max_bytes
                 self._write(used)
             self._evicted_meanwhile = 0
@@ -378,9 +383,9 @@ class Space:
         seen = 0
         for n, (path, _, size) in enumerate(_files(self._root)):
             if self._is_closed or self._count is not count:
-                raise Busy(errno.EBUSY, "the count is of no use any more")
+                raise Busy(errno.EBUSY, "the count was cancelled")
             if path.endswith(TEMPORARY):
-                # Who makes one locks it before anybody else may look.
+                # Writers lock a file before they release the lock of the directory.
                 with self.locked():
                     if _remove_if_left(path):
                         continue
@@ -414,23 +419,22 @@ class Space:
             if self._has_room(size):
                 return
             if is_more is None:
-                # Another process counts, or nobody knows how much there is.
+                # Another process counts, or the counter is lost.
                 time.sleep(0.01)
             elif not is_more:
-                # Then the counter may be too high.
+                # With nothing to evict, the counter may be too high.
                 if is_counted:
                     raise NoSpace(errno.ENOSPC, "The cap leaves no room.")
                 is_counted = self._counts_room(size) or not self._look.is_alive()
             if time.monotonic() >= until:
-                raise Busy(errno.EBUSY, "room is being made")
+                raise Busy(errno.EBUSY, "files are being evicted")
 
     def _must_count(self) -> bool:
         with self.locked():
             return self._read() is None or time.monotonic() >= self._next_count
 
     def _counts_room(self, size: int) -> bool:
-        """Whether there is room, once all files have been counted. A count that takes
-        long is not waited for."""
+        """Count all files, and return whether there is room. Does not wait for long."""
         with self._state:
             if not self._look.is_alive() and not self._is_closed:
                 self._look = self._begin(self._count_all)
@@ -442,11 +446,11 @@ class Space:
             return self._room() >= size
 
     def _evict_some(self, size: int, until: float) -> bool | None:
-        """Evict those of the next few thousand objects that were least recently used,
-        unless there is room for `size` bytes.
+        """Evict from the next few thousand objects, unless there is room already.
 
         Returns:
-            Whether there may be more to evict. None: it is not this one's turn.
+            Whether there may be more to evict; None if another thread or process
+            evicts.
 
         """
         if not self._evicting.acquire(timeout=max(0.0, until - time.monotonic())):
@@ -471,15 +475,21 @@ class Space:
     def _evict(
         self, objects: Sequence[tuple[float, int, str]], size: int, is_whole: bool
     ) -> int | None:
-        """Evict the first of `objects`: down to the low watermark, or the same part of
-        them if these are not all. Returns how many bytes; None: others count."""
+        """Evict the first of `objects`, down to the low watermark.
+
+        If they are only a sample, evict the same part of them.
+
+        Returns:
+            Bytes evicted; None if another process counts or evicts.
+
+        """
         used, count = self._read(), self._count
         if used is None or (count is not None and count.is_lost):
             return None
         if used + size <= self._max_bytes:
             return 1
         if count is None and not _lock_now(self._look_lock):
-            # Ask who counts.
+            # The new time of the file asks the counting process to evict.
             os.utime(self._look_lock)
             return None
         aim = max(0, min(int(self._max_bytes * _LOW_WATERMARK), self._max_bytes - size))
@@ -496,7 +506,7 @@ class Space:
         if count is None:
             fcntl.flock(self._look_lock, fcntl.LOCK_UN)
         else:
-            # It may not have seen them.
+            # The count may not have seen these files.
             self._evicted_meanwhile += freed
         with self._state:
             self._evicted_bytes += freed
@@ -504,10 +514,10 @@ class Space:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Have the file system find room for a file of `size` bytes, all at once.
+    """Let the file system reserve `size` bytes for a file at once.
 
-    A write that follows takes a fifth less time on ext4. Where it cannot be had, the
-    write finds room as it goes.
+    Writing the file then takes a fifth less time on ext4. Without support, the write
+    reserves as it goes.
 
     Raises:
         OSError: The disk is full.
@@ -520,7 +530,7 @@ def reserve(fd: int, size: int) -> None:
 
 
 def _lock_now(fd: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Whether it could be locked without waiting."""
+    """Try to lock without waiting. Returns False if another process holds the lock."""
     try:
         fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -529,7 +539,7 @@ def _lock_now(fd: int, how: int = fcntl.LOCK_EX) -> bool:
 
 
 def _make(folder: int, subfolder: str, size: int) -> tuple[int, str]:
-    """A new file, locked, and its name."""
+    """Create a new, locked file. Returns its descriptor and name."""
     name = f"{subfolder}/{secrets.token_hex(16)}{TEMPORARY}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
     try:
@@ -548,18 +558,17 @@ def _make(folder: int, subfolder: str, size: int) -> tuple[int, str]:
 
 
 def _number(content: bytes) -> int | None:
-    """The counter, or None if there is none."""
+    """The counter's value, or None if it is invalid."""
     if len(content) != _NUMBER.size or not content.startswith(_MAGIC):
         return None
     return _NUMBER.unpack(content)[1]
 
 
 def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
-    """What lies in a folder. What vanishes meanwhile, or is not ours to look into, is
-    left out.
+    """Entries of a folder; empty if it is missing or unreadable.
 
     Raises:
-        OSError: The disk is in trouble.
+        OSError: The disk failed.
 
     """
     try:
@@ -570,8 +579,10 @@ def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _files(folder: str | Path) -> Iterator[tuple[str, float, int]]:
-    """Path, time of last use and size of all that lies in a folder and its folders.
-    Symbolic links are not followed."""
+    """Path, time of last use and size of all files in a folder, recursively.
+
+    Symbolic links are not followed.
+    """
     for entry in _entries(folder):
         if entry.is_dir(follow_symlinks=False):
             yield from _files(entry.path)
@@ -582,9 +593,11 @@ def _files(folder: str | Path) -> Iterator[tuple[str, float, int]]:
 
 
 def _objects(root: Path) -> Iterator[tuple[float, int, str]]:
-    """Time of last use, size and path of all objects: first those of all namespaces and
-    ranks whose keys begin with one byte, then with another. A part of them is a fair
-    sample, and another one for each process."""
+    """Time of last use, size and path of all objects.
+
+    They come by the first byte of their keys, across all namespaces and ranks,
+    beginning with a random byte. So any part of them is a fair sample.
+    """
     first = random.randrange(256)
     ranks = [rank.path for each in _entries(root) for rank in _entries(each.path)]
     for byte in range(first, first + 256):
@@ -595,9 +608,9 @@ def _objects(root: Path) -> Iterator[tuple[float, int, str]]:
 
 
 def _remove_if_left(path: str) -> bool:
-    """Remove a file with a temporary name, unless its writer lives."""
+    """Remove a file with a temporary name, unless its writer is alive."""
     try:
-        # Where locks are a server's, only who may write locks it for itself.
+        # With server-side locks, an exclusive lock needs a writable descriptor.
         fd = os.open(path, os.O_RDWR | _OPEN | os.O_NONBLOCK)
     except OSError:
         return False

@@ -17,11 +17,11 @@ _Answer = TypeVar("_Answer")
 
 
 class Threads:
-    """Helpers of the threads that call.
+    """Helper threads for callers.
 
     Args:
-        num_threads: That work for one call, the one that calls among them.
-        name: Of the store, for their names.
+        num_threads: Threads that work on one call, including the caller.
+        name: Name of the store, for the names of the threads.
 
     """
 
@@ -35,7 +35,7 @@ class Threads:
         first: Sequence[_A],
         second: Sequence[_B],
     ) -> list[_Answer]:
-        """Answers of `work` for all pairs. Returns when all of it is over."""
+        """Run `work` for all pairs and return the answers, when all have ended."""
         assert len(first) == len(second)
         answers: dict[int, _Answer] = {}
         indices = itertools.count()
@@ -45,14 +45,14 @@ class Threads:
                 answers[i] = work(first[i], second[i])
 
         helpers = []
-        with suppress(RuntimeError):  # This process ends: no help any more.
+        with suppress(RuntimeError):  # The process ends, and has no helpers.
             for _ in range(min(self._num_helpers, len(first) - 1)):
                 helpers.append(self._helpers.submit(take_turns))
         try:
             take_turns()
         finally:
-            # Nothing is left for those that did not begin. The others are not to touch
-            # rows when this has returned, whatever this thread met.
+            # Cancel helpers that did not begin; nothing is left for them. Wait for the
+            # others even after an error: none may touch rows once this has returned.
             begun = [helper for helper in helpers if not helper.cancel()]
             for helper in begun:
                 helper.exception()
@@ -61,11 +61,16 @@ class Threads:
         return [answers[i] for i in range(len(first))]
 
     def begin(self, work: Callable[[], _Answer]) -> Callable[[], _Answer]:
-        """Have a helper do work. What is returned gives the answer, and does the work
-        itself where no helper has begun; it is to be called once."""
+        """Start work on a helper.
+
+        Returns:
+            A function that returns the answer. It does the work itself if no helper has
+            begun it. Call it once.
+
+        """
         try:
             helped = self._helpers.submit(work)
-        except RuntimeError:  # This process ends.
+        except RuntimeError:  # The process ends.
             return work
         return lambda: work() if helped.cancel() else helped.result()
 
@@ -77,8 +82,11 @@ class Threads:
         size: int,
         deadline: float = math.inf,
     ) -> list[bool]:
-        """Answers of `work`, which takes `size` keys at a time. They are no for all
-        that has not begun at the deadline, in seconds of `time.monotonic`."""
+        """Run `work` on batches of `size` keys, and return all answers.
+
+        Batches that have not begun by the deadline, in seconds of `time.monotonic`, are
+        answered with False.
+        """
 
         def in_time(keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
             return [False] * len(keys) if monotonic() > deadline else work(keys, rows)
@@ -92,5 +100,5 @@ class Threads:
         return [answer for batch in answers for answer in batch]
 
     def close(self) -> None:
-        """Nothing may be called afterwards. What hangs is not waited for."""
+        """Release the threads without waiting. No method may be called afterwards."""
         self._helpers.shutdown(wait=False, cancel_futures=True)

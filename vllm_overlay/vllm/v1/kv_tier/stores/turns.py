@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short turns of the threads that run Python.
+"""Faster switching between Python threads while files are read.
 
-A thread that comes back from the system waits for Python's lock, for 5 ms at a time
-(`sys.getswitchinterval`) while another one computes. To open, check, read, compare and
-close a file takes five such calls, and the thread that plans steps and launches kernels
-computes nearly all the time: beside it, files are read a tenth as fast as they could.
+A thread that returns from a system call waits up to 5 ms (`sys.getswitchinterval`) for
+the GIL while another thread computes. Reading a file takes five system calls, and the
+thread that plans and launches steps computes nearly all the time, so reads next to it
+would run at a tenth of their speed.
 """
 
 import sys
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 TURN_S = 1e-4
-"""Seconds."""
+"""Switch interval in seconds."""
 
 # A finalizer may end turns while the same thread is in here.
 _lock = threading.RLock()

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files a model was loaded from, by all of their bytes.
+"""Identifies the files a model was loaded from by all of their bytes.
 
-A merge can change a few tensors, or a few rows of one, in the middle of a file whose
-name, size and header stay: samples of its bytes would take it for the old one, and KV
-of other weights would be served. Files of a hub's cache have the digest of all their
-bytes as their name. Others are read as a whole, once: what came of it is remembered
-with what changes when a file is written to, its inode and its times.
+A merge can change a few tensors in the middle of a file and keep name, size and header,
+so sampling bytes would serve KV of other weights. Files in a hub's cache are named by
+the digest of their bytes. Others are read once; the digest is cached under the file's
+inode, size and times, which change when it is written to.
 
-The ranks load the files; this process reads them afterwards. So it looks at their
-states before the ranks begin (`FileStates`), and refuses what has another one later: it
-would give KV of the old bytes the name of the new ones.
+The ranks load the files, and this process reads them afterwards. So it records their
+states before the ranks begin (`FileStates`), and refuses a file whose state differs
+later: KV of the old bytes would get the name of the new ones.
 """
 
 import hashlib
@@ -48,17 +47,17 @@ _FROM_FOLDER = frozenset(
 _MAX_STATES = 100_000
 _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 64 << 10, 16, 4 << 10
 _CHUNK_BYTES, _NUM_THREADS = 16 << 20, 4
-# So that a file which is written to once more has another time, whatever the clock of
-# its file system is good for.
+# Age from which a file's times are trusted: another write then gives another time even
+# with a coarse file system clock.
 SETTLED_NS = 10 * 10**9
 _MAX_REMEMBERED = 4096
 
 
 class FileStates:
-    """The states of files before ranks loaded them.
+    """States of files before the ranks loaded them.
 
     Args:
-        paths: Files, and folders with all that is in them.
+        paths: Files, and folders with all files in them.
 
     """
 
@@ -66,26 +65,26 @@ class FileStates:
         self._before: dict[Path, str] = {}
         for path in paths:
             for file in [path] if path.is_file() else _tree(path):
-                # What cannot be seen now was not seen, and is refused later.
+                # A file without a recorded state is refused later.
                 with suppress(OSError):
                     self._before[file] = _state(file)
 
     def digests(self, paths: Sequence[Path]) -> list[str]:
-        """Hex digits for the bytes of each file, which are those that were loaded.
+        """Digests in hex of the bytes of each file, as they were loaded.
 
         Raises:
-            ValueError: A file is another one than before.
+            ValueError: A file has changed since.
 
         """
         with suppress(FileNotFoundError):
             found = _digests(paths)
         for path in paths:
-            # After it was read, so that there was no moment for another file.
+            # Checked after reading, so that no change in between is missed.
             if not self._is_as_before(path):
                 raise ValueError(
                     f"{_SETTING}: {path} was written or replaced while the engine "
-                    "loaded it, so KV of its bytes cannot be told from that of others. "
-                    "Start the engine again, and leave its files alone until it runs."
+                    "loaded it, so it is unknown which bytes the engine loaded. Start "
+                    "the engine again, and leave its files alone until it runs."
                 )
         return found
 
@@ -103,22 +102,22 @@ def model_files(
 
     Args:
         model: Upstream's `ModelConfig`.
-        load: How its weights are loaded: upstream's `LoadConfig`.
-        subfolders: That weights were loaded from, too.
+        load: Upstream's `LoadConfig`.
+        subfolders: Subfolders that weights were loaded from too.
 
     Raises:
-        ValueError: They cannot be known. The message has the mend.
+        ValueError: They are unknown. The message has the fix.
 
     """
     load_format = releases.load_format(load)
     if load_format == "dummy":
         raise ValueError(
-            f"{_SETTING} cannot keep KV of random weights (--load-format dummy): the "
-            "next engine has others. Load weights, or remove secondary_tiers."
+            f"{_SETTING} cannot keep KV of random weights (--load-format dummy): they "
+            "differ in each engine. Load weights, or remove secondary_tiers."
         )
     if load_format not in _FROM_FOLDER:
         _check_elsewhere(load_format, load)
-    # What streams from elsewhere has only its configuration here.
+    # When weights stream from elsewhere, only the configuration is here.
     name = releases.weights_name(model)
     folder = model_folder(name, model.revision, load)
     multimodal = model.multimodal_config is not None
@@ -127,16 +126,15 @@ def model_files(
         files += _files_in(folder / subfolder, multimodal)
     if not any(path.suffix in _SUFFIXES for path in files):
         raise ValueError(
-            f"{_SETTING}: {folder} has no weights ({', '.join(_SUFFIXES)}) by which to "
-            f"tell KV of model {name!r} from that of others. Give a directory "
-            "that has them with --model, or remove secondary_tiers."
+            f"{_SETTING}: {folder} has no weights ({', '.join(_SUFFIXES)}) to identify "
+            f"the KV of model {name!r} by. Give a directory that has them with "
+            "--model, or remove secondary_tiers."
         )
     return folder, files
 
 
 def processor_files(model: Any, load: Any) -> list[tuple[Path, list[Path]]]:
-    """Folders and files by which images and sounds become inputs, beyond those of
-    `model_files`."""
+    """Folders and files of image and audio processors beyond `model_files`."""
     if model.multimodal_config is None:
         return []
     names = {model.tokenizer, model.hf_config_path} - {model.model, None}
@@ -149,10 +147,10 @@ def processor_files(model: Any, load: Any) -> list[tuple[Path, list[Path]]]:
 
 
 def model_folder(name: str, revision: str | None, load: Any) -> Path:
-    """Where a model's files are on this machine.
+    """The folder of a model's files on this machine.
 
     Raises:
-        ValueError: They are not.
+        ValueError: They are not on this machine.
 
     """
     if os.path.exists(name):
@@ -168,25 +166,25 @@ def model_folder(name: str, revision: str | None, load: Any) -> Path:
         )
     except Exception as e:
         raise ValueError(
-            f"{_SETTING}: the weights of model {name!r} are not on this machine, so KV "
-            f"cannot be told from that of others ({type(e).__name__}). Download the "
-            "model and give its directory with --model, or remove secondary_tiers."
+            f"{_SETTING}: the weights of model {name!r} are not on this machine "
+            f"({type(e).__name__}), so its KV cannot be identified. Download the model "
+            "and give its directory with --model, or remove secondary_tiers."
         ) from e
 
 
 def _check_elsewhere(load_format: str, load: Any) -> None:
-    """Refuse weights whose bytes are not to be seen here.
+    """Refuse weights whose bytes are not available here.
 
-    A loader that gets files from its settings alone is known by these files
-    (`identity` takes the bytes of each file that a setting names).
+    A loader that gets its files only from settings is allowed: `identity` reads each
+    file that a setting names.
     """
     options = str(load.model_loader_extra_config)
     if load_format == "tensorizer" and "://" not in options and "%" not in options:
         return
     raise ValueError(
         f"{_SETTING}: --load-format {load_format} loads weights from elsewhere than "
-        "the model's directory, so KV cannot be told from that of other weights. Use "
-        "--load-format auto with a directory, or remove secondary_tiers."
+        "the model's directory, so their KV cannot be identified. Use --load-format "
+        "auto with a directory, or remove secondary_tiers."
     )
 
 
@@ -199,7 +197,7 @@ def _files_in(folder: Path, multimodal: bool) -> list[Path]:
 
 
 def _tree(folder: Path) -> Iterator[Path]:
-    """Files of a folder and of those in it, in no order; not for ever."""
+    """Files in a folder, recursively and unordered; at most `_MAX_STATES`."""
     walk = (
         Path(parent, name) for parent, _, names in os.walk(folder) for name in names
     )
@@ -207,8 +205,10 @@ def _tree(folder: Path) -> Iterator[Path]:
 
 
 def _is_only_download(path: Path) -> bool:
-    """Whether a file that was not there before is the one that ranks loaded: downloaded
-    meanwhile, under the digest of its bytes, and no other snapshot has weights."""
+    """Whether a new file is the one that the ranks downloaded and loaded.
+
+    It must be named by the digest of its bytes, and no other snapshot may have weights.
+    """
     if not _is_named_by_its_bytes(path):
         return False
     snapshot = next((p for p in path.parents if p.parent.name == "snapshots"), None)
@@ -223,7 +223,7 @@ def _is_only_download(path: Path) -> bool:
 
 
 def _digests(paths: Sequence[Path]) -> list[str]:
-    """Hex digits for the bytes of each file."""
+    """Digests in hex of the bytes of each file."""
     known, digests = _remembered(), {}
     for path in paths:
         if _is_named_by_its_bytes(path):
@@ -234,10 +234,9 @@ def _digests(paths: Sequence[Path]) -> list[str]:
         begun, begun_ns = time.monotonic(), time.time_ns()
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
             read = dict(zip(unknown, threads.map(_read, unknown)))
-        # What takes a while should say so.
         logger.info(
-            "KV tier: %.1f GB of a model's files were read in %.1f s, to name KV by "
-            "all of their bytes.",
+            "KV tier: read %.1f GB of model files in %.1f s to identify KV by all of "
+            "their bytes.",
             sum(path.stat().st_size for path in unknown) / 1e9,
             time.monotonic() - begun,
         )
@@ -248,7 +247,7 @@ def _digests(paths: Sequence[Path]) -> list[str]:
 
 
 def _is_named_by_its_bytes(path: Path) -> bool:
-    """Whether it links to a file of the hub's cache, whose name is a digest."""
+    """Whether it links to a file in the hub's cache that is named by its digest."""
     blob = path.resolve()
     return blob.parent.name == "blobs" and bool(
         re.fullmatch("[0-9a-f]{40,}", blob.name)
@@ -256,8 +255,10 @@ def _is_named_by_its_bytes(path: Path) -> bool:
 
 
 def _sample(path: Path) -> str:
-    """A digest of a file's name in the hub's cache, and of samples of its bytes, since
-    somebody may have written to it there."""
+    """Digest of a file's name in the hub's cache and of samples of its bytes.
+
+    The samples detect most changes that were made to the file in the cache.
+    """
     digest = hashlib.blake2b(path.resolve().name.encode(), digest_size=16)
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -269,35 +270,37 @@ def _sample(path: Path) -> str:
 
 
 def _read(path: Path) -> tuple[str, str, int]:
-    """A file's state, the digest of its bytes, and when it was last changed, in
-    nanoseconds.
+    """Read a file.
+
+    Returns:
+        Its state, the digest of its bytes, and its last change in nanoseconds.
 
     Raises:
-        ValueError: It changes meanwhile.
+        ValueError: It changed while it was read.
 
     """
     before, status = _state(path), path.stat()
     digest = blake3(max_threads=blake3.AUTO)
     chunk = bytearray(_CHUNK_BYTES)
-    # Not as mapped memory: this process would die if the file became shorter.
+    # Not memory-mapped: if the file became shorter, this process would be killed.
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(chunk):
             digest.update(memoryview(chunk)[:num_bytes])
     if _state(path) != before:
         raise ValueError(
-            f"{_SETTING}: {path} is being written to, so KV of its bytes cannot be "
-            "told from that of others. Start the engine when it is complete."
+            f"{_SETTING}: {path} is being written to, so its KV cannot be identified. "
+            "Start the engine when the file is complete."
         )
     return before, digest.hexdigest(16), max(status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _state(path: Path) -> str:
-    """What is another text when somebody has written to the file."""
+    """A text that changes when the file is written to."""
     s = path.stat()
     return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
 
 
-# ---------------------------------------------------------------------- memory
+# ---------------------------------------------------------------- digest cache
 
 
 def _memory() -> Path:
@@ -305,7 +308,7 @@ def _memory() -> Path:
 
 
 def _remembered() -> dict[str, str]:
-    """Digests by the state of files, as far as our own user wrote them down."""
+    """Cached digests by the state of files, if only this user can write the cache."""
     with suppress(OSError, ValueError):
         fd = os.open(_memory(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
@@ -318,7 +321,7 @@ def _remembered() -> dict[str, str]:
 
 
 def _remember(digests: dict[str, str]) -> None:
-    """Write digests down. Where that fails, they are made again next time."""
+    """Add digests to the cache. If that fails, they are computed again next time."""
     if not digests:
         return
     known = _remembered()
