@@ -97,6 +97,11 @@ class Table(dict[Key, Value]):
 _MANY = 4096
 
 
+def most_with_dropped(limit: int) -> int:
+    """How many keys there are at most where `drop_oldest` keeps `limit`."""
+    return limit + min(_MANY, limit // 16)
+
+
 def drop_oldest(keys: dict[Key, Any], limit: int) -> None:
     """Drop the first of `keys` beyond `limit`, once there are many of them.
 
@@ -104,9 +109,8 @@ def drop_oldest(keys: dict[Key, Any], limit: int) -> None:
     where keys come and go. But its first key is slow to find when many before it have
     left, so that it is looked for seldom.
     """
-    num = len(keys) - limit
-    if num > min(_MANY, limit // 16):
-        for key in list(islice(keys, num)):
+    if len(keys) > most_with_dropped(limit):
+        for key in list(islice(keys, len(keys) - limit)):
             del keys[key]
 
 

@@ -4,7 +4,12 @@
 from collections import OrderedDict
 from collections.abc import Callable
 
-from vllm.v1.kv_tier.eviction.base import EvictionPolicy, Key, drop_oldest
+from vllm.v1.kv_tier.eviction.base import (
+    EvictionPolicy,
+    Key,
+    drop_oldest,
+    most_with_dropped,
+)
 
 
 class Proven(EvictionPolicy):
@@ -37,6 +42,7 @@ class Proven(EvictionPolicy):
         self._proven: OrderedDict[Key, int] = OrderedDict()
         # The same for evicted keys; None for proven keys that LRU evicted.
         self._ghosts: dict[Key, int | None] = {}
+        self._max_ghosts = most_with_dropped(num_slots)
         self._num_insertions = 0
         self._credit = 0.0
 
@@ -92,7 +98,9 @@ class Proven(EvictionPolicy):
 
     def _remember(self, key: Key, used: int | None) -> None:
         self._ghosts[key] = used
-        drop_oldest(self._ghosts, self.num_slots)
+        # For each victim: no call for nothing.
+        if len(self._ghosts) > self._max_ghosts:
+            drop_oldest(self._ghosts, self.num_slots)
 
     def _earn(self, credit: int) -> None:
         most = self._MAX_CREDIT * self.num_slots
