@@ -61,7 +61,7 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
     """4,000 requests of 200 blocks come at once, and the store does not answer."""
     from tests.unit.below import Below, Request
 
-    below = Below(64, 1000)
+    below = Below(64, 1000, max_looks=8_192)
     started()
     below.tier.pool.costs.clock = lambda: 0.0
     below.store.answers.clear()

@@ -227,8 +227,8 @@ class Fetching:
         # Mostly others begin alike, and the last block tells.
         if (
             wait.questions
-            and self.found.get(wanted[-1].key) is not None
-            and None not in (blocks := [self.found.get(each.key) for each in wanted])
+            and self.found.get(wanted[-1][0]) is not None
+            and None not in (blocks := [self.found.get(key) for key, _ in wanted])
         ):
             wait.questions.clear()
             # Other requests have asked for them, and may be aborted.
@@ -280,15 +280,15 @@ class Fetching:
             hashes = hashes_of_blocks(request, self._hash_size, size)
             # A hot path: every block of every prompt.
             missing += [
-                Wanted(BlockHashWithGroupId(key), num_blocks * size)
+                (BlockHashWithGroupId(key), num_blocks * size)
                 for num_blocks, block_hash in enumerate(hashes, 1)
                 if on_host(key := block_hash + suffix) is None  # type: ignore[arg-type]
                 and not on_device(key)  # type: ignore[arg-type]
             ]
         if may_load is not None and (may_be := may_load(request)) is not None:
-            missing = [w for w in missing if may_be(get_block_hash(w.key))]
+            missing = [w for w in missing if may_be(get_block_hash(w[0]))]
         if len(self._layout.block_sizes) > 1:
-            missing.sort(key=lambda wanted: wanted.num_tokens)
+            missing.sort(key=lambda wanted: wanted[1])
         return missing
 
     def _hear(self, request: Request, wait: _Wait) -> None:
@@ -299,17 +299,17 @@ class Fetching:
             del wait.questions[source]
             there = [w for w, is_there in zip(wait.wanted, answer) if is_there]
             self._learns.were_missing(
-                (w.key for w, is_there in zip(wait.wanted, answer) if not is_there),
+                (w[0] for w, is_there in zip(wait.wanted, answer) if not is_there),
                 source.index,
             )
-            for wanted in there:
-                block = self.found.get(wanted.key)
+            for key, num_tokens in there:
+                block = self.found.get(key)
                 if block is None or source.index < block.source.index:
-                    block = self.found.add(StoredBlock(*wanted, source))
+                    block = self.found.add(StoredBlock(key, num_tokens, source))
                 wait.found.append(block)
             if there:
-                num_tokens = there[-1].num_tokens
-                keys = [wanted.key for wanted in there]
+                _, num_tokens = there[-1]
+                keys = [key for key, _ in there]
                 self._learns.was_found(request, keys, num_tokens, source.index)
 
     def _give_up(self, wait: _Wait) -> None:

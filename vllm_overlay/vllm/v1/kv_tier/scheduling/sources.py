@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from statistics import median_high, median_low
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
@@ -19,12 +19,10 @@ from vllm.v1.request import Request
 logger = init_logger(__name__)
 
 
-class Wanted(NamedTuple):
-    """A block that a request lacks."""
-
-    key: BlockHashWithGroupId
-    num_tokens: int
-    """Prefix tokens up to the end of the block."""
+Wanted = tuple[BlockHashWithGroupId, int]
+"""A block that a request lacks: its key, and the prefix tokens up to its end. A plain
+tuple, since Python's garbage collector stops tracking those after one look: thousands
+of requests may wait, with hundreds of blocks each."""
 
 
 class Learns(Protocol):
@@ -144,7 +142,7 @@ class Source:
     def ask(self, wanted: Sequence[Wanted]) -> int:
         """Ask which of these exist. Returns the number of the question."""
         self._asked_at = self._costs.clock()
-        return self._tier.asker.ask(object_keys([each.key for each in wanted]))
+        return self._tier.asker.ask(object_keys([key for key, _ in wanted]))
 
     def take_answer(self, number: int, until: float) -> list[bool] | None:
         """Whether each block of a question exists; None if there is no answer yet."""

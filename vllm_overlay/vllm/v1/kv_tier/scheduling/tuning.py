@@ -127,7 +127,7 @@ class SchedulingTuning:
     """Most requests for which a step asks secondary tiers. For each, keys are made
     while others wait."""
 
-    max_looks: int = 32_768
+    max_looks: int = 8_192
     """Most blocks of prompts that a step looks up for secondary tiers, unless a single
     prompt has more. Running requests wait for some milliseconds."""
 
