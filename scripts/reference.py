@@ -16,8 +16,7 @@ from typing import Any, get_type_hints
 from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig
 from vllm.v1.kv_tier.metrics import METRICS, PREFIX, Metric
 from vllm.v1.kv_tier.options import DEBUG, keys_of
-from vllm.v1.kv_tier.stores.by_name import STORES
-from vllm.v1.kv_tier.stores.settings import StoreConfig, StoreDebug
+from vllm.v1.kv_tier.stores.settings import StoreConfig, StoreDebug, store_types
 
 try:
     from vllm.config.utils import get_attr_docs
@@ -38,7 +37,7 @@ def store_settings() -> str:
     lines = ["| type | key | default | meaning |", "|---|---|---|---|"]
     common = set(keys_of(StoreConfig)) - {"type"}
     lines += [f"| all {row}" for row in _rows(StoreConfig, *common)]
-    for name, store in STORES.items():
+    for name, store in store_types().items():
         rows = _rows(store, *keys_of(StoreConfig))
         lines += [f"| `{name}` {row}" for row in rows]
     return "\n".join(lines)
@@ -53,7 +52,7 @@ def store_debug_settings() -> str:
     """A row for each key of `debug` of an entry of `secondary_tiers`."""
     lines = ["| type | key | default | meaning |", "|---|---|---|---|"]
     lines += [f"| all {row}" for row in _rows(StoreDebug)]
-    for name, store in STORES.items():
+    for name, store in store_types().items():
         rows = _rows(get_type_hints(store)[DEBUG], *keys_of(StoreDebug))
         lines += [f"| `{name}` {row}" for row in rows]
     return "\n".join(lines)

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.kv_tier.config import DebugConfig
 from vllm.v1.kv_tier.options import keys_of
-from vllm.v1.kv_tier.stores.by_name import parse_entry
+from vllm.v1.kv_tier.stores.settings import parse_entry
 
 DEBUG_KEYS = keys_of(DebugConfig)
 

@@ -36,11 +36,7 @@ import torch
 from copy_rate_table import HEADER, Row, bars
 
 from vllm.v1.kv_tier.copying.calibrate import ENGINES, choose_engines
-from vllm.v1.kv_tier.copying.engine import (
-    CopyEngine,
-    CopyEngineUnavailable,
-    Transfer,
-)
+from vllm.v1.kv_tier.copying.engine import CopyEngine, CopyEngineUnavailable, Transfer
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.memory.shared import SharedMemory

@@ -42,8 +42,9 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     maybe_convert_block_hash,
 )
-from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, KVTierLayout, StorePolicy
-from vllm.v1.kv_tier.scheduling.events import TierEvents
+from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, StorePolicy
+from vllm.v1.kv_tier.layout import KVTierLayout
+from vllm.v1.kv_tier.scheduler.events import TierEvents
 from vllm.v1.request import RequestStatus
 
 NUM_BLOCKS = 16_384
@@ -95,13 +96,13 @@ class Slots:
 
     num_forgotten = 0
 
-    def filled(self, slot: object) -> None:
+    def on_filled(self, slot: object) -> None:
         pass
 
-    def loaded(self, slots: object) -> None:
+    def on_loaded(self, slots: object) -> None:
         pass
 
-    def forgotten(self, slot: object) -> None:
+    def on_forgotten(self, slot: object) -> None:
         self.num_forgotten += 1
 
 
@@ -159,7 +160,7 @@ def _word(rng: random.Random) -> int:
 
 def bytes_kept(events: TierEvents) -> int:
     """Memory of what is kept for events; nobody else has these keys."""
-    kept = [events._descriptions, events._touched, *events._told.values()]
+    kept = [events._descriptions, events._touched, *events._published.values()]
     parts = [*events._descriptions.keys(), *events._descriptions.values()]
     return sum(map(sys.getsizeof, kept + parts))
 
@@ -196,7 +197,7 @@ def run(num_slots: int, store_policy: StorePolicy) -> dict[str, object]:
         scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     scheduler.add_request(make_request("last", [1] * 2 * BLOCK_SIZE, 1))
     timed_step(scheduler)
-    host = {key for slot in pool.host.filled() for key in slot.keys}
+    host = {key for slot in pool.host.filled_slots() for key in slot.keys}
     told = traffic.follower.held("CPU")
     assert told == Counter(
         (get_group_id(k), maybe_convert_block_hash(get_block_hash(k))) for k in host

@@ -19,7 +19,8 @@ from scheduler_step import WINDOW
 
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, KVTierLayout, StorePolicy
+from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, StorePolicy
+from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -225,14 +226,14 @@ def _tier_layout(setup: Setup) -> KVTierLayout | None:
     )
     if not setup.has_store:
         return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES)
-    from vllm.v1.kv_tier.scheduling.asking import Asker
-    from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
+    from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
+    from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
 
     tier = SecondaryTier(
         name="empty",
         label="empty",
         locality="LOCAL",
-        asker=Asker(lambda keys: [False] * len(keys)),
+        lookup=AsyncLookup(lambda keys: [False] * len(keys)),
         store_from_use=2,
         # It is asked in each step, however long one takes on a busy machine.
         deadline_s=600.0,

@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
-from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING
+from vllm.v1.kv_tier.gil import fast_switching
 from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.stores.turns import short_turns
+from vllm.v1.kv_tier.tuning import DEFAULT_TUNING
 
 BUSY_BAR = 2.0
 """Rate of reading with short turns, in that with the usual ones."""
@@ -51,7 +51,7 @@ def measure_busy(
         "usual turns": nullcontext,
     }
     if not store.is_apart:
-        turns["short turns"] = short_turns
+        turns["short turns"] = fast_switching
     gets: list[float] = []
     for name, take in turns.items():
         keys = new_keys(out)
@@ -142,7 +142,7 @@ class Writer:
 
     def _write(self) -> float:
         begun, gb = time.perf_counter(), 0.0
-        with nullcontext() if self._store.is_apart else short_turns():
+        with nullcontext() if self._store.is_apart else fast_switching():
             while not self._ends.is_set():
                 keys = new_keys(self._out)
                 self._store.put(keys, self._out)

@@ -44,9 +44,9 @@ from store_busy import Rows, measure_busy, new_keys
 
 from vllm.v1.kv_tier.memory.shared import SharedMemory
 from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
-from vllm.v1.kv_tier.stores.by_name import parse_entry
+from vllm.v1.kv_tier.stores.disk_quota import COUNTER
 from vllm.v1.kv_tier.stores.format import CHECKSUMS
-from vllm.v1.kv_tier.stores.space import COUNTER
+from vllm.v1.kv_tier.stores.settings import parse_entry
 
 BARS = {"fs": {"put": 0.8, "get": 0.9}, "mooncake": {"put": 0.95, "get": 0.95}}
 """Of the plain rate."""

@@ -36,7 +36,8 @@ from timed_costs import Costs, Ends
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, KVTierLayout, StorePolicy
+from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, StorePolicy
+from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.plan import CopyTime, StepPlan, StepReport, Times
 from vllm.v1.outputs import ModelRunnerOutput
 

@@ -20,10 +20,10 @@ from time import thread_time
 from typing import Any
 from weakref import ref
 
-from tests.unit.test_releasing import Turn
+from tests.unit.test_conversations import Turn
 from tests.unit.tier import Tier
 from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.kv_tier.scheduling.releasing import KEYS_PER_STEP, owner_of
+from vllm.v1.kv_tier.hints.tracker import KEYS_PER_STEP, owner_of
 
 Steps = Iterator[bool]
 SITUATIONS: dict[str, Callable[[int], Steps]] = {}
@@ -110,12 +110,12 @@ def store(tier: Tier, first: int, num: int = STORES) -> None:
 def release_of_all_slots(num_slots: int) -> Steps:
     """One client says that the conversation that filled every slot is over."""
     tier = full_tier(num_slots)
-    releasing = tier.pool.releasing
+    releasing = tier.pool.conversations
     for i in range(num_slots):
-        releasing._owners.computed(key_of(i), owner_of("agent", None))
+        releasing._sole_users.record_computed(key_of(i), owner_of("agent", None))
     tier.idle()
     yield True
-    told = releasing.hear("agent", None)
+    told = releasing.end_conversation("agent", None)
     assert told["released_blocks"] == num_slots
     for step in range(num_slots // KEYS_PER_STEP + 2):
         yield True
@@ -151,10 +151,12 @@ def oldest_are_written_below(num_slots: int) -> Steps:
 def retained(num_slots: int, ttl: float, priority: int = 75) -> Tier:
     """A tier in whose slots everything is retained for some time."""
     tier = full_tier(num_slots)
-    hinted = tier.pool.retaining._wrap()
+    hinted = tier.pool.retention._wrap()
     for i in range(num_slots):
-        tier.pool.retaining.said.tell(key_of(i), priority, tier.now + ttl + i % 7, "t")
-        hinted.changed(key_of(i))
+        tier.pool.retention.key_hints.update(
+            key_of(i), priority, tier.now + ttl + i % 7, "t"
+        )
+        hinted.update(key_of(i))
     return tier
 
 
@@ -167,7 +169,7 @@ def all_is_retained(num_slots: int) -> Steps:
         tier.now += 0.01
         for i in range(first, first + STORES):
             until = tier.now + 300 + i % 7
-            tier.pool.retaining.said.tell(key_of(i), 75, until, "t")
+            tier.pool.retention.key_hints.update(key_of(i), 75, until, "t")
         yield True
         store(tier, first)
 
@@ -176,15 +178,15 @@ def all_is_retained(num_slots: int) -> Steps:
 def retained_expires_at_once(num_slots: int) -> Steps:
     """What was retained expires in a quiet time, some of it after it was used."""
     tier = retained(num_slots, 300.0)
-    host, said = tier.pool.host, tier.pool.retaining.said
+    host, said = tier.pool.host, tier.pool.retention.key_hints
     first = num_slots
-    while len(tier.pool.retaining.hinted.kept) < num_slots // 3:  # type: ignore[union-attr]
+    while len(tier.pool.retention.hinted.kept) < num_slots // 3:  # type: ignore[union-attr]
         store(tier, first)
         first += STORES
     # Half of it is said again, and stays.
     for i in range(0, num_slots, 2):
         if host.get(key_of(i)):
-            said.tell(key_of(i), 75, tier.now + 10_000, "t")
+            said.update(key_of(i), 75, tier.now + 10_000, "t")
     tier.now += 1000
     for _ in range(60):
         yield True
@@ -250,16 +252,16 @@ def end_of_a_long_prompt_that_goes_first(num_slots: int) -> Steps:
     tier.begin()
     tier.pool.is_loading(turn, False)
     for i in range(62_500):
-        tier.pool.retaining.said.tell(key_of(i), 1, tenant="t")
+        tier.pool.retention.key_hints.update(key_of(i), 1, tenant="t")
     lows = {key_of(i): 1 for i in range(62_500)}
-    tier.pool.retaining._low["1"] = lows
-    releasing = tier.pool.releasing
+    tier.pool.retention._low["1"] = lows
+    releasing = tier.pool.conversations
     speaker = releasing.follow(turn)
     assert speaker is not None
     releasing._last["1"] = ref(turn), speaker
     tier.end()
     turn.has_ended = True
-    releasing.freed([])
+    releasing.record_freed([])
     for _ in range(40):
         yield True
         tier.idle()

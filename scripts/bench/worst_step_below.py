@@ -36,7 +36,7 @@ def prompt_without_room(num_slots: int) -> Steps:
         tier.host.insert(
             (make_block_hash_with_group_id(_hash(i), 0),),
             i * BLOCK,
-            tier.pool._draft.seq,
+            tier.pool._builder.seq,
         )
         for i in range(num_blocks)
     ]
@@ -121,12 +121,12 @@ def all_writes_end_at_once(num_slots: int) -> Steps:
         below.tier.begin()
         for j in range(i, i + 1000):
             key = make_block_hash_with_group_id(_hash(j), 0)
-            below.pool.host.insert((key,), 32, below.pool._draft.seq)
+            below.pool.host.insert((key,), 32, below.pool._builder.seq)
         jobs += below.tier.end().secondary
     while sum(len(job.slots) for job in jobs) < num_blocks:
         jobs += below.jobs(below.plans(1))
     yield from _all_end(below, jobs)
-    assert not below.backing.spillers[0].num_writing  # type: ignore[union-attr]
+    assert not below.backing.writers[0].num_writing  # type: ignore[union-attr]
 
 
 def _all_end(below: Any, jobs: Sequence[SecondaryJob]) -> Steps:
@@ -153,14 +153,14 @@ def all_slots_are_due(num_slots: int) -> Steps:
         below.tier.begin()
         for i in range(first, first + 2000):
             key = make_block_hash_with_group_id(_hash(i), 0)
-            below.pool.host.insert((key,), 32, below.pool._draft.seq)
+            below.pool.host.insert((key,), 32, below.pool._builder.seq)
         below.tier.end()
     for i in range(60):
         yield True
         below.tier.begin()
         # A victim passes over what is being written.
         key = make_block_hash_with_group_id(_hash(-1 - i), 0)
-        below.pool.host.insert((key,), 32, below.pool._draft.seq)
+        below.pool.host.insert((key,), 32, below.pool._builder.seq)
         below.tier.end()
 
 
@@ -173,7 +173,7 @@ def late_replay_of_all_keys(num_slots: int) -> Steps:
     started()
     tier.compute(request(range(BLOCK * num_slots)))
     tier.pool.take_events()
-    tier.pool.events.tell_all_anew()
+    tier.pool.events.republish_all()
     for _ in range(num_slots // 2048 + 10):
         yield True
         tier.pool.begin_step()
@@ -195,7 +195,7 @@ def idle_device_is_given_back(num_slots: int) -> Steps:
     while tier.elastic.is_busy and len(tier.elastic.unmapped) < num_slots // 8 - 1:
         yield True
         plan = tier.run_idle()
-        if plan.tell_end:
+        if plan.report_end:
             tier.tell(plan)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.rank.copier import Copier
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.worker.copies import Copier
+from vllm.v1.kv_tier.worker.host_tier import HostTier
 
 from .spans import SPANS
 

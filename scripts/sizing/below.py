@@ -12,8 +12,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult
-from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier, layout
+from vllm.v1.kv_tier.scheduler.secondary.jobs import secondary_layout
 from vllm.v1.kv_tier.stats import SecondaryStats
 from vllm.v1.kv_tier.stores.fs import FsDebug
 
@@ -48,7 +49,9 @@ class Below:
             self.store_from_use,
             self.deadline_s,
         )
-        return layout([tier], 1, [block_size], num_slots, block_bytes, block_size)
+        return secondary_layout(
+            [tier], 1, [block_size], num_slots, block_bytes, block_size
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class SimulatedStore:
         del self._answers[number]
         return answer
 
-    def has(self, keys: Sequence[bytes]) -> None:
+    def mark_present(self, keys: Sequence[bytes]) -> None:
         """Nothing is remembered of earlier answers."""
 
     # -------------------------------------------------------- as a rank sees it

@@ -22,12 +22,13 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, KVTierLayout, StorePolicy
+from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, StorePolicy
+from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
 from vllm.v1.kv_tier.pool import make_block_pool
-from vllm.v1.kv_tier.scheduling.fetching import StoredBlock
-from vllm.v1.kv_tier.scheduling.slots import HostSlot
-from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.scheduler.secondary.reader import SecondaryBlock
+from vllm.v1.kv_tier.scheduler.slots import HostSlot
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 from .below import Below, SimulatedStore, Traffic
 from .flood import HINTS as FLOOD_HINTS
@@ -273,7 +274,7 @@ class Replay:
         # What upstream counts: slots and free blocks of the hit are blocks to take.
         held = sum(block.ref_cnt > 0 for block in hits)
         if request.num_blocks - held > pool.get_num_free_blocks():
-            if any(type(block) is StoredBlock for block in hits):
+            if any(type(block) is SecondaryBlock for block in hits):
                 pool.load_ahead(self._managers, (hits,), len(hits) * size)
             return False
         slots = [block for block in hits if type(block) is HostSlot]

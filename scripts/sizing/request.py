@@ -4,7 +4,7 @@
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
-from vllm.v1.kv_tier.hints import KEY as HINTS
+from vllm.v1.kv_tier.hints.schema import KEY as HINTS
 from vllm.v1.request import RequestStatus
 
 from .trace import Call

@@ -236,15 +236,15 @@ class Engine:
 
     def slots(self) -> list[Any]:
         """Filled host slots."""
-        return self.pool.host.filled()
+        return self.pool.host.filled_slots()
 
     def oldest_slot(self) -> int:
         """The host slot that was filled first."""
-        return min(self.pool.host.filled(), key=lambda slot: slot.store_seq).index
+        return min(self.pool.host.filled_slots(), key=lambda slot: slot.store_seq).index
 
     def slots_of(self, group: int) -> set[int]:
         """Host slots with blocks of a KV cache group."""
-        slots = self.pool.host.filled()
+        slots = self.pool.host.filled_slots()
         return {s.index for s in slots if get_group_id(s.keys[0]) == group}
 
     def on_ranks(self, function: Callable[..., Any], *args: Any) -> list[Any]:

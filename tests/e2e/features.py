@@ -13,7 +13,7 @@ from PIL import Image
 
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
-from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
+from vllm.v1.kv_tier.block_keys import AdapterLoads, set_adapter_loads
 
 from .engine import Answer, Engine
 from .harm import spoil_first_load, stop_spoiling

@@ -82,7 +82,7 @@ def refused_loads(engine: Engine) -> Iterator[dict[str, Any]]:
             found["log"].append(self.format(record))
 
     handler = Keep()
-    logger = logging.getLogger("vllm.v1.kv_tier.rank.copier")
+    logger = logging.getLogger("vllm.v1.kv_tier.worker.copies")
     logger.addHandler(handler)
     engine.pool.apply_report = count
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm.v1.kv_tier import device_memory
+from vllm.v1.kv_tier.elastic import device_memory
 from vllm.v1.kv_tier.memory.pages import anonymous, discard
 
 from .engine import Engine

@@ -105,7 +105,7 @@ def meet(engine: Engine) -> dict[str, Any]:
         fill_device(engine, seed=990)
         if all(engine.on_ranks(checks_slots)):
             # What is spoilt behind the check is not what it is for.
-            filled = sorted(slot.index for slot in engine.pool.host.filled())
+            filled = sorted(slot.index for slot in engine.pool.host.filled_slots())
             num_spoilt = engine.on_ranks(spoil_slots, filled)
             spoilt = requests.ask("plain")
         else:

@@ -26,7 +26,7 @@ class SpoilSlots:
     def _spoil(self) -> None:
         """Whole numbers at a time: anything else can make NaNs, which would stay in the
         device block and harm whoever has it next."""
-        from vllm.v1.kv_tier.worker import HostTier
+        from vllm.v1.kv_tier.worker.host_tier import HostTier
 
         # Engines that run their worker themselves freeze what they have made, and the
         # collector lists nothing that is frozen.

@@ -8,8 +8,8 @@ import pytest
 
 from demo.recorder import _record, _Spans
 from page.demo import busiest
-from vllm.v1.kv_tier.rank.copier import Copier
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.worker.copies import Copier
+from vllm.v1.kv_tier.worker.host_tier import HostTier
 
 from ..unit.rank import Rank, output, same
 

@@ -74,7 +74,7 @@ def text_of(node: ast.AST, names: dict[str, str]) -> str:
 
 
 def module_of(path: Path) -> str:
-    """`rank.timing` for rank/timing.py."""
+    """`worker.streams` for worker/streams.py."""
     return ".".join(path.relative_to(OVERLAY).with_suffix("").parts)
 
 
@@ -142,7 +142,8 @@ def test_every_message_is_in_troubleshooting(path: Path) -> None:
 
 
 def test_messages_are_found_with_what_their_names_stand_for() -> None:
-    found = list(messages(OVERLAY / "config.py"))
+    modules = OVERLAY / "config.py", OVERLAY / "compatibility.py"
+    found = [message for path in modules for message in messages(path)]
     assert len(found) > 10
     unknown = "--kv-offloading-config: … (value …) was removed. …"
     assert unknown in found

@@ -21,14 +21,14 @@ WRAPPED = {
     "vllm.v1.executor.multiproc_executor.MultiprocExecutor": ("execute_model",),
     "vllm.v1.executor.uniproc_executor.UniProcExecutor": ("execute_model",),
     "vllm.v1.worker.worker_base.WorkerWrapperBase": ("execute_model",),
-    "vllm.v1.kv_tier.rank.copier.Copier": ("store", "clean", "load", "load_ahead"),
-    "vllm.v1.kv_tier.scheduling.block_pool.TieredBlockPool": (
+    "vllm.v1.kv_tier.worker.copies.Copier": ("store", "clean", "load", "load_ahead"),
+    "vllm.v1.kv_tier.scheduler.block_pool.TieredBlockPool": (
         *("take_plan", "apply_report"),
     ),
-    "vllm.v1.kv_tier.scheduling.waiting.WaitingRoom": (
+    "vllm.v1.kv_tier.scheduler.load_admission.LoadAdmission": (
         *("decide", "begin_wait", "admitted"),
     ),
-    "vllm.v1.kv_tier.worker.HostTier": ("begin_step",),
+    "vllm.v1.kv_tier.worker.host_tier.HostTier": ("begin_step",),
 }
 
 

@@ -6,10 +6,10 @@ from random import Random
 from typing import Any
 
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
-from vllm.v1.kv_tier.rank.report import ReportDraft
-from vllm.v1.kv_tier.rank.secondary import SlotMover
-from vllm.v1.kv_tier.rank.slots import RankSlots
 from vllm.v1.kv_tier.stores.base import BlockStore
+from vllm.v1.kv_tier.worker.report import StepReportBuilder
+from vllm.v1.kv_tier.worker.secondary import SlotMover
+from vllm.v1.kv_tier.worker.slots import RankSlots
 
 from .content import GARBAGE
 
@@ -59,7 +59,7 @@ class Objects:
                 del self.objects[key]
         return answer
 
-    def has(self, keys: Sequence[bytes]) -> None:
+    def mark_present(self, keys: Sequence[bytes]) -> None:
         """Nothing is remembered of earlier answers."""
 
 
@@ -158,9 +158,11 @@ class Below:
         ]
 
     def launches(self, is_launching: bool) -> None:
-        """As `SecondaryIO.launches`. When anything is written is drawn."""
+        """As `SecondaryIO.set_launching`. When anything is written is drawn."""
 
-    def run(self, have_ended: Callable[[int, int], bool], report: ReportDraft) -> None:
+    def run(
+        self, have_ended: Callable[[int, int], bool], report: StepReportBuilder
+    ) -> None:
         """Carry out the jobs whose time has come."""
         waiting, self._jobs = self._jobs, []
         for due, rank, job in waiting:
@@ -171,7 +173,7 @@ class Below:
             if due <= self._clock.now and may_begin:
                 result = self._move(rank, job)
                 if not is_told:
-                    report.secondary_ended(result)
+                    report.record_job(result)
                 continue
             self._jobs.append((due, rank, job))
             if self.tells_early and may_begin and not is_told:
@@ -181,7 +183,7 @@ class Below:
                 elif rank == 0:
                     self._slots.end_fetch(job.slots, [])
                 done = [False] * len(job.slots)
-                report.secondary_ended(SecondaryResult(job.number, done, 1.0))
+                report.record_job(SecondaryResult(job.number, done, 1.0))
 
     def _move(self, rank: int, job: SecondaryJob) -> SecondaryResult:
         if rank == 0:

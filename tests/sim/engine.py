@@ -10,7 +10,7 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-from vllm.v1.kv_tier.adapters import note_adapter_unload
+from vllm.v1.kv_tier.block_keys import note_adapter_unload
 from vllm.v1.kv_tier.pool import ElasticBlockPool
 from vllm.v1.request import Request, RequestStatus
 
@@ -316,12 +316,12 @@ class Engine:
             "load": plan.load_slots or plan.ahead_slots,
             "compute": step.output.num_scheduled_tokens,
         }
-        events["released"] += bool(self._pool.storer.released)
-        hinted = self._pool.retaining.hinted
+        events["released"] += bool(self._pool.host_writer.released)
+        hinted = self._pool.retention.hinted
         events["retained"] += hinted is not None and bool(hinted.kept)
         shares = {} if hinted is None else hinted.shares
         events["of tenants"] += any(share.resident for share in shares.values())
-        events["forbidden"] += bool(self._pool.storer.forbidden)
+        events["forbidden"] += bool(self._pool.host_writer.forbidden)
         events["failed"] += bool(step.fail and copies[step.fail])
 
     def _process_oldest(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from vllm.v1.kv_tier.eviction.hinted import Hinted
-from vllm.v1.kv_tier.scheduling.releasing import Releasing
+from vllm.v1.kv_tier.hints.tracker import ConversationTracker
 
 from .content import Violation
 
@@ -18,7 +18,7 @@ class WatchedHints:
 
     """
 
-    def __init__(self, releasing: Releasing) -> None:
+    def __init__(self, releasing: ConversationTracker) -> None:
         self._releasing = releasing
         self._watched: Hinted | None = None
         # By key, for blocks that one conversation has computed: who has used it since.
@@ -27,11 +27,11 @@ class WatchedHints:
 
     def _watch_uses(self) -> None:
         releasing, users = self._releasing, self._users
-        computed, hit = releasing._owners.computed, releasing.hit
+        computed, hit = releasing._sole_users.record_computed, releasing.record_hit
         put_first = releasing._put_first
 
         def watched_computed(key: Hashable, owner: Hashable) -> None:
-            if key not in releasing._owners:
+            if key not in releasing._sole_users:
                 # Of too many owners the oldest are forgotten.
                 users.pop(key, None)
             computed(key, owner)
@@ -40,7 +40,7 @@ class WatchedHints:
 
         def watched_hit(request: Any, groups: Any, managers: Any) -> None:
             hit(request, groups, managers)
-            speaks = releasing.speaks(request)
+            speaks = releasing.has_hints(request)
             speaker = releasing.follow(request) if speaks else None
             user = None if speaker is None else speaker.owner
             for block in (block for group in groups for block in group):
@@ -55,11 +55,11 @@ class WatchedHints:
             put_first(owner, keys)
             # What its requests still use is the conversation's until they end.
             for key in keys:
-                if key not in releasing._owners:
+                if key not in releasing._sole_users:
                     del users[key]
 
-        releasing._owners.computed = watched_computed  # type: ignore[method-assign]
-        releasing.hit = watched_hit  # type: ignore[method-assign]
+        releasing._sole_users.record_computed = watched_computed  # type: ignore[method-assign]
+        releasing.record_hit = watched_hit  # type: ignore[method-assign]
         releasing._put_first = watched_put_first  # type: ignore[method-assign]
 
     def _begin_anew(self, key: Hashable) -> None:
@@ -85,5 +85,5 @@ class WatchedHints:
 
     def _has_expired(self, key: Hashable) -> bool:
         assert self._watched is not None
-        about = self._watched._said.about(key)
-        return about is not None and about.until <= self._watched._said.clock()
+        about = self._watched._hints.about(key)
+        return about is not None and about.until <= self._watched._hints.clock()

@@ -39,7 +39,7 @@ class Invariants:
         self._pool: TieredBlockPool = coordinator.block_pool
         self._managers: Any = coordinator.single_type_managers
         self._layout = layout
-        self._hints = WatchedHints(self._pool.releasing)
+        self._hints = WatchedHints(self._pool.conversations)
         # What a hash covers: (values by group, number of tokens).
         self._prefixes: dict[BlockHash, tuple[list[list[int]], int]] = {}
         # How a block with a key must begin.
@@ -114,12 +114,12 @@ class Invariants:
 
     def _check_slots(self) -> None:
         host = self._pool.host
-        filled = {slot.index for slot in host.filled()}
+        filled = {slot.index for slot in host.filled_slots()}
         free = [*host._free, *host._free_after_plan]
         below = [*host._free_after_hold, *host._reserved]
         if sorted([*filled, *free, *below]) != list(range(host.num_slots)):
             raise Violation("slots", f"filled: {filled}, free: {free}, below: {below}")
-        keys = [(key, slot.index) for slot in host.filled() for key in slot.keys]
+        keys = [(key, slot.index) for slot in host.filled_slots() for key in slot.keys]
         table = [(key, slot.index) for key, slot in host._slots.items()]
         if sorted(keys) != sorted(table):
             raise Violation("slots", f"slots have {keys}, the table {table}")
@@ -147,7 +147,7 @@ class Invariants:
     def check_released(self) -> None:
         """What makes room first is there, and nobody uses it."""
         pool = self._pool
-        for block_id in pool.storer.released:
+        for block_id in pool.host_writer.released:
             if pool.blocks[block_id].ref_cnt:
                 raise Violation("released", f"{pool.blocks[block_id]} is in use")
         if gone := pool.host._released.keys() - pool.host._slots.keys():
@@ -156,11 +156,11 @@ class Invariants:
     def check_hints(self) -> None:
         """What hints and quotas keep is there, no more than may be, and not for
         longer."""
-        if (hinted := self._pool.retaining.hinted) is None:
+        if (hinted := self._pool.retention.hinted) is None:
             return
         self._hints.watch(hinted)
         host = self._pool.host
-        ordered = {s.keys[0] for s in host.filled()} - host._aside.keys()
+        ordered = {s.keys[0] for s in host.filled_slots()} - host._aside.keys()
         ordered -= host._passed.keys() | host._next.keys()
         shares = hinted.shares.values()
         known = {key for share in shares for key in (*share.resident, *share.kept)}
@@ -181,7 +181,7 @@ class Invariants:
         resident = [*self._pool.host._passed, *self._pool.host._next]
         while (key := evict(policy, lambda key: False)) is not None:
             resident.append(key)
-        primary = [slot.keys[0] for slot in self._pool.host.filled()]
+        primary = [slot.keys[0] for slot in self._pool.host.filled_slots()]
         if sorted(resident) != sorted(primary):  # type: ignore[type-var]
             raise Violation("slots", f"slots: {primary}, policy: {resident}")
 
@@ -201,7 +201,7 @@ class Invariants:
                 for key in self._keys(block):
                     self._compare("device", block, key, worker.device[block.block_id])
         host = self._pool.host
-        for slot in host.filled():
+        for slot in host.filled_slots():
             if slot.index not in unreported:
                 for key in slot.keys:
                     self._compare("host", slot, key, worker.host[slot.index])

@@ -5,12 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
-from vllm.v1.kv_tier.scheduling.pages import (
-    ElasticLayout,
-    PageMapper,
-    RankPages,
-    UnmapBlocks,
-)
+from vllm.v1.kv_tier.elastic.pages import RankPages
+from vllm.v1.kv_tier.layout import ElasticLayout, PageMapper, UnmapBlocks
 
 from .content import EMPTY, Violation
 from .layouts import Layout

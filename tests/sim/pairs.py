@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from tests.pairs.features import CODES, Pair
-from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
+from vllm.v1.kv_tier.block_keys import AdapterLoads, set_adapter_loads
 from vllm.v1.request import Request
 
 from . import upstream

@@ -12,8 +12,8 @@ import torch
 from vllm.v1.kv_tier.memory.buffer import HostBuffer
 from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.memory.shared import SharedMemory
-from vllm.v1.kv_tier.rank.sharing import SharedSlots
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.worker.host_tier import HostTier
+from vllm.v1.kv_tier.worker.sharing import SharedSlots
 
 from . import upstream
 from .content import Violation

@@ -17,10 +17,14 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, KVTierLayout
-from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
-from vllm.v1.kv_tier.scheduling.pages import ElasticLayout
-from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig
+from vllm.v1.kv_tier.layout import (
+    ElasticLayout,
+    KVTierLayout,
+    SecondaryLayout,
+    SecondaryTier,
+)
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.structured_output import StructuredOutputManager
 
 from ..names import init_none_hash, sha256
@@ -147,7 +151,7 @@ def _secondary(layout: Layout, below: Below, max_known: int) -> SecondaryLayout:
                 name="simulated",
                 label=f"simulated-{i}",
                 locality=("LOCAL", "REMOTE")[i],
-                asker=objects,
+                lookup=objects,
                 store_from_use=1,
                 deadline_s=6.0 - 3.0 * i,
             )

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from vllm.v1.kv_tier.policy import POLICIES
-from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 from .content import VOCAB
 from .engine import Engine

@@ -17,7 +17,8 @@ from bench.scheduler_setup import (
     sampled,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.config import KVTierConfig
+from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.pool import TieredBlockPool
 from vllm.v1.request import Request

@@ -16,9 +16,9 @@ from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.plan import PrefillTime, StepPlan, Times
-from vllm.v1.kv_tier.rank.copy_order import Copies, CopyOrder
-from vllm.v1.kv_tier.rank.streams import CudaStreams
-from vllm.v1.kv_tier.rank.tuning import RankTuning
+from vllm.v1.kv_tier.tuning import RankTuning
+from vllm.v1.kv_tier.worker.copies import Copies, CopyOrder
+from vllm.v1.kv_tier.worker.streams import CudaStreams
 
 from .content import GARBAGE, Violation
 from .fake_cuda import pause

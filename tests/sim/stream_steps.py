@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.rank.copy_order import Copies, Copy
-from vllm.v1.kv_tier.rank.copy_thread import Done
-from vllm.v1.kv_tier.rank.layers import LayerWaits
-from vllm.v1.kv_tier.rank.streams import CudaStreams
-from vllm.v1.kv_tier.rank.tuning import RankTuning
+from vllm.v1.kv_tier.tuning import RankTuning
+from vllm.v1.kv_tier.worker.copies import Copies, Copy
+from vllm.v1.kv_tier.worker.layers import LayerWaits
+from vllm.v1.kv_tier.worker.streams import CudaStreams, Done
 
 from .fake_cuda import FakeCuda
 from .stream_play import collect_fast as collect_fast

@@ -21,12 +21,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier.copying.calibrate import CopyEngines
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.rank.copy_order import Copy
-from vllm.v1.kv_tier.rank.layers import LayerWaits
-from vllm.v1.kv_tier.rank.slots import RankSlots
-from vllm.v1.kv_tier.rank.streams import CudaStreams
-from vllm.v1.kv_tier.rank.tuning import RankTuning
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.tuning import RankTuning
+from vllm.v1.kv_tier.worker.copies import Copy
+from vllm.v1.kv_tier.worker.host_tier import HostTier
+from vllm.v1.kv_tier.worker.layers import LayerWaits
+from vllm.v1.kv_tier.worker.slots import RankSlots
+from vllm.v1.kv_tier.worker.streams import CudaStreams
 
 from . import upstream
 from .below import Below

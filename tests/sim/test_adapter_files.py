@@ -10,7 +10,7 @@ import pytest
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
+from vllm.v1.kv_tier.block_keys import AdapterLoads, set_adapter_loads
 
 from . import engine as sim
 from .engine import Engine
@@ -45,7 +45,7 @@ def engine_with_files() -> Engine:
 def found(engine: Engine, hashes: list[BlockHash]) -> int:
     """How many of them are on some tier."""
     pool: Any = engine._pool
-    spillers = pool.backing.spillers
+    spillers = pool.secondary.spillers
     on_device = [h for h in hashes if pool.get_cached_block(h, [0]) is not None]
     below = {bytes(key) for each in spillers for key in each._known}
     return len(on_device) + sum(any(h in key for key in below) for h in hashes)

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from vllm.v1.kv_tier.plan import SecondaryResult
 from vllm.v1.kv_tier.releases import keys_are_bytes
-from vllm.v1.kv_tier.scheduling.backing import Backing
-from vllm.v1.kv_tier.scheduling.fetching import Fetching
-from vllm.v1.kv_tier.scheduling.jobs import Jobs
-from vllm.v1.kv_tier.scheduling.slots import SlotTable
-from vllm.v1.kv_tier.scheduling.spilling import Spiller
+from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
+from vllm.v1.kv_tier.scheduler.secondary.manager import SecondaryTierManager
+from vllm.v1.kv_tier.scheduler.secondary.reader import SecondaryReader
+from vllm.v1.kv_tier.scheduler.secondary.writer import SecondaryWriter
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
 
 from . import below, upstream
 from .content import Violation
@@ -99,28 +99,32 @@ def hold_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def write_what_is_not_settled(patch: pytest.MonkeyPatch) -> None:
     """A slot is written below although a load before it may have failed."""
-    write = Spiller.write
-    patch.setattr(Spiller, "write", lambda self, settled: write(self, settled + 100))
+    write = SecondaryWriter.write
+    patch.setattr(
+        SecondaryWriter, "write", lambda self, settled: write(self, settled + 100)
+    )
 
 
 def serve_before_it_came(patch: pytest.MonkeyPatch) -> None:
     """A key enters the slot table when its job begins."""
-    fetch = Fetching._fetch
+    fetch = SecondaryReader._fetch
 
-    def fetch_and_fill(self: Fetching, blocks: list, indices: list[int]) -> None:
+    def fetch_and_fill(self: SecondaryReader, blocks: list, indices: list[int]) -> None:
         fetch(self, blocks, indices)
         for block, index in zip(blocks, indices):
             if self._table.get(block.key) is None:
                 self._table.fill(index, block.key, block.num_tokens)
                 self._table._reserved.add(index)
 
-    patch.setattr(Fetching, "_fetch", fetch_and_fill)
+    patch.setattr(SecondaryReader, "_fetch", fetch_and_fill)
 
 
 def serve_what_did_not_come(patch: pytest.MonkeyPatch) -> None:
     """What a rank could not read counts as read."""
-    came = Fetching._came
-    patch.setattr(Fetching, "_came", lambda self, b, i, there: came(self, b, i, True))
+    came = SecondaryReader._end_fetch
+    patch.setattr(
+        SecondaryReader, "_end_fetch", lambda self, b, i, there: came(self, b, i, True)
+    )
 
 
 def forget_what_used_a_slot(patch: pytest.MonkeyPatch) -> None:
@@ -130,7 +134,7 @@ def forget_what_used_a_slot(patch: pytest.MonkeyPatch) -> None:
 
 def serve_after_a_reset(patch: pytest.MonkeyPatch) -> None:
     """A reset leaves the tier below as it is."""
-    patch.setattr(Backing, "detach", lambda self, reason: None)
+    patch.setattr(SecondaryTierManager, "detach", lambda self, reason: None)
 
 
 def tell_what_still_writes(patch: pytest.MonkeyPatch) -> None:
@@ -141,17 +145,19 @@ def tell_what_still_writes(patch: pytest.MonkeyPatch) -> None:
 def end_with_the_first_rank(patch: pytest.MonkeyPatch) -> None:
     """A job is over when one rank has told of it, as those do at once which leave the
     writing to another."""
-    init = Jobs.__init__
+    init = SecondaryJobs.__init__
     patch.setattr(
-        Jobs, "__init__", lambda self, table, _, most: init(self, table, 1, most)
+        SecondaryJobs,
+        "__init__",
+        lambda self, table, _, most: init(self, table, 1, most),
     )
 
 
 def believe_any_rank(patch: pytest.MonkeyPatch) -> None:
     """What one rank has done counts as done on all."""
-    take = Jobs.take
+    take = SecondaryJobs.take_results
 
-    def take_any(self: Jobs, results: list[SecondaryResult]) -> None:
+    def take_any(self: SecondaryJobs, results: list[SecondaryResult]) -> None:
         for result in results:
             if (job := self._jobs.get(result.number)) is not None:
                 before = job.done if job.num_told else [False] * len(job.done)
@@ -159,7 +165,7 @@ def believe_any_rank(patch: pytest.MonkeyPatch) -> None:
                 job.done = [True] * len(any_of)
                 take(self, [result._replace(done=any_of)])
 
-    patch.setattr(Jobs, "take", take_any)
+    patch.setattr(SecondaryJobs, "take_results", take_any)
 
 
 BUGS = [

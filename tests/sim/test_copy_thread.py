@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 import torch
 
-from vllm.v1.kv_tier.rank.copy_thread import CopyThread, Done, Gate, Job
-from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING
+from vllm.v1.kv_tier.tuning import DEFAULT_TUNING
+from vllm.v1.kv_tier.worker.streams import CopyThread, Done, Gate, Job
 
 from .fake_cuda import FakeCuda, Pace
 from .stream_play import collect_fast as collect_fast

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.kv_tier.scheduling.prewarms import Prewarms
+from vllm.v1.kv_tier.hints.tracker import Prewarms
 
 from .engine import Engine
 from .scheduler import Setup
@@ -120,6 +120,6 @@ def test_prewarmed_blocks_that_are_used_again_and_again_are_noticed(
     def hit(self: Prewarms, request: object, keys: Iterable[Hashable]) -> None:
         self._stats.prewarmed_used_blocks += len(self.pending.keys() & keys)
 
-    monkeypatch.setattr(Prewarms, "hit", hit)
+    monkeypatch.setattr(Prewarms, "record_hit", hit)
     with pytest.raises(AssertionError, match="prewarmed blocks"):
         test_what_is_counted_is_what_happened()

@@ -13,10 +13,9 @@ from random import Random
 
 import pytest
 
+from vllm.v1.kv_tier.elastic.pool import ElasticBlockPool, ElasticDevice
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.scheduling.elastic import ElasticDevice
-from vllm.v1.kv_tier.scheduling.elastic_pool import ElasticBlockPool
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.worker.host_tier import HostTier
 
 from . import upstream
 from .content import Violation
@@ -72,7 +71,7 @@ def unmap_at_once(patch: pytest.MonkeyPatch) -> None:
 
     def end_and_unmap(self: ElasticDevice, is_idle: bool) -> None:
         end_step(self, is_idle)
-        self.have_ended(list(self.leaving))
+        self.record_ended(list(self.leaving))
 
     patch.setattr(ElasticDevice, "end_step", end_and_unmap)
 
@@ -81,10 +80,10 @@ def tell_before_the_end(patch: pytest.MonkeyPatch) -> None:
     """A rank does not ask whether copies have ended."""
 
     def tell(self: HostTier, plan: StepPlan) -> None:
-        if plan.tell_end:
-            self.report.ended([plan.seq])
+        if plan.report_end:
+            self.report.record_ended([plan.seq])
 
-    patch.setattr(HostTier, "_tell_ends", tell)
+    patch.setattr(HostTier, "_report_ends", tell)
 
 
 def hand_out_what_is_unmapped(patch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,8 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     maybe_convert_block_hash,
 )
-from vllm.v1.kv_tier.scheduling import events as tier_events
-from vllm.v1.kv_tier.scheduling.events import TierEvents
-from vllm.v1.kv_tier.scheduling.publishing import PublishingBlockPool
+from vllm.v1.kv_tier.scheduler import events as tier_events
+from vllm.v1.kv_tier.scheduler.events import PublishingBlockPool, TierEvents
 
 from . import upstream
 from .engine import Conversation, Engine
@@ -137,18 +136,18 @@ class FollowedEngine(Engine):
         held_somewhere = device.keys() | host.keys() | below.keys()
         described = pool.events._descriptions.keys()
         others = described - held_somewhere
-        if pool.backing is not None:
-            others = {key for key in others if not pool.backing.is_moving(key)}
+        if pool.secondary is not None:
+            others = {key for key in others if not pool.secondary.is_moving(key)}
         if others or held_somewhere - described:
             raise Mismatch("descriptions are kept of other blocks")
         self.num_compared += 1
 
     def _known_below(self) -> dict[Any, int]:
         """On how many tiers below each key is known to be."""
-        backing = self.pool.backing
+        backing = self.pool.secondary
         if backing is None or backing._jobs.is_detached:
             return {}
-        return Counter(key for each in backing.spillers for key in each._known)
+        return Counter(key for each in backing.writers for key in each._known)
 
     def _process_oldest(self) -> None:
         super()._process_oldest()
@@ -259,7 +258,7 @@ def test_who_comes_too_late_for_a_replay_is_told_all(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts, while everything goes on."""
-    monkeypatch.setattr(tier_events, "TOLD_AT_ONCE", 12)
+    monkeypatch.setattr(tier_events, "REPUBLISHED_PER_STEP", 12)
     kinds = run(layout, STEPS, LAYOUTS.index(layout), replay_each=25)
     assert kinds["AllBlocksCleared"] > 25
 
@@ -299,7 +298,7 @@ def _swap_tokens(
     events: TierEvents,
     keys: object,
     medium: str,
-    tell: Callable = TierEvents._tell_stored,
+    tell: Callable = TierEvents._publish_stored,
 ) -> None:
     queue = events._pool.kv_event_queue
     num_events = len(queue)

@@ -26,7 +26,7 @@ IMPATIENT = replace(SMALL_PARTS, limit_s=0.1, grace_s=0.05, old_s=0.05)
 @pytest.fixture
 def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    logger = logging.getLogger("vllm.v1.kv_tier.worker")
+    logger = logging.getLogger("vllm.v1.kv_tier.worker.host_tier")
 
     def error(text: str, *args: Any, exc_info: bool = False) -> None:
         if not exc_info:  # Else it is one of a copy that fails.

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.rank.copy_order import Copies
-from vllm.v1.kv_tier.rank.streams import CudaStreams
+from vllm.v1.kv_tier.worker.copies import Copies
+from vllm.v1.kv_tier.worker.streams import CudaStreams
 
 from .fake_cuda import FakeCuda
 from .stream_play import end_threads

@@ -9,10 +9,9 @@ from typing import Any, Protocol
 import pytest
 
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.rank import streams
-from vllm.v1.kv_tier.rank.copy_order import Copies
-from vllm.v1.kv_tier.rank.copy_thread import CopyThread, Job
-from vllm.v1.kv_tier.rank.streams import CudaStreams
+from vllm.v1.kv_tier.worker import streams
+from vllm.v1.kv_tier.worker.copies import Copies
+from vllm.v1.kv_tier.worker.streams import CopyThread, CudaStreams, Job
 
 from .content import Violation
 from .fake_cuda import PATIENCE_S, FakeCuda, Pace, Stuck

@@ -12,16 +12,13 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_tier.eviction.ends import Ends
-from vllm.v1.kv_tier.eviction.hinted import Hinted
-from vllm.v1.kv_tier.eviction.kept import Kept
+from vllm.v1.kv_tier.eviction.hinted import ExpiryQueue, Hinted, ProtectedKeys
+from vllm.v1.kv_tier.hints.tracker import ConversationTracker, SoleUserIndex
 from vllm.v1.kv_tier.pool import TieredBlockPool
-from vllm.v1.kv_tier.scheduling.draft import PlanDraft
-from vllm.v1.kv_tier.scheduling.free_blocks import FreeBlocks
-from vllm.v1.kv_tier.scheduling.owners import Owners
-from vllm.v1.kv_tier.scheduling.releasing import Releasing
-from vllm.v1.kv_tier.scheduling.slots import SlotTable
-from vllm.v1.kv_tier.scheduling.storing import BlockStorer
+from vllm.v1.kv_tier.scheduler.free_blocks import FreeBlocks
+from vllm.v1.kv_tier.scheduler.host_writer import HostWriter
+from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
 
 from . import upstream
 from .content import Violation
@@ -54,25 +51,25 @@ def reuse_slots_in_a_plan(patch: pytest.MonkeyPatch) -> None:
 def demote_invalid_content(patch: pytest.MonkeyPatch) -> None:
     """What was found invalid on the device goes to the host."""
 
-    def demote(self: BlockStorer, block: KVCacheBlock) -> None:
+    def demote(self: HostWriter, block: KVCacheBlock) -> None:
         if block.block_hash is not None and not self.is_clean(block):
             self.demote(block)
 
-    patch.setattr(BlockStorer, "invalidate", demote)
+    patch.setattr(HostWriter, "invalidate", demote)
 
 
 def keep_invalid_slots(patch: pytest.MonkeyPatch) -> None:
     """What was found invalid on the device stays on the host."""
-    patch.setattr(BlockStorer, "invalidate", lambda self, block: None)
+    patch.setattr(HostWriter, "invalidate", lambda self, block: None)
 
 
 def store_before_computed(patch: pytest.MonkeyPatch) -> None:
     """A block is stored as soon as it has a key."""
 
-    def hashed(self: PlanDraft, block: KVCacheBlock) -> None:
+    def hashed(self: StepPlanBuilder, block: KVCacheBlock) -> None:
         self.computed_by[block.block_id] = 0
 
-    patch.setattr(PlanDraft, "hashed", hashed)
+    patch.setattr(StepPlanBuilder, "mark_hashed", hashed)
 
 
 def keep_keys_of_preempted(patch: pytest.MonkeyPatch) -> None:
@@ -96,24 +93,24 @@ def skip_steps_that_failed(patch: pytest.MonkeyPatch) -> None:
 
 def keep_marks_of_what_is_used(patch: pytest.MonkeyPatch) -> None:
     """A conversation that goes on is treated as one that is over."""
-    patch.setattr(Releasing, "hit", lambda self, *of_request: None)
+    patch.setattr(ConversationTracker, "record_hit", lambda self, *of_request: None)
 
 
 def release_what_others_use(patch: pytest.MonkeyPatch) -> None:
     """A block that others have hit stays its first conversation's."""
-    patch.setattr(Owners, "hit", lambda self, key, user: None)
+    patch.setattr(SoleUserIndex, "record_hit", lambda self, key, user: None)
 
 
 def never_give_up_what_is_retained(patch: pytest.MonkeyPatch) -> None:
     """A hint pins."""
-    patch.setattr(Kept, "__bool__", lambda self: False, raising=False)
+    patch.setattr(ProtectedKeys, "__bool__", lambda self: False, raising=False)
     patch.setattr(Hinted, "_pop_expired", lambda self: None)
     patch.setattr("vllm.v1.kv_tier.eviction.hinted.KEPT_PART", 1.0)
 
 
 def protect_what_has_expired(patch: pytest.MonkeyPatch) -> None:
     """A hint holds for ever."""
-    patch.setattr(Ends, "is_due", lambda self, now: False)
+    patch.setattr(ExpiryQueue, "is_due", lambda self, now: False)
 
 
 def miss_fence(name: str) -> Callable[[pytest.MonkeyPatch], None]:

@@ -21,11 +21,11 @@ from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.memory.shared import SharedMemory
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.rank.peers import Peers
-from vllm.v1.kv_tier.rank.slots import RankSlots
-from vllm.v1.kv_tier.rank.streams import CudaStreams
-from vllm.v1.kv_tier.rank.tuning import RankTuning
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.tuning import RankTuning
+from vllm.v1.kv_tier.worker.host_tier import HostTier
+from vllm.v1.kv_tier.worker.sharing import Peers
+from vllm.v1.kv_tier.worker.slots import RankSlots
+from vllm.v1.kv_tier.worker.streams import CudaStreams
 
 from . import upstream
 from .fake_cuda import PACES, FakeCuda, Pace, pause

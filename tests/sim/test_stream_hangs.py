@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.kv_tier.rank.copy_order import CopyHangs
-from vllm.v1.kv_tier.rank.layers import LayerWaits
-from vllm.v1.kv_tier.rank.tuning import RankTuning
+from vllm.v1.kv_tier.tuning import RankTuning
+from vllm.v1.kv_tier.worker.copies import CopyHangs
+from vllm.v1.kv_tier.worker.layers import LayerWaits
 
 from .fake_cuda import FakeCuda
 from .stream_steps import AHEAD, FOR_EVER_S, LOAD, STORE, Rank, comes

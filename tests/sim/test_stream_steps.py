@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.kv_tier.rank.layers import LayerWaits
+from vllm.v1.kv_tier.worker.layers import LayerWaits
 
 from .fake_cuda import FakeCuda
 from .stream_steps import AHEAD, CLEAN, FOR_EVER_S, LOAD, STORE, Rank, comes

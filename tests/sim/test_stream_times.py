@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from vllm.v1.kv_tier.plan import PrefillTime
-from vllm.v1.kv_tier.rank.copy_thread import Done
-from vllm.v1.kv_tier.rank.timing import LoadWait, PrefillTimer
+from vllm.v1.kv_tier.worker.streams import Done, LoadWait, PrefillTimer
 
 from .fake_cuda import FakeCuda
 from .stream_steps import LOAD, Rank

@@ -16,11 +16,11 @@ import torch
 
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.rank.copy_order import Copies
-from vllm.v1.kv_tier.rank.report import ReportDraft
-from vllm.v1.kv_tier.rank.slots import RankSlots
-from vllm.v1.kv_tier.rank.streams import CudaStreams
 from vllm.v1.kv_tier.releases import keys_are_bytes
+from vllm.v1.kv_tier.worker.copies import Copies
+from vllm.v1.kv_tier.worker.report import StepReportBuilder
+from vllm.v1.kv_tier.worker.slots import RankSlots
+from vllm.v1.kv_tier.worker.streams import CudaStreams
 
 from . import upstream
 from .fake_cuda import PACES, Event, FakeCuda, Pace, Stream
@@ -145,7 +145,9 @@ def test_a_fetched_slot_without_a_checksum_is_refused(
 ) -> None:
     """The test above could fail: only stores take checksums here."""
     refused, _ = _checks(monkeypatch)
-    monkeypatch.setattr(SlotChecksums, "take", lambda self, slots: self.forget(slots))
+    monkeypatch.setattr(
+        SlotChecksums, "compute", lambda self, slots: self.forget(slots)
+    )
     for seed in range(MAX_SCRIPTS):
         with device("late", seed, monkeypatch) as cuda:
             luck = Luck(layerwise=False, launches_long=True, verify=True)
@@ -159,9 +161,9 @@ def _checks(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
     """Plans whose loads will have been refused, and slots that were checked."""
     refused: list[int] = []
     checked: list[int] = []
-    load_failed, check = ReportDraft.load_failed, RankSlots.check
+    load_failed, check = StepReportBuilder.record_load_failure, RankSlots.check
 
-    def note_refused(self: ReportDraft, kind: str, seq: int) -> None:
+    def note_refused(self: StepReportBuilder, kind: str, seq: int) -> None:
         refused.append(seq)
         load_failed(self, kind, seq)
 
@@ -169,7 +171,7 @@ def _checks(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
         checked.extend(slots)
         check(self, slots)
 
-    patch.setattr(ReportDraft, "load_failed", note_refused)
+    patch.setattr(StepReportBuilder, "record_load_failure", note_refused)
     patch.setattr(RankSlots, "check", note_checked)
     return refused, checked
 

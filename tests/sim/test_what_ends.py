@@ -13,7 +13,7 @@ from weakref import ref
 import pytest
 
 from vllm.config import KVEventsConfig
-from vllm.v1.kv_tier.scheduling.elastic_pool import ElasticBlockPool
+from vllm.v1.kv_tier.elastic.pool import ElasticBlockPool
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -109,13 +109,13 @@ def states(engine: Engine) -> set[str]:
     for each in engine._live.values():
         request = each.request
         found.add(request.status.name)
-        if pool.backing is not None:
-            wait = pool.backing.fetching._waits.get(request)
+        if pool.secondary is not None:
+            wait = pool.secondary.reader._waits.get(request)
             if wait is not None and not wait.is_over:
                 found.add("asked" if wait.questions else "answered")
                 if wait.jobs:
                     found.add("fetching")
-        if pool.waiting.is_loading(request):
+        if pool.load_admission.is_loading(request):
             found.add("loading ahead")
     if pool.prefetches.unclaimed:
         found.add("loaded ahead")

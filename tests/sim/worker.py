@@ -23,9 +23,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier.copying.calibrate import CopyEngines
 from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.rank.copy_order import InOrder
-from vllm.v1.kv_tier.rank.slots import RankSlots
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.worker.copies import InOrder
+from vllm.v1.kv_tier.worker.host_tier import HostTier
+from vllm.v1.kv_tier.worker.slots import RankSlots
 
 from . import upstream
 from .below import Below, Memory

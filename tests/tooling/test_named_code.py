@@ -87,7 +87,7 @@ def is_there(span: str) -> bool:
     """Whether code or a file has that name. Commands and values are left alone."""
     first, slash, rest = span.partition("/")
     if slash and first in PACKAGES:
-        return not rest or (OVERLAY / f"{span}.py").is_file()
+        return (OVERLAY / span).is_dir() or (OVERLAY / f"{span}.py").is_file()
     if slash and first in FOLDERS:
         return (ROOT / span.split()[0]).exists()
     if not NAME.fullmatch(span):

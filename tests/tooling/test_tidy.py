@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house stays tidy: doors and rooms, sizes, and what newcomers are told.
+"""The structure stays as it is meant: layers, sizes, and what newcomers can read.
 
 Looks at sources only, so that it needs no vLLM.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,21 +19,43 @@ OVERLAY = ROOT / "vllm_overlay" / Path(*PACKAGE.split("."))
 
 MAX_CLASS_LINES, MAX_FUNCTION_LINES = 500, 70
 
-PUBLIC = {"about", "hints", "policy"}
-"""Doors that no patch opens: people do."""
+VALUES = {
+    "about",
+    "bounded",
+    "gil",
+    "hints.schema",
+    "options",
+    "plan",
+    "releases",
+    "stats",
+    "tuning",
+    "weight_changes",
+}
+"""Modules that import nothing of the tier."""
 
-SHARED = {"bounded", "options", "releases"}
-"""Values at the top that only modules of the overlay import."""
-
-DATA_DOORS = {"bounded", "config", "hints", "options", "plan", "releases", "stats"}
-"""Doors that any room may import: they hold values and know of no room's work."""
-
-FLOORS = (
-    {"scheduling", "rank", "api"},
-    {"copying"},
-    {"memory", "eviction", "stores"},
+LAYERS: tuple[set[str], ...] = (
+    VALUES,
+    {"layout"},
+    {"block_keys", "eviction", "hints", "memory", "metrics", "stores"},
+    {"compatibility", "copying", "frontend", "policy"},
+    {"config", "scheduler", "worker"},
+    {"hints.retention"},
+    {"hints.tracker"},
+    {"scheduler.promotion"},
+    {"scheduler.block_pool"},
+    {"scheduler.events"},
+    {"elastic"},
+    {"pool"},
+    {"recovery", "start"},
 )
-"""Rooms, from the top floor down. A room imports from the floors below its own."""
+"""Modules and packages, the lowest first; the longest name that fits a module counts. A
+module imports from the layers below its own, and from its own package in its layer."""
+
+FOR_API_SERVERS = {"frontend", "hints.http"}
+"""What the process that takes requests imports."""
+
+BY_NAME = {"stores.fs", "stores.mooncake", "stores.redis"}
+"""Plugins: known by an import path, and imported by nothing."""
 
 
 # ---------------------------------------------------------------- what there is
@@ -44,7 +66,7 @@ def sources(*folders: str) -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """`scheduling.slots` for a module of the overlay, `scheduling` for its package."""
+    """`scheduler.slots` for a module of the overlay, `scheduler` for its package."""
     parts = path.relative_to(OVERLAY).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
@@ -52,18 +74,11 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): path for path in sorted(OVERLAY.rglob("*.py"))}
 
 
-def is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
-def imports(path: Path, types_too: bool = True) -> set[str]:
-    """Modules of the overlay that a module of the overlay imports, anywhere in it."""
-    found, todo = set(), [ast.parse(path.read_text())]
-    while todo:
-        node: ast.AST = todo.pop()
-        if is_for_types(node) and not types_too:
-            continue
-        todo += ast.iter_child_nodes(node)
+def imports(path: Path) -> set[str]:
+    """Modules of the overlay that a module of the overlay imports, anywhere in it, for
+    types as well."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -75,42 +90,92 @@ def imports(path: Path, types_too: bool = True) -> set[str]:
     return (inside & MODULES.keys()) - {"", name_of(path)}
 
 
-def room_of(module: str) -> str:
-    """Empty for a door."""
-    return module.partition(".")[0] if (OVERLAY / module.split(".")[0]).is_dir() else ""
+GRAPH = {module: imports(path) for module, path in MODULES.items() if module}
 
 
-def opened_by_patches() -> set[str]:
+def entry_of(module: str) -> str:
+    """The longest entry of `LAYERS` that a module is, or is a part of."""
+    entries = set().union(*LAYERS)
+    parts = module.split(".")
+    names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((name for name in names if name in entries), "")
+
+
+def layer_of(module: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if entry_of(module) in layer)
+
+
+def reached(modules: Iterable[str], graph: Mapping[str, set[str]] = GRAPH) -> set[str]:
+    """All that modules import, and what that imports, and so on."""
+    seen: set[str] = set()
+    todo = [*modules]
+    while todo:
+        for other in graph[todo.pop()] - seen:
+            seen.add(other)
+            todo.append(other)
+    return seen
+
+
+def imported_by_patches() -> set[str]:
     """Modules that the lines of any series import."""
-    added = re.compile(rf"^\+.*\b{re.escape(PACKAGE)}\.(\w+)", re.MULTILINE)
+    added = re.compile(
+        rf"^\+.*\bfrom {re.escape(PACKAGE)}\.([\w.]+) import", re.MULTILINE
+    )
     texts = (p.read_text() for p in (ROOT / "patches").glob("*/*.patch"))
     return {name for text in texts for name in added.findall(text)}
 
 
-# -------------------------------------------------------------- doors and rooms
+# ----------------------------------------------------------------------- layers
 
 
-def test_what_lies_at_the_top_is_a_door() -> None:
-    doors = {p.stem for p in OVERLAY.glob("*.py")} - {"__init__"}
-    assert doors == opened_by_patches() | PUBLIC | SHARED
+def test_patches_import_what_there_is() -> None:
+    assert imported_by_patches() <= MODULES.keys()
 
 
-def test_every_room_has_a_floor() -> None:
-    rooms = {room_of(module) for module in MODULES} - {""}
-    assert rooms <= set().union(*FLOORS)
-
-
-@pytest.mark.parametrize("module", [m for m in MODULES if room_of(m)])
-def test_no_room_imports_upwards(module: str) -> None:
-    room = room_of(module)
-    (floor,) = (i for i, rooms in enumerate(FLOORS) if room in rooms)
-    below = set().union(*FLOORS[floor + 1 :]) | {room}
+@pytest.mark.parametrize("module", GRAPH)
+def test_imports_go_down(module: str) -> None:
+    assert entry_of(module), f"add {module}, or its package, to LAYERS"
     wrong = {
         other
-        for other in imports(MODULES[module])
-        if other not in DATA_DOORS and room_of(other) not in below
+        for other in GRAPH[module]
+        if layer_of(other) >= layer_of(module) and entry_of(other) != entry_of(module)
     }
     assert not wrong
+
+
+@pytest.mark.parametrize("module", sorted(VALUES & GRAPH.keys()))
+def test_values_import_nothing_of_the_tier(module: str) -> None:
+    assert not GRAPH[module]
+
+
+def test_api_servers_import_no_scheduler() -> None:
+    packages = {module.split(".")[0] for module in reached(FOR_API_SERVERS)}
+    assert packages <= {"hints", "layout", "releases", "tuning", "weight_changes"}
+
+
+@pytest.mark.parametrize(
+    "side, other",
+    [("scheduler", ("worker", "copying")), ("worker", ("scheduler", "eviction"))],
+)
+def test_scheduler_and_workers_do_not_import_each_other(
+    side: str, other: tuple[str, ...]
+) -> None:
+    mine = [m for m in GRAPH if m.startswith((f"{side}.", f"{side}"))]
+    assert not {m for m in reached(mine) if m.startswith(other)}
+
+
+def test_elastic_memory_has_one_entry() -> None:
+    for module, others in GRAPH.items():
+        if module.split(".")[0] != "elastic":
+            assert not {o for o in others if o.startswith("elastic.")}, module
+    assert "elastic" in GRAPH
+    assert not {m for m in imported_by_patches() if m.startswith("elastic.")}
+
+
+@pytest.mark.parametrize("module", sorted(BY_NAME))
+def test_plugins_are_imported_by_name(module: str) -> None:
+    assert module in GRAPH
+    assert not {m for m, others in GRAPH.items() if module in others}
 
 
 def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
@@ -130,8 +195,7 @@ def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
 
 
 def test_no_imports_go_in_circles() -> None:
-    graph = {m: imports(path, types_too=False) for m, path in MODULES.items()}
-    assert not list(circles(graph))
+    assert not list(circles(GRAPH))
 
 
 def test_a_circle_is_noticed() -> None:
@@ -139,19 +203,24 @@ def test_a_circle_is_noticed() -> None:
     assert not list(circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}))
 
 
-def test_newcomers_are_told_of_every_module() -> None:
-    """Each has its line in the section of its room, and no other has one."""
-    told, room = set(), ""
+def test_what_is_reached_goes_on() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": set[str](), "d": {"a"}}
+    assert reached(["a"], graph) == {"b", "c"}
+
+
+def test_newcomers_can_read_of_every_module() -> None:
+    """Each has its line in the section of its package, and no other has one."""
+    listed, package = set(), ""
     for line in (OVERLAY / "README.md").read_text().splitlines():
         if line.startswith("#"):
-            heading = re.match(r"#+ `(\w+)/`", line)
-            room = f"{heading[1]}." if heading else ""
+            heading = re.match(r"#+ `([\w/]+)/`", line)
+            package = f"{heading[1].replace('/', '.')}." if heading else ""
         elif entry := re.match(r"\| `(\w+)` \|", line):
-            told.add(room + entry[1])
+            listed.add(package + entry[1])
     modules = {m for m, path in MODULES.items() if path.name != "__init__.py"}
-    assert told == modules, (
+    assert listed == modules, (
         f"kv_tier/README.md: no line `| NAME | what it does |` for "
-        f"{sorted(modules - told)}, and no module for {sorted(told - modules)}"
+        f"{sorted(modules - listed)}, and no module for {sorted(listed - modules)}"
     )
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan, StepReport
-from vllm.v1.kv_tier.scheduling.asking import Asker
-from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, SecondaryTier
-from vllm.v1.kv_tier.scheduling.stored import StoredBlock
+from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
+from vllm.v1.kv_tier.scheduler.secondary.reader import SecondaryBlock
 from vllm.v1.kv_tier.stats import SecondaryStats
 
 from .tier import BLOCK, Tier, hash_of, hashes
@@ -76,7 +76,7 @@ class Below:
                 name=f"/kv{i}",
                 label=label,
                 locality="LOCAL",
-                asker=Asker(store.exists, miss_s=miss_s),
+                lookup=AsyncLookup(store.exists, miss_s=miss_s),
                 store_from_use=store_from_use,
                 deadline_s=deadline_s,
                 fetches_always=fetches_always,
@@ -111,9 +111,9 @@ class Below:
                 **(tuning or {}),
             },
         )
-        self.asker = tiers[0].asker
+        self.asker = tiers[0].lookup
         self.pool = self.tier.pool
-        self.backing = self.pool.backing
+        self.backing = self.pool.secondary
         assert self.backing is not None
 
     def plans(self, num_steps: int = SETTLED + 1) -> list[StepPlan]:
@@ -137,7 +137,7 @@ class Below:
     def outputs(self, number: int) -> None:
         """Outputs of so many steps come, which tell nothing."""
         for _ in range(number):
-            self.backing.heard()  # type: ignore[union-attr]
+            self.backing.record_output()  # type: ignore[union-attr]
 
     def asked(self, request: Request) -> None:
         """A request asks, and the answer comes."""
@@ -167,6 +167,6 @@ class Below:
 
     def where(self, name: str) -> str:
         found = self.pool.get_cached_block(hash_of(name), [0])
-        if found and type(found[0]) is StoredBlock:
+        if found and type(found[0]) is SecondaryBlock:
             return "below"
         return self.tier.where(name)

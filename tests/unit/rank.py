@@ -11,11 +11,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
 from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
-from vllm.v1.kv_tier.rank.copy_order import CopyOrder
-from vllm.v1.kv_tier.rank.layers import LayerWaits
-from vllm.v1.kv_tier.rank.slots import RankSlots
-from vllm.v1.kv_tier.rank.tuning import DEFAULT_TUNING, RankTuning
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.tuning import DEFAULT_TUNING, RankTuning
+from vllm.v1.kv_tier.worker.copies import CopyOrder
+from vllm.v1.kv_tier.worker.host_tier import HostTier
+from vllm.v1.kv_tier.worker.layers import LayerWaits
+from vllm.v1.kv_tier.worker.slots import RankSlots
 from vllm.v1.outputs import ModelRunnerOutput
 
 from ..sim import upstream
@@ -109,6 +109,6 @@ def with_order(
 ) -> HostTier:
     """Another tier on the memory of `rank`, all slots of which hold something."""
     slots = RankSlots(NUM_SLOTS)
-    slots.stored(range(NUM_SLOTS))
+    slots.mark_stored(range(NUM_SLOTS))
     engines = rank.tier.engines
     return HostTier(rank.regions, engines, order, slots, waits, tuning=tuning)

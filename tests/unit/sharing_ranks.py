@@ -15,10 +15,9 @@ import torch
 from vllm.v1.kv_tier.memory.buffer import HostBuffer
 from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.memory.shared import Address, SharedMemory
-from vllm.v1.kv_tier.rank.peers import Peers
-from vllm.v1.kv_tier.rank.sharing import SharedSlots
-from vllm.v1.kv_tier.rank.tuning import RankTuning
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.tuning import RankTuning
+from vllm.v1.kv_tier.worker.host_tier import HostTier
+from vllm.v1.kv_tier.worker.sharing import Peers, SharedSlots
 
 from .rank import failed, output, step
 

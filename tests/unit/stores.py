@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vllm.v1.kv_tier.stores.disk_quota import COUNTER
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsDebug, FsStore, GiB
-from vllm.v1.kv_tier.stores.space import COUNTER
 
 NAMESPACE = "0123456789abcdef" * 2
 ROW_BYTES = 1000

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.rank.copy_order import Copies
-from vllm.v1.kv_tier.rank.layers import LayerWaits
-from vllm.v1.kv_tier.rank.streams import CudaStreams
+from vllm.v1.kv_tier.worker.copies import Copies
+from vllm.v1.kv_tier.worker.layers import LayerWaits
+from vllm.v1.kv_tier.worker.streams import CudaStreams
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -17,8 +17,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_tier import adapters
-from vllm.v1.kv_tier.adapters import (
+from vllm.v1.kv_tier import block_keys
+from vllm.v1.kv_tier.block_keys import (
     AdapterLoads,
     note_adapter_load,
     note_adapter_unload,
@@ -390,7 +390,7 @@ def test_another_process_knows_an_adapter_by_its_bytes(path: Path) -> None:
 def test_each_field_of_a_request_for_an_adapter_counts_but_those_that_are_listed(
     path: Path,
 ) -> None:
-    others = set(LoRARequest.__struct_fields__) - adapters._NO_WEIGHTS
+    others = set(LoRARequest.__struct_fields__) - block_keys._NO_WEIGHTS
     known = {"is_3d_lora_weight", "tensorizer_config_dict", "long_lora_max_len"}
     for field in others & (known | {"lora_local_path"}):
         changed = lora(path)
@@ -445,7 +445,7 @@ def test_a_request_under_way_is_never_taken_for_one_of_the_new_weights(
 def test_a_file_that_becomes_shorter_ends_no_process(tmp_path: Path) -> None:
     """Which a mapped file does, by SIGBUS."""
     script = (
-        "import builtins, os, sys; from vllm.v1.kv_tier import adapters as a\n"
+        "import builtins, os, sys; from vllm.v1.kv_tier import block_keys as a\n"
         "real = builtins.open\n"
         "def shorter(path, *args, **more):\n"
         "    file = real(path, *args, **more); os.truncate(path, 10); return file\n"
@@ -462,7 +462,7 @@ def test_a_file_that_becomes_shorter_ends_no_process(tmp_path: Path) -> None:
 def test_files_that_change_while_they_are_read_are_nobody_elses(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = adapters._content
+    read = block_keys._content
 
     def written_to(place: str) -> str | None:
         found = read(place)
@@ -470,7 +470,7 @@ def test_files_that_change_while_they_are_read_are_nobody_elses(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(adapters, "_content", written_to)
+        patch.setattr(block_keys, "_content", written_to)
         first = keys(lora(path))
     for weights in ("1", "other"):
         write(path, weights)

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm.v1.kv_tier.scheduling.admission import Admission
+from vllm.v1.kv_tier.scheduler.admission import Admission
 
 from .tier import Tier, ids, stores
 
@@ -14,7 +14,7 @@ def test_uses_are_counted_by_key() -> None:
     admission = Admission(from_use=3, num_keys=10)
     found = []
     for key in "aabaab":
-        admission.use(key)
+        admission.record_use(key)
         found.append(admission.admits(key))
     assert found == [False, False, False, True, True, False]
 
@@ -22,24 +22,24 @@ def test_uses_are_counted_by_key() -> None:
 def test_the_keys_used_last_are_remembered() -> None:
     admission = Admission(from_use=2, num_keys=2)
     for key in "abacb":
-        admission.use(key)
+        admission.record_use(key)
     # `c` took the place of `b`, whose second use counts as its first.
     assert not admission.admits("b")
-    admission.use("b")
+    admission.record_use("b")
     assert admission.admits("b")
 
 
 def test_as_many_keys_are_remembered_as_may_be() -> None:
     admission = Admission(from_use=2, num_keys=2)
     for key in "aba":
-        admission.use(key)
+        admission.record_use(key)
     assert admission.admits("a")
 
 
 def test_what_was_never_used_has_no_use() -> None:
     admission = Admission(from_use=1, num_keys=2)
     assert not admission.admits("a")
-    admission.use("a")
+    admission.record_use("a")
     assert admission.admits("a")
 
 

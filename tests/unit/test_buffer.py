@@ -19,8 +19,8 @@ import torch
 
 from tests.unit.test_pages import num_resident, resident
 from vllm.v1.kv_tier.memory import buffer as host_buffer
+from vllm.v1.kv_tier.memory import buffer as pinned_memory
 from vllm.v1.kv_tier.memory import numa
-from vllm.v1.kv_tier.memory import pinned as pinned_memory
 from vllm.v1.kv_tier.memory.buffer import HostBuffer
 
 MiB = 1 << 20

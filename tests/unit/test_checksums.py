@@ -11,7 +11,7 @@ import torch
 from tests.sim.fake_cuda import FakeCuda
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.plan import StepReport
-from vllm.v1.kv_tier.rank.slots import RankSlots, SlotChanged
+from vllm.v1.kv_tier.worker.slots import RankSlots, SlotChanged
 
 from .rank import NUM_SLOTS, Rank, same, verifying
 
@@ -107,7 +107,7 @@ def test_a_checksum_is_of_what_the_store_leaves(
     for value in range(1, 50):
         slot = rng.randrange(NUM_SLOTS)
         cuda.launch(writes(slots, slot, value))
-        sums.stored([slot])
+        sums.mark_stored([slot])
         time.sleep(rng.choice([0, 0.002]))
         if rng.random() < 0.5:
             # Waits for the store.
@@ -126,7 +126,7 @@ def test_a_checksum_taken_too_early_is_wrong(
     monkeypatch.setattr(sums.checksums, "_end_of_copies", lambda: lambda: None)
     for value in range(1, 50):
         cuda.launch(writes(slots, 0, value))
-        sums.stored([0])
+        sums.mark_stored([0])
         sums.checksums._sums[0].result()  # type: ignore[union-attr]
         cuda.wait_for_all()
         try:
@@ -142,7 +142,7 @@ def test_a_change_after_the_store_is_noticed(
 ) -> None:
     for slot in range(NUM_SLOTS):
         cuda.launch(writes(slots, slot, 7))
-        sums.stored([slot])
+        sums.mark_stored([slot])
     sums.check(range(NUM_SLOTS))
     slots[2, 100] += 1
     with pytest.raises(SlotChanged, match=r"\[2\]"):
@@ -156,7 +156,7 @@ def test_the_cost_is_measured(sums: RankSlots) -> None:
 
 def test_threads_end(cuda: FakeCuda, slots: torch.Tensor) -> None:
     sums = SlotChecksums(slots, GPU)
-    sums.take_after_copies([0])
+    sums.compute_after_copies([0])
     assert sums.are_right([0]) == [True]
     threads = [*sums._takers._threads, *sums._checkers._threads]  # type: ignore
     assert threads

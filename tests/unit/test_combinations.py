@@ -12,9 +12,9 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_tier import compatibility
+from vllm.v1.kv_tier.compatibility import _HARMLESS_CONFIGS, side_objects, takes_plans
 from vllm.v1.kv_tier.config import KVTierConfig
-from vllm.v1.kv_tier.scheduling.side_objects import _HARMLESS_CONFIGS, side_objects
-from vllm.v1.kv_tier.scheduling.takers import takes_plans
 
 from .test_config import _v1 as _v1
 from .test_config import engine_config, message, model, names_all, tier
@@ -234,7 +234,7 @@ STAGES = {
 def test_states_that_a_stage_writes_late_are_refused() -> None:
     """`sim/test_late_states.py` shows what would come of it."""
     with pytest.raises(ValueError) as error:
-        KVTierConfig._check_stages(SimpleNamespace(**STAGES))
+        compatibility.check_stages(SimpleNamespace(**STAGES))
     names_all(str(error.value), "--mamba-cache-mode align", "pipeline", "Remove")
 
 
@@ -250,4 +250,4 @@ def test_states_that_a_stage_writes_late_are_refused() -> None:
     ],
 )
 def test_without_one_of_them_all_is_well(other: dict[str, Any]) -> None:
-    KVTierConfig._check_stages(SimpleNamespace(**STAGES | other))
+    compatibility.check_stages(SimpleNamespace(**STAGES | other))

@@ -28,8 +28,8 @@ from vllm.v1.kv_tier.config import (
 from vllm.v1.kv_tier.memory import limits
 from vllm.v1.kv_tier.options import keys_of
 from vllm.v1.kv_tier.releases import keys_are_bytes
-from vllm.v1.kv_tier.stores.by_name import STORES
 from vllm.v1.kv_tier.stores.fs import FsConfig
+from vllm.v1.kv_tier.stores.settings import store_types
 
 from ..names import FlexibleArgumentParser, KVOffloadingBackend
 
@@ -154,7 +154,9 @@ def test_every_key_is_taken(model: str) -> None:
 
 
 def test_few_keys_are_outside_of_debug() -> None:
-    entries = {key for store in STORES.values() for key in keys_of(store, "index")}
+    entries = {
+        key for store in store_types().values() for key in keys_of(store, "index")
+    }
     keys = {*keys_of(KVTierConfig, "size_bytes"), *entries} - {"debug"}
     assert len(keys) <= 12
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vllm.v1.kv_tier.rank.copy_order import Copy
-from vllm.v1.kv_tier.rank.copy_thread import CopyThread, Job
+from vllm.v1.kv_tier.worker.copies import Copy
+from vllm.v1.kv_tier.worker.streams import CopyThread, Job
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

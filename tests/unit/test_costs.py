@@ -6,7 +6,7 @@ import math
 import pytest
 
 from vllm.v1.kv_tier.plan import CopyTime, PrefillTime, StepReport
-from vllm.v1.kv_tier.scheduling.costs import Costs
+from vllm.v1.kv_tier.scheduler.costs import Costs
 
 TOKENS = 16
 
@@ -32,7 +32,7 @@ def loaded(
 
 def prefill(policy: Costs, seconds_per_block: float) -> None:
     time = PrefillTime(10 * TOKENS, 10 * seconds_per_block)
-    policy.take(StepReport(prefill=time))
+    policy.take_report(StepReport(prefill=time))
 
 
 # ------------------------------------------------------------------ link queue
@@ -65,10 +65,10 @@ def test_what_a_report_says_to_have_ended_is_not_waited_for() -> None:
     loads = [policy.queue(seq, 4, 0, prefetch=True) for seq in (1, 2, 3)]
     assert [load.end for load in loads] == [104.0, 108.0, 112.0]
     clock.now = 101.0
-    policy.take(loaded(4, 4.0, seq=1))
+    policy.take_report(loaded(4, 4.0, seq=1))
     assert [load.end for load in loads] == [101.0, 105.0, 109.0]
     # Those before have ended, too.
-    policy.take(loaded(4, 4.0, seq=3))
+    policy.take_report(loaded(4, 4.0, seq=3))
     assert [load.end for load in loads] == 3 * [101.0] and queue(policy, 1) == 102.0
 
 
@@ -76,7 +76,7 @@ def test_a_late_report_makes_nothing_later() -> None:
     policy, clock = make_policy()
     load = policy.queue(1, 4, 0, prefetch=True)
     clock.now = 110.0
-    policy.take(loaded(4, 4.0, seq=1))
+    policy.take_report(loaded(4, 4.0, seq=1))
     assert load.end == 104.0 and queue(policy, 1) == 111.0
 
 
@@ -98,7 +98,7 @@ def test_loads_of_a_step_overtake_those_ahead_of_one() -> None:
     assert policy.end_of(1) == 108.0 and queue(policy, 1, seq=4) == 111.0
     # A report that a load of a step has ended corrects those behind.
     clock.now = 106.0
-    policy.take(loaded(2, 1.0, seq=3, kind="load"))
+    policy.take_report(loaded(2, 1.0, seq=3, kind="load"))
     assert policy.end_of(1) == 107.0 and second.end == 110.0
 
 
@@ -108,7 +108,7 @@ def test_a_report_of_loads_ahead_says_nothing_of_those_of_a_step() -> None:
     own = policy.queue(2, 2, 0, prefetch=False)
     assert (own.end, ahead.end) == (102.0, 106.0)
     clock.now = 101.0
-    policy.take(loaded(4, 4.0, seq=1))
+    policy.take_report(loaded(4, 4.0, seq=1))
     assert ahead.end == 101.0 and policy.end_of(0) == 102.0
 
 
@@ -129,7 +129,7 @@ def test_the_cost_of_loads_follows_what_is_measured() -> None:
     policy, _ = make_policy(load_s=1.0)
     costs = [policy.load_s]
     for _ in range(40):
-        policy.take(loaded(8, 4.0))
+        policy.take_report(loaded(8, 4.0))
         costs.append(policy.load_s)
     # By and by: one slow or fast load says little.
     assert costs[1] > 0.7 and costs == sorted(costs, reverse=True)
@@ -140,9 +140,9 @@ def test_the_cost_of_loads_follows_what_is_measured() -> None:
 def test_all_loads_ahead_of_a_report_count_together() -> None:
     policy, _ = make_policy(load_s=1.0)
     times = {("load_ahead", 1): CopyTime(1, 3.0), ("load_ahead", 2): CopyTime(9, 2.0)}
-    policy.take(StepReport(times=times))
+    policy.take_report(StepReport(times=times))
     other, _ = make_policy(load_s=1.0)
-    other.take(loaded(10, 5.0))
+    other.take_report(loaded(10, 5.0))
     assert policy.load_s == other.load_s == pytest.approx(0.9)
 
 
@@ -158,7 +158,7 @@ def test_all_loads_ahead_of_a_report_count_together() -> None:
 )
 def test_other_copies_say_nothing_of_the_cost(report: StepReport) -> None:
     policy, _ = make_policy(load_s=1.0)
-    policy.take(report)
+    policy.take_report(report)
     assert policy.load_s == 1.0
 
 
@@ -183,7 +183,7 @@ def test_nothing_measured_changes_nothing() -> None:
     policy, _ = make_policy()
     prefill(policy, 2.0)
     before = policy.load_s, policy.prefill_s
-    policy.take(StepReport())
+    policy.take_report(StepReport())
     assert (policy.load_s, policy.prefill_s) == before
 
 
@@ -204,7 +204,7 @@ def test_a_busy_link_is_forgotten() -> None:
     policy, _ = make_policy(load_s=1.0)
     prefill(policy, 2.0)
     for _ in range(40):
-        policy.take(loaded(1, 5.0))
+        policy.take_report(loaded(1, 5.0))
     assert policy.recompute
     for _ in range(40):
         prefill(policy, 2.0)
@@ -225,7 +225,7 @@ def test_a_link_that_is_slow_by_nature_is_not_tried_again() -> None:
 
 def join(policy: Costs, *seconds: float) -> None:
     for s in seconds:
-        policy.take(StepReport(joins={2: s}))
+        policy.take_report(StepReport(joins={2: s}))
 
 
 def test_a_step_hides_as_much_as_it_computes() -> None:
@@ -242,7 +242,7 @@ def test_a_step_hides_as_much_as_it_computes() -> None:
 
 def test_steps_of_other_sizes_take_other_times() -> None:
     policy = Costs(1.0, 0.5, layerwise=True, tokens_per_block=TOKENS)
-    policy.take(StepReport(joins={6: 3.0, 9: 7.0}))
+    policy.take_report(StepReport(joins={6: 3.0, 9: 7.0}))
     hidden = [policy.hidden_s(n) for n in (31, 32, 255, 256, 1000)]
     assert hidden == [0.0, 3.0, 3.0, 7.0, 7.0]
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.kv_tier import device_memory
 from vllm.v1.kv_tier.config import KVTierConfig
-from vllm.v1.kv_tier.memory.kvcached import (
+from vllm.v1.kv_tier.elastic import device_memory
+from vllm.v1.kv_tier.elastic.kvcached import (
     KvcachedMemory,
     _runs,
     page_bytes,

@@ -13,18 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.kv_tier.copying.dma_by_block import (
+from vllm.v1.kv_tier.copying.dma import (
     MAX_PITCH,
     BlockDmaCopyEngine,
+    DmaCopyEngine,
     find_runs,
+    make_descriptors,
 )
-from vllm.v1.kv_tier.copying.dma_by_piece import DmaCopyEngine, make_descriptors
 from vllm.v1.kv_tier.copying.engine import (
     CopyEngineUnavailable,
+    TorchCopyEngine,
     address_table,
     slot_bytes,
 )
-from vllm.v1.kv_tier.copying.torch_copy import TorchCopyEngine
 from vllm.v1.kv_tier.memory.regions import Region
 
 from .copy_machine import (

@@ -3,10 +3,10 @@
 
 from typing import Any
 
+from vllm.v1.kv_tier.elastic.pool import ElasticDevice
+from vllm.v1.kv_tier.layout import ElasticLayout
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.pool import ElasticBlockPool
-from vllm.v1.kv_tier.scheduling.elastic import ElasticDevice
-from vllm.v1.kv_tier.scheduling.pages import ElasticLayout
 
 from .tier import BLOCK, IdleScheduler, Tier, stores
 
@@ -86,7 +86,7 @@ class ElasticTier(Tier):
 
     def give_all_back(self) -> None:
         plan = self.run_idle_for(5.0)
-        if not plan.tell_end:
+        if not plan.report_end:
             # It stored what the host lacked.
             plan = self.run_idle()
         self.tell(plan)
@@ -95,11 +95,11 @@ class ElasticTier(Tier):
 
 def test_an_idle_engine_gives_back_after_the_time_that_was_set() -> None:
     tier = ElasticTier()
-    assert not tier.run_idle_for(4.9).tell_end
+    assert not tier.run_idle_for(4.9).report_end
     assert tier.elastic.is_busy and tier.elastic.is_waiting
     tier.now += 0.1
     plan = tier.run_idle()
-    assert plan.tell_end and tier.num_free == PAGE - 1
+    assert plan.report_end and tier.num_free == PAGE - 1
     assert not tier.mapper.unmapped
     tier.tell(plan)
     assert sorted(tier.mapper.unmapped) == [1, 2]
@@ -115,7 +115,7 @@ def test_an_idle_engine_goes_on_until_its_ranks_have_been_told() -> None:
     tier.give_all_back()
     assert not tier.elastic.is_busy
     # As `RankPages` does for each page that has gone.
-    tier.pool._draft.unmap(PAGE, 2 * PAGE)
+    tier.pool._builder.unmap(PAGE, 2 * PAGE)
     assert tier.elastic.is_busy and not tier.elastic.is_waiting
     assert tier.run_idle().unmap_blocks == ((PAGE, 2 * PAGE),)
     assert not tier.elastic.is_busy
@@ -156,7 +156,7 @@ def test_time_begins_anew_with_each_request() -> None:
     tier = ElasticTier()
     tier.run_idle_for(4.0)
     tier.computed("a")
-    assert not tier.run_idle_for(4.0).tell_end
+    assert not tier.run_idle_for(4.0).report_end
 
 
 def test_nothing_goes_while_a_request_holds_blocks() -> None:
@@ -164,14 +164,14 @@ def test_nothing_goes_while_a_request_holds_blocks() -> None:
     tier.begin()
     tier.compute("a")
     tier.end()
-    assert not tier.run_idle_for(9.0).tell_end
+    assert not tier.run_idle_for(9.0).report_end
 
 
 def test_what_the_host_lacks_is_stored_by_an_earlier_plan() -> None:
     tier = ElasticTier(clean_part=0.0, min_stores=0, idle_stores=PAGE)
     tier.computed("abcdefghijk")
     plans = [tier.run_idle_for(5.0), *(tier.run_idle() for _ in range(3))]
-    first = next(plan for plan in plans if plan.tell_end)
+    first = next(plan for plan in plans if plan.report_end)
     assert not stores(first).keys() & stores(plans[0]).keys()
     assert plans[0] is not first and len(stores(plans[0])) >= PAGE
     # Whatever goes is on the host.
@@ -238,7 +238,7 @@ def test_without_memory_there_are_no_blocks_and_no_error() -> None:
     tier.elastic.need(NUM_BLOCKS)
     assert tier.num_free == PAGE - 1
     tier.mapper.spare = 1
-    tier.elastic.refused()
+    tier.elastic.record_refusal()
     assert tier.num_free == 2 * PAGE - 1
 
 
@@ -302,7 +302,7 @@ def test_when_copies_hang_nothing_goes_any_more() -> None:
     tier.pool.apply_report(StepReport(lost_blocks=[]))
     tier.tell(plan)
     assert not tier.mapper.unmapped and tier.num_free == NUM_BLOCKS - 1
-    assert not tier.run_idle_for(9.0).tell_end
+    assert not tier.run_idle_for(9.0).report_end
 
 
 def prefetched_and_aborted(tier: ElasticTier, names: str) -> None:
@@ -320,7 +320,7 @@ def test_what_was_loaded_for_an_aborted_request_is_given_back() -> None:
     tier.now = 100
     plan = tier.run_idle_for(5.0)
     # They went with the pages, and forward passes need not wait for their loads.
-    assert plan.tell_end and not tier.pool.prefetches.unclaimed
+    assert plan.report_end and not tier.pool.prefetches.unclaimed
     tier.tell(plan)
     assert sorted(tier.mapper.unmapped) == [1, 2]
     assert not tier.pool.prefetches and not tier.elastic.is_busy
@@ -340,7 +340,7 @@ def test_what_is_kept_for_a_request_is_given_back_later() -> None:
     tier.now = 9.1
     plan = tier.run_idle()
     while tier.elastic.is_busy:
-        if plan.tell_end:
+        if plan.report_end:
             tier.tell(plan)
         plan = tier.run_idle()
     assert sorted(tier.mapper.unmapped) == [1, 2]
@@ -354,15 +354,15 @@ def test_an_idle_engine_gives_back_what_was_in_use_under_pressure() -> None:
     held = tier.pool.get_new_blocks(PAGE)
     assert {block.block_id // PAGE for block in held} == {2}
     tier.mapper.wanted = 1
-    assert not tier.end().tell_end
+    assert not tier.end().report_end
     tier.free(held)
     plan = tier.run_idle()
-    assert plan.tell_end
+    assert plan.report_end
     tier.tell(plan)
     assert tier.mapper.unmapped == [1]
     tier.mapper.wanted = 0
     plan = tier.run_idle_for(5.0)
-    assert plan.tell_end
+    assert plan.report_end
     tier.tell(plan)
     assert sorted(tier.mapper.unmapped) == [1, 2]
 
@@ -386,10 +386,10 @@ def test_a_step_looks_at_a_few_pages_only() -> None:
     for _ in range(3):
         assert not tier.mapper.unmapped
         plan = tier.run_idle()
-        if plan.tell_end:
+        if plan.report_end:
             break
     while tier.elastic.is_busy:
-        if plan.tell_end:
+        if plan.report_end:
             assert tier.num_free >= NUM_BLOCKS - 1 - 2 * PAGE
             tier.tell(plan)
         plan = tier.run_idle()

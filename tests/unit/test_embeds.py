@@ -14,7 +14,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
-from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
+from vllm.v1.kv_tier.block_keys import AdapterLoads, set_adapter_loads
 from vllm.v1.request import Request
 
 from ..names import init_none_hash, sha256

@@ -17,20 +17,19 @@ from vllm.v1.kv_tier.copying.calibrate import (
     ENGINES,
     EngineKind,
     LoadChoice,
+    WrongBytes,
     choose_beside_compute,
     choose_engines,
     choose_loads,
 )
-from vllm.v1.kv_tier.copying.dma_by_block import BlockDmaCopyEngine
-from vllm.v1.kv_tier.copying.dma_by_piece import DmaCopyEngine
+from vllm.v1.kv_tier.copying.dma import BlockDmaCopyEngine, DmaCopyEngine
 from vllm.v1.kv_tier.copying.engine import (
     CopyEngine,
     CopyEngineUnavailable,
+    TorchCopyEngine,
     Transfer,
     slot_bytes,
 )
-from vllm.v1.kv_tier.copying.self_test import WrongBytes
-from vllm.v1.kv_tier.copying.torch_copy import TorchCopyEngine
 from vllm.v1.kv_tier.memory.regions import Region
 
 from .copy_machine import CPU, CUDA, NUM_SLOTS, ROWS, Machine, Memmove, make_regions

@@ -16,12 +16,9 @@ import torch
 
 import vllm.triton_utils
 from vllm.v1.kv_tier.copying import kernel
-from vllm.v1.kv_tier.copying.by_size import BySizeCopyEngine
-from vllm.v1.kv_tier.copying.calibrate import ENGINES
-from vllm.v1.kv_tier.copying.dma_by_block import BlockDmaCopyEngine
-from vllm.v1.kv_tier.copying.dma_by_piece import DmaCopyEngine
-from vllm.v1.kv_tier.copying.engine import CopyEngine, slot_bytes
-from vllm.v1.kv_tier.copying.torch_copy import TorchCopyEngine
+from vllm.v1.kv_tier.copying.calibrate import ENGINES, BySizeCopyEngine
+from vllm.v1.kv_tier.copying.dma import BlockDmaCopyEngine, DmaCopyEngine
+from vllm.v1.kv_tier.copying.engine import CopyEngine, TorchCopyEngine, slot_bytes
 from vllm.v1.kv_tier.memory.regions import Region
 
 from .copy_machine import (

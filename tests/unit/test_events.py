@@ -17,10 +17,11 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     maybe_convert_block_hash,
 )
-from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.config import KVTierConfig
+from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.plan import StepReport
 from vllm.v1.kv_tier.pool import TieredBlockPool, make_block_pool
-from vllm.v1.kv_tier.scheduling.publishing import PublishingBlockPool
+from vllm.v1.kv_tier.scheduler.events import PublishingBlockPool
 from vllm.v1.request import Request
 
 from ..names import init_none_hash, sha256
@@ -218,7 +219,7 @@ def test_a_failed_store_is_taken_back() -> None:
     tier.compute(request(range(4)))
     tier.evict_all()
     tier.told()
-    (slot,) = tier.pool.host.filled()
+    (slot,) = tier.pool.host.filled_slots()
     tier.pool.apply_report(StepReport(None, {slot.index: slot.store_seq}))
     (removed,) = tier.told()
     assert isinstance(removed, BlockRemoved) and removed.medium == "CPU"

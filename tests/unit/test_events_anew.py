@@ -10,7 +10,7 @@ import pytest
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_tier.scheduling.events import TOLD_AT_ONCE
+from vllm.v1.kv_tier.scheduler.events import REPUBLISHED_PER_STEP
 
 from .test_events import BLOCK, Publisher, hashes, request
 
@@ -25,31 +25,31 @@ def num_stored(events: list[Any]) -> int:
     return sum(map(len, stored(events)))
 
 
-LONG = range(BLOCK * (2 * TOLD_AT_ONCE + 10))
+LONG = range(BLOCK * (2 * REPUBLISHED_PER_STEP + 10))
 
 
 @pytest.fixture
 def behind() -> Publisher:
     """A tier that tells all anew, and has told the first part of it."""
-    tier = Publisher(num_blocks=2 * TOLD_AT_ONCE + 30, num_slots=40)
+    tier = Publisher(num_blocks=2 * REPUBLISHED_PER_STEP + 30, num_slots=40)
     host = request(range(-BLOCK * 30, -BLOCK * 10))
     tier.compute(host)
     tier.evict_all()
     tier.compute(request(LONG))
     tier.told()
-    tier.pool.events.tell_all_anew()
+    tier.pool.events.republish_all()
     told = tier.told()
     assert isinstance(told[0], AllBlocksCleared)
     # As many keys as the host's and so many of the device's.
-    assert num_stored(told) == TOLD_AT_ONCE - len(host.block_hashes)
+    assert num_stored(told) == REPUBLISHED_PER_STEP - len(host.block_hashes)
     return tier
 
 
 def test_all_is_told_anew_part_by_part(behind: Publisher) -> None:
-    assert num_stored(behind.told()) == TOLD_AT_ONCE
+    assert num_stored(behind.told()) == REPUBLISHED_PER_STEP
     assert num_stored(behind.told()) == 30
     assert behind.told() == []
-    assert sum(behind.follower.held("GPU").values()) == 2 * TOLD_AT_ONCE + 10
+    assert sum(behind.follower.held("GPU").values()) == 2 * REPUBLISHED_PER_STEP + 10
     assert sum(behind.follower.held("CPU").values()) == 20
 
 
@@ -58,11 +58,11 @@ def test_all_who_come_late_meanwhile_are_told_once(behind: Publisher) -> None:
     events = behind.pool.events
     clears, all_known = 0, 0
     for _ in range(40):
-        events.tell_all_anew()
+        events.republish_all()
         told = behind.told()
         clears += any(isinstance(e, AllBlocksCleared) for e in told)
         known = sum(behind.follower.held("GPU").values())
-        all_known += known == 2 * TOLD_AT_ONCE + 10
+        all_known += known == 2 * REPUBLISHED_PER_STEP + 10
     # It takes three steps, and as many are a rest.
     assert clears <= 7 and all_known >= 20
 
@@ -71,12 +71,12 @@ def test_those_who_can_replay_it_are_told_nothing_anew(behind: Publisher) -> Non
     """The batches since followers were told to forget all are kept: two so far."""
     events = behind.pool.events
     behind.told()
-    events.tell_all_anew(num_kept=2)
+    events.republish_all(num_kept=2)
     assert not any(isinstance(e, AllBlocksCleared) for e in behind.told())
     for _ in range(8):
-        events.tell_all_anew(num_kept=20)
+        events.republish_all(num_kept=20)
         assert not any(isinstance(e, AllBlocksCleared) for e in behind.told())
-    events.tell_all_anew(num_kept=9)
+    events.republish_all(num_kept=9)
     assert any(isinstance(e, AllBlocksCleared) for e in behind.told())
 
 
@@ -85,9 +85,9 @@ def test_a_reset_is_a_begin_for_those_who_come_late(behind: Publisher) -> None:
     for _ in range(3):
         behind.told()
     # The batch of the reset, and two more.
-    behind.pool.events.tell_all_anew(num_kept=3)
+    behind.pool.events.republish_all(num_kept=3)
     assert behind.told() == []
-    behind.pool.events.tell_all_anew(num_kept=3)
+    behind.pool.events.republish_all(num_kept=3)
     assert [type(e) for e in behind.told()] == [AllBlocksCleared]
 
 
@@ -97,7 +97,9 @@ def test_what_a_step_computes_is_told_behind_the_rest(behind: Publisher) -> None
     behind.compute(one)
     # As much more is told as has changed: three new blocks, and what made room.
     told = behind.told()
-    assert num_stored(told) == TOLD_AT_ONCE + 6 and hashes(one) not in stored(told)
+    assert num_stored(told) == REPUBLISHED_PER_STEP + 6 and hashes(one) not in stored(
+        told
+    )
     assert hashes(one) in stored(behind.told())
     assert behind.told() == []
 

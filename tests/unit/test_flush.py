@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from vllm.v1.kv_tier.config import flush_time_s
-from vllm.v1.kv_tier.eviction.by_name import POLICIES, make_policy
+from vllm.v1.kv_tier.eviction.policies import POLICIES, make_policy
 from vllm.v1.kv_tier.plan import SecondaryJob, StepReport
 from vllm.v1.kv_tier.releases import keys_are_bytes
-from vllm.v1.kv_tier.scheduling.slots import SlotTable
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.start import flush_kv_tier
 
 from ..settings import with_debug
@@ -84,7 +84,7 @@ def just_stored(names: str) -> Below:
     below.tier.demoted(names)
     assert below.backing is not None
     while below.backing._num_outputs < below.backing._seq:
-        below.backing.heard()
+        below.backing.record_output()
     return below
 
 
@@ -114,7 +114,7 @@ def test_of_several_tiers_each_gets_what_it_lacks() -> None:
     below.tier.demoted("ab")
     below.plans()
     assert below.backing is not None
-    below.backing.is_below(key("a"), 1)
+    below.backing.mark_present(key("a"), 1)
     written = [(job.tier, set(job.keys)) for job in flush(below, 0).jobs]
     assert written == [(0, {key("a"), key("b")}), (1, {key("b")})]
 

@@ -3,10 +3,9 @@
 
 import torch
 
-from vllm.v1.kv_tier.memory.giving_back import blocks_per_page, discard_blocks
-from vllm.v1.kv_tier.memory.pages import anonymous
+from vllm.v1.kv_tier.elastic.pages import RankPages
+from vllm.v1.kv_tier.memory.pages import anonymous, blocks_per_page, discard_blocks
 from vllm.v1.kv_tier.memory.regions import Region
-from vllm.v1.kv_tier.scheduling.pages import RankPages
 
 from .test_pages import num_resident
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from vllm.v1.kv_tier.memory.device_pages import DevicePages
+from vllm.v1.kv_tier.elastic.gpu import DevicePages, GpuPages
 from vllm.v1.kv_tier.memory.regions import Region
-from vllm.v1.kv_tier.scheduling.gpu_pages import GpuPages
 
 DRIVER_PAGE = 64
 NUM_BLOCKS, BLOCK_BYTES, NUM_LAYERS = 100, 24, 3
@@ -155,7 +154,7 @@ class Limit:
     def limit_bytes(self) -> int | None:
         return self.bytes
 
-    def tell(self, used: int, ahead: int) -> None:
+    def report_use(self, used: int, ahead: int) -> None:
         self.told = (used, ahead)
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.kv_tier import compatibility
 from vllm.v1.kv_tier.config import KVTierConfig
-from vllm.v1.kv_tier.scheduling import gpu_pages
 
 from .test_config import _v1 as _v1
 from .test_config import engine_config, names_all
@@ -21,7 +21,7 @@ def elastic(model: str, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     for name in ("is_cpu", "is_cuda_alike", "is_cuda"):
         says = name != "is_cpu"
         monkeypatch.setattr(type(current_platform), name, lambda self, s=says: s)
-    monkeypatch.setattr(gpu_pages, "find_spec", lambda name: name)
+    monkeypatch.setattr(compatibility, "find_spec", lambda name: name)
     return config
 
 
@@ -45,7 +45,7 @@ def test_memory_is_given_back_on_cpus_and_cuda(
 def test_memory_of_a_gpu_needs_kvcached(
     elastic: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_pages, "find_spec", lambda name: None)
+    monkeypatch.setattr(compatibility, "find_spec", lambda name: None)
     refused(elastic, "not installed", "pip install kvcached")
 
 

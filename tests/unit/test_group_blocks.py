@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_tier.scheduling.group_blocks import group_blocks, tokens_per_block
+from vllm.v1.kv_tier.scheduler.kv_groups import group_blocks, tokens_per_block
 
 LENGTH = 131_072
 

@@ -13,16 +13,16 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message
 
-from vllm.v1.kv_tier.api.heard import NOTHING, heard
-from vllm.v1.kv_tier.api.http import (
+from vllm.v1.kv_tier.hints.http import (
     AFTERWARDS,
     COUNT,
     MESSAGES,
     PATHS,
     HintsOfRequests,
-    hear_afterwards,
+    serve_conversation_hints,
 )
-from vllm.v1.kv_tier.api.translation import breakpoints
+from vllm.v1.kv_tier.hints.request_context import NOTHING, request_context
+from vllm.v1.kv_tier.hints.translation import breakpoints
 
 CHAT = "/v1/chat/completions"
 
@@ -32,7 +32,7 @@ async def answer(request: Request) -> StreamingResponse:
     body = (await request.body()).decode()
 
     async def stream() -> Any:
-        said = heard.get()
+        said = request_context.get()
         yield json.dumps([body, said.hints])
 
     return StreamingResponse(stream())
@@ -60,7 +60,7 @@ class Engines:
 
 def make_app(*more: Route) -> Starlette:
     routes = [Route(path, answer, methods=["POST"]) for path in (*PATHS, "/other")]
-    routes += [Route(AFTERWARDS, hear_afterwards, methods=["POST"]), *more]
+    routes += [Route(AFTERWARDS, serve_conversation_hints, methods=["POST"]), *more]
     app = Starlette(routes=routes)
     app.add_middleware(HintsOfRequests)
     return app
@@ -107,7 +107,7 @@ def test_an_endpoint_gets_the_body_and_what_it_says(path: str, parts: int) -> No
     assert status == 200
     assert json.loads(sent) == body
     assert hints == {"release": True}
-    assert heard.get() is NOTHING
+    assert request_context.get() is NOTHING
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_no_body_holds_up_the_event_loop(name: str) -> None:
     body = b'{"kv_transfer_params":{},' + LARGE_BODIES[name] + b"," + _MARK + b"}"
 
     async def served(request: Request) -> JSONResponse:
-        return JSONResponse(heard.get().hints)
+        return JSONResponse(request_context.get().hints)
 
     longest = 0.0
 

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm.v1.kv_tier.eviction.ends import Ends
-from vllm.v1.kv_tier.eviction.hinted import Hinted
-from vllm.v1.kv_tier.eviction.kept import Kept
-from vllm.v1.kv_tier.eviction.said import Said
-from vllm.v1.kv_tier.policy import LRU, POLICIES, About, EvictionPolicy, make_policy
+from vllm.v1.kv_tier.eviction.hinted import (
+    ExpiryQueue,
+    Hinted,
+    ProtectedKeys,
+    RetentionHints,
+)
+from vllm.v1.kv_tier.policy import LRU, POLICIES, EvictionPolicy, KeyHint, make_policy
 
 
 class Host:
@@ -27,7 +29,7 @@ class Host:
         **quotas: float,
     ) -> None:
         self.now = 0.0
-        self.said = Said(num_keys, lambda: self.now)
+        self.said = RetentionHints(num_keys, lambda: self.now)
         if isinstance(policy, str):
             policy = make_policy(policy, num_slots)
         self.hinted = Hinted(policy, self.said, quotas)
@@ -41,9 +43,9 @@ class Host:
         tenant: object = None,
     ) -> None:
         for key in keys:
-            self.said.tell(key, priority, self.now + ttl, tenant)
+            self.said.update(key, priority, self.now + ttl, tenant)
             if key in self.resident:
-                self.hinted.changed(key)
+                self.hinted.update(key)
 
     def insert(self, keys: Iterable[object]) -> None:
         for key in keys:
@@ -205,16 +207,16 @@ def test_a_tenant_takes_nothing_over_from_another() -> None:
     host.say("x", 90, tenant="a")
     host.say("x", 0, tenant="b")
     host.say("x", 95, ttl=1, tenant="b")
-    assert host.said.get("x") == About(95, math.inf, "a", 1)
+    assert host.said.get("x") == KeyHint(95, math.inf, "a", 1)
 
 
 def test_who_says_nothing_uses_what_was_to_go_first() -> None:
     host = Host(8)
     host.insert("ab")
     host.say("b", 0)
-    assert not host.said.used_in_silence("a")
-    assert host.said.used_in_silence("b")
-    host.hinted.changed("b")
+    assert not host.said.record_plain_use("a")
+    assert host.said.record_plain_use("b")
+    host.hinted.update("b")
     assert host.evict(2) == "ab"
 
 
@@ -223,27 +225,27 @@ class Told(LRU):
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
-        self.heard: list[tuple[object, About]] = []
+        self.heard: list[tuple[object, KeyHint]] = []
 
-    def told(self, key: object, about: About) -> None:
+    def set_hint(self, key: object, about: KeyHint) -> None:
         self.heard.append((key, about))
 
 
 def test_a_policy_may_order_hints_itself() -> None:
     policy = Told(8)
     host = Host(8, policy)
-    host.said.tell("a", 90, 7.0, "t", 3)
+    host.said.update("a", 90, 7.0, "t", 3)
     host.insert("ab")
     host.say("b", 0)
     assert policy.heard == [
-        ("a", About(90, 7.0, "t", 3)),
-        ("b", About(0, math.inf, None, 1)),
+        ("a", KeyHint(90, 7.0, "t", 3)),
+        ("b", KeyHint(0, math.inf, None, 1)),
     ]
     assert host.evict(2) == "ab"
 
 
 def test_owners_with_more_than_their_share_lose_first() -> None:
-    kept = Kept()
+    kept = ProtectedKeys()
     for key, owner in zip("abcdefg", "1222223"):
         kept.add(key, 60, owner)
     assert [kept.pop() for _ in range(7)][:3] == ["b", "c", "d"]
@@ -336,10 +338,10 @@ def test_what_is_kept_while_ends_are_cleared_expires() -> None:
 
 
 def test_what_others_have_said_is_not_renewed() -> None:
-    said = Said(10, lambda: 0.0)
-    said.tell("b", 90, tenant="another")
-    said.tell("c", 10, tenant="one")
-    about = About(60, math.inf, "one", 1)
+    said = RetentionHints(10, lambda: 0.0)
+    said.update("b", 90, tenant="another")
+    said.update("c", 10, tenant="one")
+    about = KeyHint(60, math.inf, "one", 1)
     for keys in ("ab", "ac"):
         before = [said.get(key) for key in keys]
         assert not said.renew(keys, about)
@@ -350,7 +352,7 @@ def test_what_others_have_said_is_not_renewed() -> None:
 
 
 def test_ends_are_told_in_order_however_often_they_change() -> None:
-    rng, ends = random.Random(3), Ends()
+    rng, ends = random.Random(3), ExpiryQueue()
     until: dict[int, float] = {}
     for now in range(5000):
         for _ in range(rng.randrange(6)):

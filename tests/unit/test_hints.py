@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm.v1.kv_tier.hints import (
+from vllm.v1.kv_tier.hints.schema import (
     KEY,
     MAX_NAME,
     MAX_NUMBER,

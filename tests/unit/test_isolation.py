@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm.v1.kv_tier.plan import StepReport
-from vllm.v1.kv_tier.scheduling.slots import HostSlot
+from vllm.v1.kv_tier.scheduler.slots import HostSlot
 
 from .rank import NUM_SLOTS, Rank, same
 from .tier import Tier, assert_nothing_leaks, is_empty, loads, loads_ahead, stores
@@ -31,7 +31,7 @@ def test_no_slot_is_served_after_a_reset(tier: Tier) -> None:
     assert [tier.where(name) for name in NAMES] == ["host"] * 4
     assert tier.pool.reset_prefix_cache()
     assert [tier.where(name) for name in NAMES] == ["nowhere"] * 4
-    assert tier.host.filled() == []
+    assert tier.host.filled_slots() == []
     assert all(tier.host.at(index) is None for index in range(4))
     # Nor by a plan that was in the making.
     assert all(is_empty(plan) for plan in tier.idle(3))

@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from vllm.config import CompilationConfig, KVTransferConfig, ParallelConfig
-from vllm.v1.kv_tier.layer_waits import set_layer_waits, wait_for_layer_load
 from vllm.v1.kv_tier.memory.regions import build_regions
-from vllm.v1.kv_tier.rank.layers import LayerWaits, make_layer_waits
+from vllm.v1.kv_tier.worker.layers import (
+    LayerWaits,
+    make_layer_waits,
+    set_layer_waits,
+    wait_for_layer_load,
+)
 
 CUDAGraphMode = pytest.importorskip(
     "vllm.config.compilation", reason="steps of this release wait for all their loads"

@@ -91,7 +91,9 @@ def test_the_cleaner_is_told_while_something_is_read(
 ) -> None:
     fetched, told = Fetched("abcdefgh"), []
     pool = fetched.below.pool
-    monkeypatch.setattr(pool.writer, "write", lambda *told_of: told.append(told_of))
+    monkeypatch.setattr(
+        pool.store_timing, "write", lambda *told_of: told.append(told_of)
+    )
     pool.take_plan(is_idle=True)
     fetched.come(*fetched.jobs)
     assert not fetched.waits

@@ -5,8 +5,9 @@ import pytest
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.plan import CopyTime, StepReport
-from vllm.v1.kv_tier.scheduling.losses import LoadBreaker, LostBlocks
-from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.scheduler.costs import LoadBreaker
+from vllm.v1.kv_tier.scheduler.free_blocks import LostBlocks
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 TUNING = SchedulingTuning(max_failed_loads=2, retry_loads_s=10, max_retry_loads_s=30)
 FAILED = StepReport(failed_load_seq=1)
@@ -19,7 +20,7 @@ def ended(kind: str, num_blocks: int = 3) -> StepReport:
 def breaker(*reports: StepReport, now: float = 100.0) -> LoadBreaker:
     breaker = LoadBreaker(TUNING)
     for report in reports:
-        breaker.take(report, now)
+        breaker.take_report(report, now)
     return breaker
 
 
@@ -33,7 +34,7 @@ def test_so_many_failures_end_lookups_for_a_while() -> None:
 def test_the_time_doubles_up_to_a_bound() -> None:
     opened = breaker(FAILED)
     for seconds in (10, 20, 30, 30):
-        opened.take(FAILED, 100)
+        opened.take_report(FAILED, 100)
         assert opened.is_open(100 + seconds - 0.1)
         assert not opened.is_open(100 + seconds)
 
@@ -42,7 +43,7 @@ def test_the_time_doubles_up_to_a_bound() -> None:
 def test_a_load_that_comes_begins_the_count_anew(kind: str) -> None:
     counting = breaker(FAILED, ended(kind), FAILED)
     assert not counting.is_open(100)
-    counting.take(FAILED, 100)
+    counting.take_report(FAILED, 100)
     assert counting.is_open(100)
 
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.kv_tier import worker
 from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
 from vllm.v1.kv_tier.plan import SecondaryJob, StepPlan
-from vllm.v1.kv_tier.rank.report import ReportDraft
-from vllm.v1.kv_tier.rank.secondary import SecondaryIO
-from vllm.v1.kv_tier.rank.slots import RankSlots
-from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.fs import FsConfig
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.tuning import RankTuning
+from vllm.v1.kv_tier.worker import host_tier
+from vllm.v1.kv_tier.worker.host_tier import HostTier
+from vllm.v1.kv_tier.worker.report import StepReportBuilder
+from vllm.v1.kv_tier.worker.secondary import SecondaryIO
+from vllm.v1.kv_tier.worker.slots import RankSlots
 
 from .store_servers import until
 from .stores import KEYS, NAMESPACE, ROW_BYTES
@@ -39,12 +39,12 @@ class Rank:
         self.store = config.open(NAMESPACE, 0, ROW_BYTES)
         self.quiet = memory.board[0]
         slots = RankSlots(2)
-        slots.stored([0, 1])
+        slots.mark_stored([0, 1])
         self.io = SecondaryIO(
             [self.store],
             memory.bytes.view(2, ROW_BYTES),
             slots,
-            ReportDraft(),
+            StepReportBuilder(),
             RankTuning(**tuning),  # type: ignore[arg-type]
             memory,
         )
@@ -62,9 +62,9 @@ class Rank:
 def test_they_are_quiet_while_a_step_is_launched(root: Path) -> None:
     rank = Rank(root, put_gate_s=20)
     assert rank.quiet_s(0) < 0
-    rank.io.launches(True)
+    rank.io.set_launching(True)
     assert 10 < rank.quiet_s(0) <= 20
-    rank.io.launches(False)
+    rank.io.set_launching(False)
     assert rank.quiet_s(0) < 0
 
 
@@ -151,7 +151,7 @@ def test_shared_memory_that_is_refused_is_gone_before_other_memory_is_taken(
 ) -> None:
     """A driver may refuse to register it late, when all of it was touched."""
     num_bytes, at_private = 1 << 20, []
-    shared, private = worker.shared_buffer, worker.HostBuffer
+    shared, private = host_tier.shared_buffer, host_tier.HostBuffer
     before = resident_bytes("RssShmem")
 
     def refuse(memory: SharedMemory, num_slots: int, device: Any, nodes: Any) -> None:
@@ -164,8 +164,8 @@ def test_shared_memory_that_is_refused_is_gone_before_other_memory_is_taken(
         at_private.append(resident_bytes("RssShmem"))
         return private(*args, **kwargs)
 
-    monkeypatch.setattr(worker, "shared_buffer", refuse)
-    monkeypatch.setattr(worker, "HostBuffer", take)
+    monkeypatch.setattr(host_tier, "shared_buffer", refuse)
+    monkeypatch.setattr(host_tier, "HostBuffer", take)
     regions = build_regions([torch.zeros(4, num_bytes // 4)], 4)
     HostTier.allocate(regions, 64, torch.device("cpu"), as_file=True)
     assert at_private and at_private[0] <= before + num_bytes

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.kv_tier.stores import mooncake_client
-from vllm.v1.kv_tier.stores.mooncake_client import SharedClient
+from vllm.v1.kv_tier.stores import mooncake
+from vllm.v1.kv_tier.stores.mooncake import SharedClient
 
 from ..settings import store_config
 from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, logged_by
@@ -55,7 +55,7 @@ class Calls:
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Calls.made, Calls.num_refused, Calls.num_failing = [], 0, 0
-    monkeypatch.setattr(mooncake_client, "import_client", lambda: Calls)
+    monkeypatch.setattr(mooncake, "import_client", lambda: Calls)
     for name in list(os.environ):
         if name.startswith("MC_"):
             monkeypatch.delenv(name)
@@ -67,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def entry() -> Iterator[Any]:
-    with mooncake_client.socket.create_server(("127.0.0.1", 0)) as listening:
+    with mooncake.socket.create_server(("127.0.0.1", 0)) as listening:
         master = f"127.0.0.1:{listening.getsockname()[1]}"
         yield store_config({"type": "mooncake", "master": master})
 
@@ -137,7 +137,7 @@ def test_a_late_waiter_closes_no_younger_client(shared: SharedClient) -> None:
 def test_a_call_that_does_not_end_is_waited_for_by_nobody_new(
     shared: SharedClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake_client, "CLOSE_S", 0.05)
+    monkeypatch.setattr(mooncake, "CLOSE_S", 0.05)
     with shared.use() as hanging:
         shared.drop(hanging)
         with pytest.raises(OSError, match="does not end"), shared.use():
@@ -164,7 +164,7 @@ def test_deadlines_that_are_set_stay_and_are_named(
     shared: SharedClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "60000")
-    with logged_by(mooncake_client.__name__) as lines, shared.use():
+    with logged_by(mooncake.__name__) as lines, shared.use():
         assert os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] == "1"
         assert os.environ["MC_RPC_TIMEOUT_MS"] == "60000"
     assert (

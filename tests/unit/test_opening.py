@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from vllm.v1.kv_tier.rank.opening import common_objects, open_rank
-from vllm.v1.kv_tier.stores.elsewhere import WrittenElsewhere
+from vllm.v1.kv_tier.stores.base import ReadOnlyStore
 from vllm.v1.kv_tier.stores.fs import FsConfig
 from vllm.v1.kv_tier.stores.mooncake import MooncakeConfig, MooncakeDebug
+from vllm.v1.kv_tier.worker.secondary import common_objects, open_rank
 
 from .test_store_identity import NUM_BLOCKS, WORKERS, worker
 
@@ -34,7 +34,7 @@ def opened(rank: int, replicas: int) -> Any:
     (store,) = stores
     # Its machine may be another one than the scheduler's.
     assert checked == [rank]
-    if isinstance(store, WrittenElsewhere):
+    if isinstance(store, ReadOnlyStore):
         store = store._store
         assert store[2] == "reader"  # type: ignore[index]
     else:
@@ -85,7 +85,7 @@ def test_a_rank_that_reads_only_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir(mode=0o700)
     entry = FsConfig(root_dir=str(tmp_path / "kv"), max_gib=0.001)
     writer = entry.open("ab", 0, 4)
-    reader = WrittenElsewhere(entry.open("ab", 0, 4))
+    reader = ReadOnlyStore(entry.open("ab", 0, 4))
     rows = [memoryview(bytearray(b"kept"))]
     assert reader.put([b"key"], rows) == [True]
     assert reader.exists([b"key"]) == reader.get([b"key"], rows) == [False]

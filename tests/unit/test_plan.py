@@ -6,9 +6,8 @@ from copy import deepcopy
 
 import pytest
 
-from vllm.v1.kv_tier.aggregate import StepReportAggregator
 from vllm.v1.kv_tier.plan import CopyTime, PrefillTime, StepReport, Times, merge_reports
-from vllm.v1.kv_tier.rank.report import with_report
+from vllm.v1.kv_tier.worker.report import StepReportAggregator, with_report
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from ..sim import upstream

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from vllm.v1.kv_tier.policy import LRU, EvictionPolicy, Proven, make_policy
+from vllm.v1.kv_tier.policy import LRU, AdaptiveSLRU, EvictionPolicy, make_policy
 
 from .test_policy import NUM_SLOTS, PolicyMachine
 
@@ -82,7 +82,7 @@ class ProvenMachine(PolicyMachine):
     @invariant()
     def ghosts_are_bounded(self) -> None:
         policy = self.policy
-        assert isinstance(policy, Proven)
+        assert isinstance(policy, AdaptiveSLRU)
         assert len(policy._ghosts) <= NUM_SLOTS
         assert not set(policy._ghosts) & self.model.resident
 
@@ -124,22 +124,22 @@ def test_what_comes_back_is_kept_through_scans() -> None:
     """Where least recently used has no hit at all."""
     uses = scans(0, rounds=40)
     assert hits(LRU(64), uses) == 0
-    assert hits(Proven(64), uses) > 0.8 * 30 * 38
+    assert hits(AdaptiveSLRU(64), uses) > 0.8 * 30 * 38
 
 
 def test_without_evidence_it_is_lru() -> None:
     """A loop that fits: nothing tells that protection would pay."""
     old, loop = [*range(60)] * 5, [*range(100, 160)] * 5
-    assert hits(Proven(64), old + loop) == hits(LRU(64), old + loop) == 2 * 4 * 60
+    assert hits(AdaptiveSLRU(64), old + loop) == hits(LRU(64), old + loop) == 2 * 4 * 60
 
 
 def test_a_workload_that_is_over_gives_way() -> None:
     """Credit of the scans is gone after some hits that LRU would have had."""
     old, new = scans(0, rounds=40), [*range(10**6, 10**6 + 50)] * 20
-    before = hits(Proven(64), old)
+    before = hits(AdaptiveSLRU(64), old)
     assert before > 0
     # From the start again, since `hits` begins with an empty cache.
-    after = hits(Proven(64), old + new) - before
+    after = hits(AdaptiveSLRU(64), old + new) - before
     assert after >= 0.85 * hits(LRU(64), new)
 
 
@@ -152,7 +152,7 @@ def test_what_outgrows_its_half_goes_by_age() -> None:
     for _ in range(3):
         for j, key in enumerate(loop):
             later += [key] if j % 3 else [key, next(once)]
-    policy = Proven(640)
+    policy = AdaptiveSLRU(640)
     hits(policy, ten)
     for key in [*policy._new, *policy._proven]:
         policy.remove(key)

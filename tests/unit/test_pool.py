@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
-from vllm.v1.kv_tier.config import GiB, KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.config import GiB, KVTierConfig
+from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.pool import kv_tier_of, make_block_pool
-from vllm.v1.kv_tier.scheduling.slots import HostSlot
+from vllm.v1.kv_tier.scheduler.slots import HostSlot
 
 from .tier import (
     BLOCK,
@@ -253,7 +254,9 @@ def test_each_group_has_its_own_window() -> None:
     ]
     plan = tier.end()
     assert len(loads(plan)) == 4
-    keys = {s.keys[0] for s in tier.host.filled() if s.index in loads(plan).values()}
+    keys = {
+        s.keys[0] for s in tier.host.filled_slots() if s.index in loads(plan).values()
+    }
     assert keys == {
         *(make_block_hash_with_group_id(h, 0) for h in hashes("abc")),
         make_block_hash_with_group_id(hash_of("c"), 1),

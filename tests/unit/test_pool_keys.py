@@ -38,7 +38,7 @@ def test_metrics_of_blocks_hear_of_every_victim() -> None:
         on_block_evicted=lambda block: heard.append(block.block_id),
         on_block_allocated=lambda block: None,
     )
-    tier.pool._tells_evictions = True
+    tier.pool._publishes_evictions = True
     blocks = tier.computed("a")
     tier.begin()
     assert ids(tier.pool.get_new_blocks(2)) == {*heard[-2:]} > ids(blocks)
@@ -70,7 +70,7 @@ def test_all_keys_of_a_block_share_its_slot() -> None:
     tier.begin()
     tier.pool.get_new_blocks(2)
     assert len(stores(tier.end())) == 1
-    slot = tier.host.filled()[0]
+    slot = tier.host.filled_slots()[0]
     assert slot.keys == (key, make_block_hash_with_group_id(hash_of("a"), 0))
     assert tier.where("a") == "host" and tier.slot("a") is slot
     # Back on the device, both keys find it again.
@@ -95,12 +95,12 @@ def test_a_block_that_got_another_key_is_stored_again() -> None:
     tier.end()
     tier.free(blocks)
     tier.idle()
-    assert len(tier.host.filled()[0].keys) == 1
+    assert len(tier.host.filled_slots()[0].keys) == 1
     partial(tier, "a", blocks[0])
     tier.begin()
     tier.pool.get_new_blocks(1)
     assert len(stores(tier.end())) == 1
-    (slot,) = tier.host.filled()
+    (slot,) = tier.host.filled_slots()
     assert len(slot.keys) == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.scheduling.writing import Cleaner
+from vllm.v1.kv_tier.scheduler.host_writer import Cleaner
 
 from .tier import Tier, cleaned, ids, is_empty, stores
 
@@ -209,8 +209,8 @@ def test_what_loads_take_does_not_widen_the_window() -> None:
     tier.begin()
     tier.promote(tier.find("abcdefghijklmnopqrst"))
     tier.end()
-    assert isinstance(tier.pool.writer, Cleaner)
-    assert tier.pool.writer.alloc_rate == 0.0
+    assert isinstance(tier.pool.store_timing, Cleaner)
+    assert tier.pool.store_timing.alloc_rate == 0.0
 
 
 def test_the_cleaner_stores_few_blocks_in_a_step() -> None:
@@ -261,7 +261,7 @@ def test_the_cleaner_leaves_the_way_to_what_is_read(
     tier.begin()
     assert cleaned(tier.pool.take_plan(is_idle=True)) == ids(blocks[:num_clean])
     tier.begin()
-    tier.pool.writer.write(is_idle=True, is_read=True)
+    tier.pool.store_timing.write(is_idle=True, is_read=True)
     assert cleaned(tier.end()) == ids(blocks[num_clean : num_clean + num_stores])
 
 
@@ -272,8 +272,8 @@ def test_the_cleaner_leaves_most_of_a_small_host_alone(
     """Else it would store the same blocks again and again."""
     tier = Tier(20, num_slots=8)
     tier.computed("abcdefghijklmnopqrst")
-    assert isinstance(tier.pool.writer, Cleaner)
-    tier.pool.writer.alloc_rate = take_rate
+    assert isinstance(tier.pool.store_timing, Cleaner)
+    tier.pool.store_timing.alloc_rate = take_rate
     assert [len(stores(plan)) for plan in tier.idle(3)] == [num_clean, 0, 0]
 
 

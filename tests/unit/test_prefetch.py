@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.kv_tier.plan import CopyTime, PrefillTime, StepReport
-from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 from .prefetching import admit, defer, make_tier, places, taken
 from .tier import (

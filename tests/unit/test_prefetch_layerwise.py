@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.kv_tier.plan import StepReport
-from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 from .prefetching import admit, block, defer, load_ahead, make_tier
 from .tier import Tier, assert_nothing_leaks, is_empty, loads, loads_ahead

@@ -2,8 +2,8 @@
 """Blocks loaded ahead: how many wait for their request, and for how long."""
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_tier.scheduling.costs import QueuedLoad
-from vllm.v1.kv_tier.scheduling.prefetches import Prefetches
+from vllm.v1.kv_tier.scheduler.costs import QueuedLoad
+from vllm.v1.kv_tier.scheduler.load_admission import Prefetches
 
 from .tier import Tier
 

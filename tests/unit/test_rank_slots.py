@@ -15,10 +15,9 @@ import torch
 
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepReport
-from vllm.v1.kv_tier.rank.slots import BAD, RankSlots
-from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.stores.elsewhere import WrittenElsewhere
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.stores.base import BlockStore, ReadOnlyStore
+from vllm.v1.kv_tier.worker.host_tier import HostTier
+from vllm.v1.kv_tier.worker.slots import BAD, RankSlots
 
 from .rank import NUM_SLOTS, Rank, fail_once, output, same, step
 
@@ -276,14 +275,14 @@ def test_without_verify_it_is_kept() -> None:
 
 def test_a_rank_that_leaves_writing_to_another_deletes_nothing_of_it() -> None:
     store = Memory()
-    rank = Ranked(True, WrittenElsewhere(store))
+    rank = Ranked(True, ReadOnlyStore(store))
     store.objects[b"key"] = b"of the other one"
     rank.go(store_blocks=[1], store_slots=[0])
     number = rank.begin(True, b"key", 0)
     assert rank.told(number).done == [True]
     rank.flip(0)
     assert rank.told(rank.begin(True, b"key", 0)).changed == (0,)
-    WrittenElsewhere(store).delete([b"key"])
+    ReadOnlyStore(store).delete([b"key"])
     assert store.objects == {b"key": b"of the other one"}
 
 
@@ -325,7 +324,7 @@ def test_a_checksum_that_comes_late_is_not_that_of_what_came_after() -> None:
     owner = SlotChecksums(memory, CPU, shared)
     late = owner._begin(0)
     memory[0] = 1
-    owner.take([0])
+    owner.compute([0])
     owner._set(0, late, b"whatever")
     assert SlotChecksums(memory, CPU, shared).are_right([0]) == [True]
 
@@ -483,7 +482,7 @@ def test_random_orders(verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_checksum_of_what_is_fetched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlotChecksums, "take", lambda self, slots: self.forget(slots))
+    patch.setattr(SlotChecksums, "compute", lambda self, slots: self.forget(slots))
 
 
 def serve_what_did_not_come(patch: pytest.MonkeyPatch) -> None:
@@ -501,7 +500,7 @@ def only_stores_clear_what_is_bad(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_what_failed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RankSlots, "store_failed", RankSlots.stored)
+    patch.setattr(RankSlots, "mark_bad", RankSlots.mark_stored)
 
 
 def store_over_what_is_late(patch: pytest.MonkeyPatch) -> None:
@@ -509,7 +508,7 @@ def store_over_what_is_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def write_what_changed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RankSlots, "changed", lambda self, slots: set())
+    patch.setattr(RankSlots, "mark_changed", lambda self, slots: set())
 
 
 def check_before_writing_only(patch: pytest.MonkeyPatch) -> None:

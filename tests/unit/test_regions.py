@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.kv_tier.copying.engine import slot_bytes
-from vllm.v1.kv_tier.copying.torch_copy import TorchCopyEngine
+from vllm.v1.kv_tier.copying.engine import TorchCopyEngine, slot_bytes
 from vllm.v1.kv_tier.memory.regions import build_regions
 
 NUM_BLOCKS = 5

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.kv_tier.memory.replicas import (
+from vllm.v1.kv_tier.worker.sharing import (
     head_replicas,
     held_once,
     kv_replicas,

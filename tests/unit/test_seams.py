@@ -12,8 +12,8 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.kv_tier.layer_waits import set_layer_waits
 from vllm.v1.kv_tier.stats import KVTierStats
+from vllm.v1.kv_tier.worker.layers import set_layer_waits
 from vllm.v1.metrics.stats import SchedulerStats
 
 from ..names import WorkerWrapperBase, touch_kv_layer

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan, merge_reports
-from vllm.v1.kv_tier.rank.report import ReportDraft
-from vllm.v1.kv_tier.rank.secondary import SecondaryIO
-from vllm.v1.kv_tier.rank.slots import RankSlots
-from vllm.v1.kv_tier.rank.tuning import RankTuning
 from vllm.v1.kv_tier.stores.base import BlockStore
+from vllm.v1.kv_tier.tuning import RankTuning
+from vllm.v1.kv_tier.worker.report import StepReportBuilder
+from vllm.v1.kv_tier.worker.secondary import SecondaryIO
+from vllm.v1.kv_tier.worker.slots import RankSlots
 from vllm.v1.outputs import ModelRunnerOutput
 
 from ..settings import store_config
@@ -43,8 +43,8 @@ class Rank:
     def __init__(self, store: BlockStore, **tuning: float) -> None:
         self.slots = torch.randint(0, 256, (8, SLOT_BYTES), dtype=torch.uint8)
         self.holds = RankSlots(len(self.slots))
-        self.holds.stored(range(len(self.slots)))
-        self.report = ReportDraft()
+        self.holds.mark_stored(range(len(self.slots)))
+        self.report = StepReportBuilder()
         self.io = SecondaryIO(
             [store],
             self.slots,
@@ -125,7 +125,7 @@ def test_a_slot_that_was_never_filled_is_not_kept_for_others(
     store: BlockStore,
 ) -> None:
     rank = Rank(store)
-    rank.holds.store_failed([1])
+    rank.holds.mark_bad([1])
     rank.step(put(1, [0, 1]))
     assert rank.told()[0].done == [True, False]
     assert store.exists(keys([0, 1])) == [True, False]
@@ -224,7 +224,7 @@ def test_writing_leaves_the_way_to_questions(stub: Stub) -> None:
 def test_writing_leaves_the_way_to_launches_but_not_for_long(stub: Stub) -> None:
     rank = Rank(stub, put_gate_s=0.5)
     for is_launching in (True, False):
-        rank.io.launches(is_launching)
+        rank.io.set_launching(is_launching)
         begun = time.monotonic()
         stub.leave_way()
         assert (time.monotonic() - begun >= 0.5) is is_launching
@@ -302,9 +302,9 @@ def test_a_step_waits_until_so_many_jobs_have_ended(stub: Stub, awaits: int) -> 
 
 
 def test_results_of_all_ranks_reach_the_scheduler() -> None:
-    drafts = [ReportDraft(), ReportDraft()]
+    drafts = [StepReportBuilder(), StepReportBuilder()]
     for draft, done in zip(drafts, (True, False)):
-        draft.secondary_ended(SecondaryResult(7, [done], 0.1))
+        draft.record_job(SecondaryResult(7, [done], 0.1))
     reports = [
         draft.attach(model_runner_output([]), is_last_stage=True).kv_tier_report
         for draft in drafts
@@ -364,7 +364,7 @@ def flush(
 
 def test_a_rank_that_ends_writes_what_is_right(store: BlockStore) -> None:
     rank = Rank(store)
-    rank.holds.store_failed([1])
+    rank.holds.mark_bad([1])
     jobs = put(1, [0, 1]), put(2, [2], after=(7, 0)), put(3, [3])
     written = flush(
         rank,

@@ -7,7 +7,7 @@ import pytest
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_tier.policy import LRU, POLICIES, make_policy
-from vllm.v1.kv_tier.scheduling.slots import HostSlot, SlotTable
+from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
 
 from ..names import block_hash
 
@@ -41,7 +41,7 @@ def test_a_slot_is_found_by_its_keys_and_index() -> None:
     assert slot is not None
     assert [host.get(k) for k in keys] == [slot, slot]
     assert host.at(slot.index) is slot
-    assert host.filled() == [slot] and len(host) == 1
+    assert host.filled_slots() == [slot] and len(host) == 1
     assert (slot.store_seq, slot.block_hash, slot.block_hash_num_tokens) == (
         7,
         keys[0],
@@ -146,7 +146,7 @@ def test_no_slot_leaks() -> None:
         if i % 2 == 0:
             host.unpin_all()
     host.unpin_all()
-    for slot in host.filled():
+    for slot in host.filled_slots():
         host.remove(slot)
     slots = [insert(host, n) for n in "abcd"]
     assert sorted(s.index for s in slots) == [0, 1, 2, 3]
@@ -163,7 +163,7 @@ def test_a_closed_table_has_nothing_and_takes_nothing() -> None:
     host = table(2)
     removed = inserted(host, "a"), insert(host, "b")
     host.close()
-    assert host.filled() == [] and len(host) == 0
+    assert host.filled_slots() == [] and len(host) == 0
     assert [host.get(key(n)) for n in "ab"] == [None, None]
     assert [host.at(slot.index) for slot in removed] == [None, None]
     assert host.insert((key("c"),), 32, 2) is None
@@ -243,7 +243,7 @@ def test_what_is_used_while_it_is_written_or_after_it_is_no_victim() -> None:
     # It is loaded, used on the device, and dropped and stored again.
     host.pin([a])
     host.unpin_all()
-    host.order_passed([key("b")])
+    host.keep_passed([key("b")])
     host.remove(c)
     inserted(host, "c")
     host.end_hold(*job)

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from vllm.v1.kv_tier import start
-from vllm.v1.kv_tier.aggregate import StepReportAggregator
 from vllm.v1.kv_tier.config import GiB, KVTierConfig
-from vllm.v1.kv_tier.layer_waits import set_layer_waits, wait_for_layer_load
 from vllm.v1.kv_tier.memory import limits
-from vllm.v1.kv_tier.rank.layers import LayerWaits
 from vllm.v1.kv_tier.start import start_kv_tier
+from vllm.v1.kv_tier.worker.layers import (
+    LayerWaits,
+    set_layer_waits,
+    wait_for_layer_load,
+)
+from vllm.v1.kv_tier.worker.report import StepReportAggregator
 
 from ..settings import options
 

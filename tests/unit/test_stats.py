@@ -18,7 +18,7 @@ from vllm.v1.kv_tier.metrics import (
     KVTierProm,
     device_hits,
 )
-from vllm.v1.kv_tier.plan import CopyTime, StepReport
+from vllm.v1.kv_tier.plan import CopyTime
 from vllm.v1.kv_tier.stats import KVTierStats, SecondaryStats
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
@@ -154,17 +154,15 @@ def test_copies_requests_and_failures(published: Published) -> None:
     tier = published.tier
     stats = KVTierStats(slot_bytes=10**6)
     stats.record_report(
-        StepReport(
-            times={
-                ("store", 1): CopyTime(100, 0.01),
-                ("store", 2): CopyTime(100, 0.2),
-                ("load", 2): CopyTime(0, 0.5),
-                ("stall", 2): CopyTime(1, 0.25),
-            },
-            failures=Counter(load=1),
-        )
+        failures=Counter(load=1),
+        times={
+            ("store", 1): CopyTime(100, 0.01),
+            ("store", 2): CopyTime(100, 0.2),
+            ("load", 2): CopyTime(0, 0.5),
+            ("stall", 2): CopyTime(1, 0.25),
+        },
     )
-    stats.record_report(StepReport(failures=Counter(load=1, odd=1)))
+    stats.record_report(failures=Counter(load=1, odd=1), times={})
     stats.request_hits = [(0, 64), (16, 0)]
     published.observe(stats)
     assert tier("copy_seconds_count", kind="store") == 2
@@ -270,7 +268,7 @@ def test_samples_that_nobody_takes_do_not_fill_memory() -> None:
     stats = KVTierStats()
     for seq in range(5000):
         stats.record_hit(Request(0), 48, 32)
-        stats.record_report(StepReport(times={("store", seq): CopyTime(1, 1.0)}))
+        stats.record_report(failures={}, times={("store", seq): CopyTime(1, 1.0)})
     assert len(stats.request_hits) == len(stats.times) == 1000
     assert stats.host_hit_tokens == 5000 * 32
 
@@ -299,7 +297,7 @@ def test_a_slot_that_the_plan_uses_is_not_replaced() -> None:
     block = tier.pool.get_new_blocks(1)[0]
     tier.cache("b", [block])
     tier.pool.cached_block_hashes_by_block[block.block_id] = {slot.keys[0]}
-    assert not tier.pool.storer.store(block, before_eviction=False)
+    assert not tier.pool.host_writer.store(block, before_eviction=False)
     stats = tier.pool.take_stats()
     assert stats.refused_pinned == 1 and stats.promoted_blocks == 1
 

@@ -28,34 +28,34 @@ def breaker(clock: Clock) -> Breaker:
 def test_closed_it_lets_everything_through(breaker: Breaker) -> None:
     for _ in range(3):
         assert breaker.allows() and not breaker.is_open
-        breaker.succeeded()
+        breaker.record_success()
 
 
 def test_open_it_lets_one_trial_through_at_a_time(
     breaker: Breaker, clock: Clock
 ) -> None:
-    breaker.failed("no answer")
+    breaker.record_failure("no answer")
     for _ in range(3):
         assert breaker.is_open and not breaker.allows()
         clock.now += 4.9
         assert not breaker.allows()
         clock.now += 0.2
         assert breaker.allows() and not breaker.allows()
-        breaker.failed("no answer")
+        breaker.record_failure("no answer")
 
 
 def test_a_trial_that_goes_well_closes_it(breaker: Breaker, clock: Clock) -> None:
-    breaker.failed("no answer")
+    breaker.record_failure("no answer")
     clock.now += 5
     assert breaker.allows()
-    breaker.succeeded()
+    breaker.record_success()
     assert not breaker.is_open and breaker.allows() and breaker.allows()
 
 
 def test_a_trial_that_never_ends_is_not_the_last(
     breaker: Breaker, clock: Clock
 ) -> None:
-    breaker.failed("no answer")
+    breaker.record_failure("no answer")
     clock.now += 5
     assert breaker.allows() and not breaker.allows()
     clock.now += 5
@@ -68,12 +68,12 @@ def test_each_change_of_state_is_one_line(
     with caplog.at_level(logging.INFO, logger="vllm.v1.kv_tier"):
         for _ in range(3):
             for _ in range(3):
-                breaker.failed("no answer")
+                breaker.record_failure("no answer")
             clock.now += 5
             assert breaker.allows()
-            breaker.failed("no answer")
-            breaker.succeeded()
-            breaker.succeeded()
+            breaker.record_failure("no answer")
+            breaker.record_success()
+            breaker.record_success()
     lines = [record.getMessage() for record in caplog.records]
     assert lines == 3 * [
         "KV tier: the store is in trouble (no answer): requests are computed without "

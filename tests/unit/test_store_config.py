@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from vllm.v1.kv_tier.stores import fs
-from vllm.v1.kv_tier.stores.by_name import parse_entry, parse_tiers
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsDebug, FsStore
+from vllm.v1.kv_tier.stores.settings import parse_entry, parse_tiers
 
 from ..settings import store_config, with_debug
 from .stores import NAMESPACE, ROW_BYTES

@@ -14,9 +14,13 @@ import vllm.config
 import vllm.envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.kv_tier.rank.opening import describe
-from vllm.v1.kv_tier.stores.harmless import HARMLESS, VARIABLES, is_harmless_file
-from vllm.v1.kv_tier.stores.identity import namespace
+from vllm.v1.kv_tier.stores.identity import (
+    HARMLESS,
+    VARIABLES,
+    is_harmless_file,
+    namespace,
+)
+from vllm.v1.kv_tier.worker.secondary import describe
 
 from ..e2e.model import make_llama
 from .test_store_identity import NUM_BLOCKS, name_of, one_seed, settings, worker

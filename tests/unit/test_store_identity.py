@@ -18,13 +18,13 @@ import torch
 
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
-from vllm.v1.kv_tier.rank.opening import describe
 from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.stores.identity import (
     namespace,
     rank_namespace,
     states_before_loading,
 )
+from vllm.v1.kv_tier.worker.secondary import describe
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from vllm.v1.kv_tier.stores.base import BlockStore
-from vllm.v1.kv_tier.stores.by_name import parse_tiers
 from vllm.v1.kv_tier.stores.fs import FsConfig
 from vllm.v1.kv_tier.stores.redis import RedisConfig
+from vllm.v1.kv_tier.stores.settings import parse_tiers
 
 from ..settings import store_config, with_debug
 from .store_servers import Mooncake, Valkey, free_port

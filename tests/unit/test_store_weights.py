@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.kv_tier.stores import weights as module
-from vllm.v1.kv_tier.stores.weights import FileStates, model_files
+from vllm.v1.kv_tier.stores import identity as module
+from vllm.v1.kv_tier.stores.identity import FileStates, model_files
 
 SIZE = 1 << 20
 

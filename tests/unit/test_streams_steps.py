@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.rank.copy_order import Copies
-from vllm.v1.kv_tier.rank.layers import LayerWaits
-from vllm.v1.kv_tier.rank.streams import CudaStreams
+from vllm.v1.kv_tier.worker.copies import Copies
+from vllm.v1.kv_tier.worker.layers import LayerWaits
+from vllm.v1.kv_tier.worker.streams import CudaStreams
 
 from .stream_rank import NEW, OLD, Rank, needs_gpu, sleep, wait_for_threads
 from .stream_rank import compute_stream as compute_stream

@@ -8,16 +8,16 @@ import pytest
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_tier import frontend
-from vllm.v1.kv_tier.api.afterwards import check
-from vllm.v1.kv_tier.api.heard import Heard, heard
-from vllm.v1.kv_tier.api.translation import (
+from vllm.v1.kv_tier.hints.conversation_api import check
+from vllm.v1.kv_tier.hints.request_context import RequestContext, request_context
+from vllm.v1.kv_tier.hints.schema import KEY, Hints
+from vllm.v1.kv_tier.hints.translation import (
     Breakpoint,
     breakpoints,
     from_envelope,
     from_openai,
     retain,
 )
-from vllm.v1.kv_tier.hints import KEY, Hints
 from vllm.v1.kv_tier.releases import VLLMValidationError
 
 DAY = 86400
@@ -28,28 +28,37 @@ HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({}, Heard()),
-        ({"prompt_cache_retention": "in_memory", "prompt_cache_key": "k"}, Heard()),
-        ({"prompt_cache_retention": "in-memory"}, Heard()),
-        ({"prompt_cache_retention": "24h"}, Heard({"retain": retain(DAY)})),
-        ({"prompt_cache_options": None}, Heard()),
-        ({"prompt_cache_options": {"mode": "explicit"}}, Heard()),
-        ({"prompt_cache_options": {"ttl": "30m"}}, Heard({"retain": retain(1800)})),
-        ({"prompt_cache_options": {"ttl": "12h"}}, Heard({"retain": retain(DAY / 2)})),
+        ({}, RequestContext()),
+        (
+            {"prompt_cache_retention": "in_memory", "prompt_cache_key": "k"},
+            RequestContext(),
+        ),
+        ({"prompt_cache_retention": "in-memory"}, RequestContext()),
+        ({"prompt_cache_retention": "24h"}, RequestContext({"retain": retain(DAY)})),
+        ({"prompt_cache_options": None}, RequestContext()),
+        ({"prompt_cache_options": {"mode": "explicit"}}, RequestContext()),
+        (
+            {"prompt_cache_options": {"ttl": "30m"}},
+            RequestContext({"retain": retain(1800)}),
+        ),
+        (
+            {"prompt_cache_options": {"ttl": "12h"}},
+            RequestContext({"retain": retain(DAY / 2)}),
+        ),
         (
             {"prompt_cache_options": {"prewarm": True}},
-            Heard({"prewarm": True, "retain": retain(1800)}),
+            RequestContext({"prewarm": True, "retain": retain(1800)}),
         ),
         (
             {
                 "prompt_cache_options": {"ttl": "30m", "prewarm": False},
                 "prompt_cache_retention": "24h",
             },
-            Heard({"retain": retain(DAY)}),
+            RequestContext({"retain": retain(DAY)}),
         ),
     ],
 )
-def test_fields_of_openai(body: dict[str, Any], expected: Heard) -> None:
+def test_fields_of_openai(body: dict[str, Any], expected: RequestContext) -> None:
     found = from_openai(body)
     assert found == expected
     Hints.from_params({KEY: found.hints})
@@ -191,7 +200,7 @@ def params(given: Any = None, **more: Any) -> SamplingParams:
 def test_off_means_off() -> None:
     bad = params({"kv_tier": {"relase": True}})
     assert frontend.with_hints(config("native"), bad) is bad
-    frontend.add_hint_doors(None, SimpleNamespace(kv_offloading_backend="native"))
+    frontend.add_hint_routes(None, SimpleNamespace(kv_offloading_backend="native"))
     with pytest.raises(ValueError, match="Hints need --kv-offloading-backend core"):
         engine = SimpleNamespace(vllm_config=config("native"))
         frontend.tell(SimpleNamespace(llm_engine=engine), {})
@@ -220,11 +229,11 @@ def test_a_bad_hint_is_the_clients_fault(given: Any) -> None:
 def test_the_clients_own_words_count_most() -> None:
     own = params({"kv_tier": {"retain": {"priority": 1}}, "do_remote_prefill": True})
     said = {"retain": retain(5), "tenant": "t", "store": False, "prewarm": True}
-    token = heard.set(Heard(said))
+    token = request_context.set(RequestContext(said))
     try:
         found = frontend.with_hints(config(), own, envelope({"tenant": "u"}))
     finally:
-        heard.reset(token)
+        request_context.reset(token)
     assert found.extra_args["kv_transfer_params"] == {
         "kv_tier": {
             "retain": {"priority": 1},

@@ -195,16 +195,16 @@ def test_a_request_that_is_admitted_waits_for_nothing_any_more() -> None:
     assert not asks(tier, "r", "abcdefgh")
     # Half of the blocks are left to those that run.
     assert len(loads_ahead(tier.end())) == 4
-    assert tier.pool.waiting.num_waited_for() == 4
+    assert tier.pool.load_admission.num_waited_for() == 4
     # Its step waits for half of the last of four seconds.
     request: Any = _requests[id(tier), "r"]
     for tier.now, is_loading in ((3.4, True), (3.6, False)):
         assert tier.pool.is_loading(request, True) == is_loading
     # A second later it may have been aborted.
     for tier.now, num_blocks in ((4.9, 4), (5.1, 0)):
-        assert tier.pool.waiting.num_waited_for() == num_blocks
+        assert tier.pool.load_admission.num_waited_for() == num_blocks
     tier.now = 3.9
     tier.begin()
     assert asks(tier, "r", "abcdefgh")
     tier.end()
-    assert tier.pool.waiting.num_waited_for() == 0
+    assert tier.pool.load_admission.num_waited_for() == 0

@@ -12,9 +12,9 @@ import pytest
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.plan import SecondaryResult, StepPlan, StepReport
-from vllm.v1.kv_tier.rank.copy_order import Copies, CopyHangs, InOrder
-from vllm.v1.kv_tier.rank.report import ReportDraft
-from vllm.v1.kv_tier.rank.tuning import RankTuning
+from vllm.v1.kv_tier.tuning import RankTuning
+from vllm.v1.kv_tier.worker.copies import Copies, CopyHangs, InOrder
+from vllm.v1.kv_tier.worker.report import StepReportBuilder
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -193,16 +193,16 @@ def test_a_report_travels_with_an_async_output() -> None:
 def test_jobs_that_end_while_a_step_runs_are_told_with_its_output() -> None:
     class Later(AsyncModelRunnerOutput):
         def get_output(self) -> ModelRunnerOutput:
-            report.secondary_ended(SecondaryResult(7, [True], 0.1))
-            report.load_failed("load", 10)
+            report.record_job(SecondaryResult(7, [True], 0.1))
+            report.record_load_failure("load", 10)
             return EMPTY_MODEL_RUNNER_OUTPUT
 
         def get_kv_connector_output(self) -> Any:
             return None
 
-    report = ReportDraft()
+    report = StepReportBuilder()
     assert type(report.attach(Later(), True)) is Later
-    report.tells_late = True
+    report.reports_late = True
     told = report.attach(Later(), True).get_output().kv_tier_report
     assert [result.number for result in told.secondary] == [7]
     # What fails belongs to the output of its own step.

@@ -9,9 +9,9 @@ import pytest
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier.plan import PrefillTime, StepPlan, StepReport
-from vllm.v1.kv_tier.rank.copy_order import Copies, InOrder
-from vllm.v1.kv_tier.rank.layers import LayerWaits
-from vllm.v1.kv_tier.rank.tuning import RankTuning
+from vllm.v1.kv_tier.tuning import RankTuning
+from vllm.v1.kv_tier.worker.copies import Copies, InOrder
+from vllm.v1.kv_tier.worker.layers import LayerWaits
 
 from .rank import Rank, fail_once, output, same, step, with_order
 from .rank import rank as rank

@@ -11,14 +11,13 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.config import KVTierConfig
+from vllm.v1.kv_tier.layout import ElasticLayout, KVTierLayout, SecondaryLayout
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
-from vllm.v1.kv_tier.scheduling.below import SecondaryLayout
-from vllm.v1.kv_tier.scheduling.pages import ElasticLayout
-from vllm.v1.kv_tier.scheduling.slots import HostSlot
-from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
-from vllm.v1.kv_tier.scheduling.writing import Cleaner
+from vllm.v1.kv_tier.scheduler.host_writer import Cleaner
+from vllm.v1.kv_tier.scheduler.slots import HostSlot
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 from ..names import block_hash
 from ..settings import options
@@ -144,7 +143,9 @@ class Tier:
         promoted = self.pool.promote(
             request, managers, groups, num_tokens, 0, num_new_tokens, among_others
         )
-        self.deferred = promoted is None and self.pool.waiting.is_loading(request)
+        self.deferred = promoted is None and self.pool.load_admission.is_loading(
+            request
+        )
         return promoted
 
     def promote(
@@ -190,7 +191,7 @@ class Tier:
 
     def forget_rate(self) -> None:
         """What the cleaner has learned of the steps until now."""
-        writer = self.pool.writer
+        writer = self.pool.store_timing
         assert isinstance(writer, Cleaner)
         writer.alloc_rate = 0.0
         self.pool.free.cursor = None

@@ -17,11 +17,11 @@ import pytest
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
-from vllm.v1.kv_tier.config import KVTierConfig, KVTierLayout
+from vllm.v1.kv_tier.config import KVTierConfig
+from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.pool import TieredBlockPool
-from vllm.v1.kv_tier.scheduling.events import MEDIUM_CPU
-from vllm.v1.kv_tier.scheduling.publishing import PublishingBlockPool
-from vllm.v1.kv_tier.scheduling.slots import HostSlot
+from vllm.v1.kv_tier.scheduler.events import MEDIUM_CPU, PublishingBlockPool
+from vllm.v1.kv_tier.scheduler.slots import HostSlot
 
 NUM_SLOTS = 512
 SLOT_BYTES = 4096

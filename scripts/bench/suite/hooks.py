@@ -48,17 +48,17 @@ class Hooks:
             wrap(executor, "execute_model", self._execute)
         wrap(WorkerWrapperBase, "execute_model", self._forward)
         try:
-            from vllm.v1.kv_tier.rank.copier import Copier
-            from vllm.v1.kv_tier.scheduling.block_pool import TieredBlockPool
-            from vllm.v1.kv_tier.scheduling.waiting import WaitingRoom
-            from vllm.v1.kv_tier.worker import HostTier
+            from vllm.v1.kv_tier.scheduler.block_pool import TieredBlockPool
+            from vllm.v1.kv_tier.scheduler.load_admission import LoadAdmission
+            from vllm.v1.kv_tier.worker.copies import Copier
+            from vllm.v1.kv_tier.worker.host_tier import HostTier
         except ImportError:
             return
         wrap(TieredBlockPool, "take_plan", self._take_plan)
         wrap(TieredBlockPool, "apply_report", self._apply_report)
-        wrap(WaitingRoom, "decide", self._decide)
-        wrap(WaitingRoom, "begin_wait", self._begin_wait)
-        wrap(WaitingRoom, "admitted", self._admitted)
+        wrap(LoadAdmission, "decide", self._decide)
+        wrap(LoadAdmission, "begin_wait", self._begin_wait)
+        wrap(LoadAdmission, "end_wait", self._admitted)
         wrap(HostTier, "begin_step", self._begin_step)
         for kind in ("store", "clean", "load", "load_ahead"):
             wrap(Copier, kind, self._copy(kind))

@@ -6,8 +6,7 @@ from typing import Any
 
 def remove_fences() -> None:
     """Begin each copy at once, whatever its plan says it must wait for."""
-    from vllm.v1.kv_tier.rank.copy_thread import Job
-    from vllm.v1.kv_tier.rank.streams import CudaStreams
+    from vllm.v1.kv_tier.worker.streams import CudaStreams, Job
 
     def begin_step(self: Any, plan: Any, copies: Any, layerwise: bool) -> None:
         if plan.store_slots:
@@ -42,7 +41,7 @@ def delay_copies() -> None:
     """Keep every copy waiting on the device, for longer than its launch takes."""
     import torch
 
-    from vllm.v1.kv_tier.rank.copier import Copier
+    from vllm.v1.kv_tier.worker.copies import Copier
 
     def delayed(copy: Any) -> Any:
         def run(*args: Any) -> None:
@@ -59,7 +58,7 @@ def delay_stores() -> None:
     """Keep every store waiting on the device, for much longer than a step takes."""
     import torch
 
-    from vllm.v1.kv_tier.rank.copier import Copier
+    from vllm.v1.kv_tier.worker.copies import Copier
 
     inner = Copier._store_blocks
 
@@ -73,7 +72,7 @@ def delay_stores() -> None:
 
 def wait_for_no_peer() -> None:
     """Let ranks that share slots load them before they are filled."""
-    from vllm.v1.kv_tier.rank.copier import Copier
+    from vllm.v1.kv_tier.worker.copies import Copier
 
     Copier._await_owner = lambda self, plan: None  # type: ignore[method-assign]
 

@@ -4,7 +4,6 @@
 import dataclasses
 import json
 import math
-import pkgutil
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -12,8 +11,9 @@ from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier import releases
-from vllm.v1.kv_tier.hints import MAX_NAME
+from vllm.v1.kv_tier import compatibility, releases
+from vllm.v1.kv_tier.hints.schema import MAX_NAME
+from vllm.v1.kv_tier.layout import BACKEND
 from vllm.v1.kv_tier.memory.limits import check_fits, host_memory, total_host_bytes
 from vllm.v1.kv_tier.options import (
     FLAG,
@@ -27,30 +27,23 @@ from vllm.v1.kv_tier.options import (
     with_debug,
 )
 from vllm.v1.kv_tier.policy import make_policy
-from vllm.v1.kv_tier.scheduling.below import SecondaryLayout, check_engine
-from vllm.v1.kv_tier.scheduling.connectors import offloading_claim
-from vllm.v1.kv_tier.scheduling.executors import refused_executor
-from vllm.v1.kv_tier.scheduling.gpu_pages import check_device
-from vllm.v1.kv_tier.scheduling.pages import ElasticLayout
-from vllm.v1.kv_tier.scheduling.side_objects import check_side_objects
-from vllm.v1.kv_tier.scheduling.takers import takes_plans
-from vllm.v1.kv_tier.scheduling.tuning import SchedulingTuning
-from vllm.v1.kv_tier.stores.by_name import parse_tiers
-from vllm.v1.kv_tier.stores.settings import StoreConfig
+from vllm.v1.kv_tier.stores.settings import StoreConfig, parse_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
-BACKEND = "core"
 GiB = 1 << 30
+
 
 # For the end of the step under way, and of the processes.
 _END_S = 5.0
 
+
 MAX_QUOTAS = 100
 """Most tenants with a quota, since each has its own metrics."""
+
 
 _REMOVED = {
     "keep_while_asleep": "A sleep of the engine clears the host tier, as it clears the "
@@ -58,10 +51,19 @@ _REMOVED = {
 }
 """Settings of earlier versions, and what to do."""
 
+
 StorePolicy = Literal["write_back", "write_through"]
+
+
 CopyEngineName = Literal["auto", "dma", "kernel", "torch"]
+
+
 COPY_ENGINES = get_args(CopyEngineName)
+
+
 _Tenant = Annotated[Text, Field(min_length=1, max_length=MAX_NAME)]
+
+
 _Part = Annotated[Number, Field(gt=0, le=1)]
 
 
@@ -223,46 +225,11 @@ class KVTierConfig:
             ValueError: The message names the setting and the fix.
 
         """
-        backend = f"--kv-offloading-backend {BACKEND}"
-        if not releases.is_v1_engine():
-            raise ValueError(
-                f"{backend} is part of the V1 engine, but this is V0 (VLLM_USE_V1=0, "
-                "set by you, or by vLLM for a setting, a model or a platform: its log "
-                "says which). Set VLLM_USE_V1=1, or remove the backend."
-            )
-        model = vllm_config.model_config
-        if model is not None and model.is_encoder_decoder:
-            raise ValueError(
-                f"{backend} extends the prefix cache, which upstream does not have "
-                f"for encoder-decoder models like {model.model}. Remove the backend."
-            )
-        if not vllm_config.cache_config.enable_prefix_caching:
-            raise ValueError(
-                f"{backend} extends the prefix cache, which is off "
-                "(--no-enable-prefix-caching, or a model that cannot use it). "
-                "Turn prefix caching on, or remove the backend."
-            )
-        transfer = vllm_config.kv_transfer_config
-        if transfer is not None and (claim := offloading_claim(transfer)):
-            raise ValueError(
-                f"{backend} and --kv-transfer-config kv_connector={claim!r} both "
-                "offload KV blocks to host memory. Remove one of them; connectors "
-                "for prefill/decode disaggregation can stay."
-            )
-        if releases.has_hisparse(vllm_config):
-            raise ValueError(
-                f"{backend} and HiSparse both keep KV blocks in host memory. "
-                "Remove the HiSparse configuration, or remove the backend."
-            )
-        self._check_parallel(vllm_config)
-        check_side_objects(vllm_config)
-        self._check_scheduler(vllm_config.scheduler_config.scheduler_cls)
-        self._check_platform()
-        if self.shrink_after_s is not None:
-            check_device(vllm_config)
-        if self.secondary_tiers:
-            check_engine(vllm_config)
-        self._check_stages(vllm_config)
+        compatibility.check_engine(
+            vllm_config,
+            has_secondary_tiers=bool(self.secondary_tiers),
+            gives_memory_back=self.shrink_after_s is not None,
+        )
         if (
             self.debug.check_memory
             and is_one_machine(vllm_config)
@@ -274,77 +241,6 @@ class KVTierConfig:
                 "Lower it, or set "
                 '--kv-offloading-config \'{"debug": {"check_memory": false}}\' where '
                 "memory grows on demand."
-            )
-
-    @staticmethod
-    def _check_parallel(vllm_config: "VllmConfig") -> None:
-        backend = f"--kv-offloading-backend {BACKEND}"
-        if why := refused_executor(vllm_config):
-            raise ValueError(
-                f"{backend} is not supported with --distributed-executor-backend {why}"
-            )
-        if releases.has_fault_tolerance(vllm_config.parallel_config):
-            raise ValueError(
-                f"{backend} is not supported with --enable-fault-tolerance: a step "
-                "that is given up takes the ranks' reports of failed copies with it. "
-                "Remove one of them."
-            )
-        ranks = releases.prefill_context_ranks(vllm_config.parallel_config)
-        if ranks > 1:
-            raise ValueError(
-                f"{backend} is not supported with --prefill-context-parallel-size "
-                f"{ranks}: the two have not been run together. Remove one of them."
-            )
-
-    @staticmethod
-    def _check_scheduler(scheduler: str | type | None) -> None:
-        if isinstance(scheduler, str):
-            if scheduler.startswith("vllm."):
-                return
-            try:
-                scheduler = pkgutil.resolve_name(scheduler)
-            except (ImportError, AttributeError, ValueError):
-                # Upstream says so when it needs the class.
-                return
-        if isinstance(scheduler, type) and not takes_plans(scheduler):
-            raise ValueError(
-                f"--kv-offloading-backend {BACKEND} does nothing with --scheduler-cls "
-                f"{scheduler.__module__}.{scheduler.__qualname__}: its schedule() "
-                "neither hands on to upstream's nor sends the tier's plan "
-                "(output.kv_tier_plan = self.kv_cache_manager.kv_tier.take_plan()). "
-                "Call super().schedule(), send the plan, or remove one of the two."
-            )
-
-    def _check_platform(self) -> None:
-        from vllm.platforms import current_platform
-
-        if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
-            raise ValueError(
-                f"--kv-offloading-backend {BACKEND} runs on CUDA, ROCm and CPU, not "
-                f"on {current_platform.device_name or current_platform.device_type}. "
-                "Remove the backend."
-            )
-
-    @staticmethod
-    def _check_stages(vllm_config: "VllmConfig") -> None:
-        """Refuse the one case in which a step writes blocks after the next has begun.
-
-        The first stages of a pipeline hear of accepted tokens as many steps later as
-        there are stages, and only then move Mamba states to the blocks that have been
-        hashed since. They do so as a part of the later step, behind the tier's back: a
-        store would read too early, and a load could be overwritten.
-        """
-        if (
-            vllm_config.parallel_config.pipeline_parallel_size > 1
-            and vllm_config.speculative_config is not None
-            and releases.uses_v2_model_runner(vllm_config)
-            and releases.mamba_cache_mode(vllm_config.cache_config) == "align"
-        ):
-            raise ValueError(
-                f"--kv-offloading-backend {BACKEND} is not supported with pipeline "
-                "parallelism, speculative decoding and --mamba-cache-mode align "
-                "together: the first stages write Mamba states of a step during later "
-                "ones. Remove one of them, or the backend."
             )
 
 
@@ -443,26 +339,3 @@ def is_one_machine(vllm_config: "VllmConfig") -> bool:
     where it likes, which is known when they are there."""
     parallel = vllm_config.parallel_config
     return releases.num_machines(parallel) == 1 and not parallel.use_ray
-
-
-@dataclasses.dataclass(frozen=True)
-class KVTierLayout:
-    """The tier as it was allocated: what the scheduler must know of it."""
-
-    config: KVTierConfig
-    num_slots: int
-    slot_bytes: int
-    """Bytes of one slot on all ranks together."""
-    load_s: float = 0.0
-    """Seconds to load one slot, on the slowest rank, as measured at start."""
-    tokens_per_block: float = 0.0
-    """Tokens whose KV takes one block; less than the block size where several
-    groups of layers have blocks of their own."""
-    layerwise: bool = False
-    """Whether layers wait for their own part of the loads of a step, on all ranks."""
-    tuning: SchedulingTuning = SchedulingTuning()
-    """No setting: what tests choose otherwise."""
-    secondary: SecondaryLayout | None = None
-    """The tier below, if there is one."""
-    elastic: ElasticLayout | None = None
-    """Who maps device memory, if any of it is given back."""

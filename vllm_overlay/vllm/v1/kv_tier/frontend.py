@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_tier import releases
-from vllm.v1.kv_tier.api.afterwards import check, tell_all, tell_one
-from vllm.v1.kv_tier.api.heard import heard
-from vllm.v1.kv_tier.api.translation import from_envelope
-from vllm.v1.kv_tier.config import BACKEND
-from vllm.v1.kv_tier.hints import KEY, Hints, for_tier
+from vllm.v1.kv_tier.hints.conversation_api import check, tell_all, tell_one
+from vllm.v1.kv_tier.hints.request_context import request_context
+from vllm.v1.kv_tier.hints.schema import KEY, Hints, for_tier
+from vllm.v1.kv_tier.hints.translation import from_envelope
+from vllm.v1.kv_tier.layout import BACKEND
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,7 +53,7 @@ def with_hints(
     if not isinstance(params, SamplingParams):
         return params
     extra = params.extra_args or {}
-    given, said = extra.get(PARAMS), heard.get()
+    given, said = extra.get(PARAMS), request_context.get()
     try:
         # The middleware has checked HTTP requests, except for bodies that only Python
         # reads.
@@ -77,7 +77,7 @@ def with_hints(
     return params
 
 
-def add_hint_doors(app: Any, args: Any) -> None:
+def add_hint_routes(app: Any, args: Any) -> None:
     """Add the middleware and the route for hints, if the engine has a tier.
 
     Args:
@@ -87,10 +87,14 @@ def add_hint_doors(app: Any, args: Any) -> None:
     """
     if releases.offloading_backend(args) != BACKEND:
         return
-    from vllm.v1.kv_tier.api.http import AFTERWARDS, HintsOfRequests, hear_afterwards
+    from vllm.v1.kv_tier.hints.http import (
+        AFTERWARDS,
+        HintsOfRequests,
+        serve_conversation_hints,
+    )
 
     app.add_middleware(HintsOfRequests)
-    app.add_api_route(AFTERWARDS, hear_afterwards, methods=["POST"])
+    app.add_api_route(AFTERWARDS, serve_conversation_hints, methods=["POST"])
 
 
 def tell(llm: Any, hints: Mapping[str, Any]) -> dict[str, int]:

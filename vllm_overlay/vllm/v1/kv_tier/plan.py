@@ -96,7 +96,7 @@ class StepPlan:
     """The step runs nothing, and may wait a moment until this many jobs of secondary
     tiers, counted from the start, have ended on a rank. 0: do not wait."""
 
-    tell_end: bool = False
+    report_end: bool = False
     """Report in `StepReport.ended` when all work of plans up to this one has ended."""
     unmap_blocks: tuple[tuple[int, int], ...] = ()
     """(first, end) of device blocks whose memory is given back before the rest of the
@@ -206,7 +206,7 @@ class StepReport:
     secondary: list[SecondaryResult] = field(default_factory=list)
     """Jobs that ended, once for each rank that reports it."""
     ended: list[int] = field(default_factory=list)
-    """`seq` of plans with `tell_end` whose work has ended, once for each rank that
+    """`seq` of plans with `report_end` whose work has ended, once for each rank that
     reports it."""
     failures: Counter[str] = field(default_factory=Counter)
     """Steps in which copies failed, by kind (`store`, `load`), a layer did not wait for

@@ -5,13 +5,10 @@ from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_tier import releases
-from vllm.v1.kv_tier.config import KVTierLayout
-from vllm.v1.kv_tier.scheduling.block_pool import TieredBlockPool
-from vllm.v1.kv_tier.scheduling.elastic_pool import (
-    ElasticBlockPool,
-    ElasticPublishingBlockPool,
-)
-from vllm.v1.kv_tier.scheduling.publishing import PublishingBlockPool
+from vllm.v1.kv_tier.elastic import ElasticBlockPool, ElasticPublishingBlockPool
+from vllm.v1.kv_tier.layout import KVTierLayout
+from vllm.v1.kv_tier.scheduler.block_pool import TieredBlockPool
+from vllm.v1.kv_tier.scheduler.events import PublishingBlockPool
 
 __all__ = [
     "ElasticBlockPool",
@@ -20,6 +17,7 @@ __all__ = [
     "kv_tier_of",
     "make_block_pool",
 ]
+
 
 _is_tiered = False
 """Whether the last pool that was made is tiered, for `kv_tier_of`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_tier import releases
-from vllm.v1.kv_tier.adapters import adapters_have_changed
+from vllm.v1.kv_tier.block_keys import adapters_have_changed
 from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
 from vllm.v1.request import RequestStatus
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _BETWEEN_INPUTS = releases.status_between_inputs()
+
+
 _FAILED = releases.failed_status()
 
 
@@ -85,13 +87,13 @@ def take_report(
         start_over(scheduler)
     if isinstance(tier, ElasticBlockPool) and not scheduler.requests:
         _pause_between_steps(tier)
-    if tier.backing is not None:
+    if tier.secondary is not None:
         # Each output of a step comes here, its report before it.
-        tier.backing.heard()
+        tier.secondary.record_output()
         if scheduler.lora_config is not None and adapters_have_changed(
             scheduler.running
         ):
-            tier.void_since(tier.backing.settled + 1)
+            tier.void_since(tier.secondary.settled + 1)
     if tier.num_lost_blocks:
         _end_what_cannot_fit(scheduler, tier, outputs)
     plan = scheduler_output.kv_tier_plan
@@ -159,7 +161,7 @@ def _is_due(pool: TieredBlockPool) -> bool:
 
 
 def _writes_on(pool: TieredBlockPool) -> bool:
-    return pool.backing is not None and pool.backing.writes_on
+    return pool.secondary is not None and pool.secondary.writes_on
 
 
 def _most_tokens(scheduler: "Scheduler") -> int:

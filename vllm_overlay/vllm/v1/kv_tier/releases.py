@@ -21,6 +21,10 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
 try:
     from vllm.exceptions import VLLMValidationError as VLLMValidationError
 except ImportError:
@@ -29,13 +33,7 @@ except ImportError:
         """Since v0.16.0. Older releases answer any ValueError with status 400."""
 
 
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.request import Request
-
 # ----------------------------------------------------------------------- settings
-
-
 def cache_config(vllm_config: Any) -> Any | None:
     """The `CacheConfig` of an engine. None for stand-ins: upstream's own tests start
     engines with settings that lack it, or the fields of patch 0001."""
@@ -186,8 +184,6 @@ def digest_of(config: Any) -> str | None:
 
 
 # -------------------------------------------------------- executors and schedulers
-
-
 def is_ray_v2_off() -> bool:
     """Whether the environment keeps Ray from running the multi-process executor, in
     releases that let it choose: v0.25.1 to v0.32.0."""
@@ -222,8 +218,6 @@ def forget_last_step(scheduler: Any) -> None:
 
 
 # ------------------------------------------------------------------------ requests
-
-
 def status_between_inputs() -> Any | None:
     """Status of a request whose prompt comes in parts, between two of them. Since
     v0.16.0; equal to no status before."""
@@ -308,8 +302,6 @@ def reloads_in_place(lora: "LoRARequest") -> bool:
 
 
 # --------------------------------------------------------- KV cache and block pool
-
-
 def pool_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `BlockPool` by name. Releases do not agree on their order."""
     from vllm.v1.core.block_pool import BlockPool
@@ -418,8 +410,6 @@ def kv_replicas(kv_cache_config: Any) -> int | None:
 
 
 # -------------------------------------------------------------------- model runner
-
-
 def copies_blocks(scheduler_output: Any) -> bool:
     """Whether a step copies KV blocks before the forward pass, since v0.28.0."""
     return bool(getattr(scheduler_output, "kv_cache_block_copies", None))

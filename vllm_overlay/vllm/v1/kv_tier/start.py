@@ -14,55 +14,45 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.about import about
-from vllm.v1.kv_tier.adapters import AdapterLoads, set_adapter_loads
-from vllm.v1.kv_tier.aggregate import StepReportAggregator
-from vllm.v1.kv_tier.config import (
-    GiB,
-    KVTierConfig,
-    KVTierLayout,
-    is_one_machine,
-    tier_config,
-)
+from vllm.v1.kv_tier.block_keys import AdapterLoads, set_adapter_loads
+from vllm.v1.kv_tier.config import GiB, KVTierConfig, is_one_machine, tier_config
 from vllm.v1.kv_tier.copying.engine import slot_bytes
-from vllm.v1.kv_tier.device_memory import device_pages, num_mapped
-from vllm.v1.kv_tier.layer_waits import set_layer_waits
-from vllm.v1.kv_tier.memory.giving_back import blocks_per_page
-from vllm.v1.kv_tier.memory.kvcached import shared_limit
+from vllm.v1.kv_tier.elastic import num_mapped, open_elastic
+from vllm.v1.kv_tier.layout import KVTierLayout, SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
 from vllm.v1.kv_tier.memory.regions import build_regions
-from vllm.v1.kv_tier.memory.replicas import held_once, kv_replicas
 from vllm.v1.kv_tier.plan import StepReport, merge_reports
-from vllm.v1.kv_tier.rank.layers import make_layer_waits
-from vllm.v1.kv_tier.rank.opening import common_objects, open_rank
-from vllm.v1.kv_tier.rank.sharing import may_share, share_slots, take_shared
-from vllm.v1.kv_tier.scheduling.asking import Asker, exists_on_all
-from vllm.v1.kv_tier.scheduling.below import (
-    SecondaryLayout,
-    SecondaryTier,
-    labels,
-    layout,
-)
-from vllm.v1.kv_tier.scheduling.gpu_pages import pages_of_gpu
-from vllm.v1.kv_tier.scheduling.group_blocks import (
+from vllm.v1.kv_tier.scheduler.kv_groups import (
     GroupBlocks,
     group_blocks,
     tokens_per_block,
 )
-from vllm.v1.kv_tier.scheduling.pages import ElasticLayout, pages_of_ranks
+from vllm.v1.kv_tier.scheduler.secondary.jobs import labels, secondary_layout
+from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup, exists_on_all
 from vllm.v1.kv_tier.stores.format import advice
 from vllm.v1.kv_tier.stores.identity import (
+    FileStates,
     files_of_models,
     namespace,
     states_before_loading,
     youngest_s,
 )
 from vllm.v1.kv_tier.stores.settings import ALWAYS
-from vllm.v1.kv_tier.stores.weights import FileStates
-from vllm.v1.kv_tier.worker import HostTier
+from vllm.v1.kv_tier.worker.host_tier import HostTier
+from vllm.v1.kv_tier.worker.layers import make_layer_waits, set_layer_waits
+from vllm.v1.kv_tier.worker.report import StepReportAggregator
+from vllm.v1.kv_tier.worker.secondary import common_objects, open_rank
+from vllm.v1.kv_tier.worker.sharing import (
+    held_once,
+    kv_replicas,
+    may_share,
+    share_slots,
+    take_shared,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_tier.scheduling.block_pool import TieredBlockPool
+    from vllm.v1.kv_tier.scheduler.block_pool import TieredBlockPool
 
 logger = init_logger(__name__)
 
@@ -142,7 +132,7 @@ def start_kv_tier(
         secondary=_open_secondary(
             config, vllm_config, executor, kv_cache_config, groups, num_slots, states
         ),
-        elastic=_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
+        elastic=open_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
     )
     logger.info(
         "KV tier: %d host slots (%.2f GiB on %d ranks%s) behind %d device blocks; "
@@ -169,7 +159,7 @@ def flush_kv_tier(scheduler: Any, executor: Any) -> None:
 
     """
     pool = releases.tier_of(scheduler)
-    if pool is not None and pool.backing is not None:
+    if pool is not None and pool.secondary is not None:
         _flush(pool, executor)
 
 
@@ -191,9 +181,9 @@ def _flush_at_exit(executor: Any) -> Callable[["TieredBlockPool"], None]:
 
 
 def _flush(pool: "TieredBlockPool", executor: Any) -> None:
-    backing = pool.backing
-    assert backing is not None
-    is_first, backing.is_flushed = not backing.is_flushed, True
+    secondary = pool.secondary
+    assert secondary is not None
+    is_first, secondary.is_flushed = not secondary.is_flushed, True
     # Upstream calls this while it handles the exception that ended the engine.
     if not is_first or isinstance(sys.exc_info()[1], Exception):
         return
@@ -206,7 +196,7 @@ def _flush(pool: "TieredBlockPool", executor: Any) -> None:
     except Exception as e:
         logger.warning("KV tier: nothing was written at the end (%s).", e)
         return
-    jobs = backing.last_jobs()
+    jobs = secondary.last_jobs()
     num_blocks = sum(len(job.keys) for _, each in jobs for job in each)
     if not num_blocks:
         return
@@ -286,30 +276,6 @@ def _num_slots(config: KVTierConfig, block_bytes: int, num_blocks: int) -> int:
     return num_slots
 
 
-def _elastic(
-    config: KVTierConfig,
-    vllm_config: "VllmConfig",
-    executor: Any,
-    kv_cache_config: Any,
-    per_rank: Sequence[tuple[HostMemory, int]],
-) -> ElasticLayout | None:
-    """The layout of elastic device memory, if any of it is given back."""
-    if config.shrink_after_s is None:
-        return None
-    num_blocks = kv_cache_config.num_blocks
-    if (on_gpu := executor.collective_rpc(device_pages)[0]) is not None:
-        device, absent = on_gpu
-        limit = shared_limit(device.num_pages * device.page_bytes)
-        return pages_of_gpu(
-            vllm_config, kv_cache_config, device, absent, limit, config.shrink_after_s
-        )
-    pages = executor.collective_rpc(_blocks_per_page, args=(num_blocks,))
-    sizes = [num_bytes for _, num_bytes in per_rank]
-    return pages_of_ranks(
-        vllm_config, kv_cache_config, max(pages), sizes, config.shrink_after_s
-    )
-
-
 def _open_secondary(
     config: KVTierConfig,
     vllm_config: "VllmConfig",
@@ -347,7 +313,7 @@ def _open_secondary(
                 name=entry.name,
                 label=label,
                 locality=entry.locality,
-                asker=Asker(
+                lookup=AsyncLookup(
                     exists_on_all(entry, ranks[::replicas], replicas),
                     deadline_s=entry.debug.deadline_ms / 1e3,
                 ),
@@ -358,7 +324,7 @@ def _open_secondary(
             )
         )
     with_kv = [num_bytes for _, num_bytes in ranks if num_bytes]
-    opened_layout = layout(
+    opened_layout = secondary_layout(
         opened,
         len(with_kv),
         [group.block_size for group in groups],
@@ -393,8 +359,6 @@ def _namespace(
 
 
 # These functions run on the ranks. `wrapper` is a WorkerWrapperBase.
-
-
 def _weight_sources(wrapper: Any) -> list[tuple[str, str]]:
     """(repository, folder in it) of additional weights of the models on this rank."""
     return releases.weight_sources(wrapper.worker.model_runner)
@@ -434,11 +398,6 @@ def _block_bytes(wrapper: Any, num_blocks: int) -> tuple[HostMemory, int]:
     """Memory of this rank's machine, and the rank's bytes of a block."""
     regions = build_regions(wrapper.worker.model_runner.kv_caches, num_blocks)
     return host_memory(), slot_bytes(regions)
-
-
-def _blocks_per_page(wrapper: Any, num_blocks: int) -> int:
-    regions = build_regions(wrapper.worker.model_runner.kv_caches, num_blocks)
-    return blocks_per_page(regions, num_blocks) if regions else 1
 
 
 def _start_rank(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of what the tier did, from the block pool to the stat loggers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_tier.plan import StepReport
     from vllm.v1.request import Request
 
 # Samples kept for a stat logger. Without one they are never taken.
@@ -163,12 +163,16 @@ class KVTierStats:
             if num_tokens and len(self.request_hits) < _MAX_SAMPLES:
                 self.request_hits.append((num_device_tokens, num_host_tokens))
 
-    def record_report(self, report: "StepReport") -> None:
+    def record_report(
+        self,
+        failures: Mapping[str, int],
+        times: Mapping[tuple[str, int], tuple[int, float]],
+    ) -> None:
         """Count what the ranks reported."""
-        for kind, count in report.failures.items():
+        for kind, count in failures.items():
             self.failures[kind] = self.failures.get(kind, 0) + count
         if len(self.times) < _MAX_SAMPLES:
             self.times += (
                 (kind, num_blocks, seconds)
-                for (kind, _), (num_blocks, seconds) in report.times.items()
+                for (kind, _), (num_blocks, seconds) in times.items()
             )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between device blocks and host slots: the engines, and how one is chosen."""
+"""What moves bytes between device blocks and host slots, and which engine does what."""

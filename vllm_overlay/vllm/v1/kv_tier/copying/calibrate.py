@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the copy engines of a rank.
+"""Which copy engine does what: proven and measured at start, on the memory it will work
+on.
+
+Engines hand addresses to drivers and kernels for layouts that may be untested there. A
+wrong byte in a KV block gives a wrong token, and no other check would notice.
 
 Each candidate is tested and timed at start, on the memory that it will copy. The choice
 weighs measured rates against what an engine takes from compute.
@@ -18,21 +22,106 @@ import torch
 from numpy.typing import NDArray
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier.copying.by_size import BySizeCopyEngine
-from vllm.v1.kv_tier.copying.dma_by_block import BlockDmaCopyEngine
-from vllm.v1.kv_tier.copying.dma_by_piece import DmaCopyEngine
+from vllm.v1.kv_tier.copying.dma import BlockDmaCopyEngine, DmaCopyEngine
 from vllm.v1.kv_tier.copying.engine import (
     CopyEngine,
     CopyEngineUnavailable,
+    TorchCopyEngine,
+    Transfer,
     slot_bytes,
+    slot_offsets,
     wait_for_copies,
 )
 from vllm.v1.kv_tier.copying.kernel import KernelCopyEngine
-from vllm.v1.kv_tier.copying.self_test import prove
-from vllm.v1.kv_tier.copying.torch_copy import TorchCopyEngine
 from vllm.v1.kv_tier.memory.regions import Region
 
 logger = init_logger(__name__)
+
+
+class BySizeCopyEngine(CopyEngine):
+    """Uses one engine for small transfers and another for large ones.
+
+    Args:
+        few: Used for transfers of at most `max_pieces` pieces (blocks times regions).
+        many: Used for larger transfers. Has the same regions and slots as `few`.
+        max_pieces: Largest transfer that `few` handles, in pieces.
+
+    """
+
+    def __init__(self, few: CopyEngine, many: CopyEngine, max_pieces: int) -> None:
+        super().__init__(few.regions, few.slots)
+        self._few = few
+        self._many = many
+        self._max_pieces = max_pieces
+
+    def launch_s(self, num_pieces: int) -> float:
+        engine = self._few if num_pieces <= self._max_pieces else self._many
+        return engine.launch_s(num_pieces)
+
+    def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
+        pieces = pairs.shape[1] * len(self.regions)
+        engine = self._few if pieces <= self._max_pieces else self._many
+        return engine.transfer(pairs, to_device)
+
+
+class WrongBytes(RuntimeError):
+    """What an engine copied differs from its source."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} come out wrong with this engine, memory layout and driver. Set "
+            "debug.copy_engine to 'auto' in --kv-offloading-config, which takes "
+            "another one, and report it."
+        )
+
+
+@torch.inference_mode()
+def prove(engine: CopyEngine, blocks: list[int], slots: list[int]) -> None:
+    """Store random bytes, load them again, and compare after each.
+
+    Restores the content of the blocks, but not of the slots. On a GPU, run it on a
+    stream of its own; it waits for that stream.
+
+    Args:
+        engine: The engine to test.
+        blocks: Device blocks that are not in use.
+        slots: Equally many host slots that hold nothing.
+
+    Raises:
+        WrongBytes: A copy differs from its source.
+
+    """
+    rows = [region.blocks for region in engine.regions]
+    kept = [row[blocks] for row in rows]
+    random = torch.Generator(rows[0].device).manual_seed(0)
+    wanted = [
+        torch.randint(
+            256, row.shape, dtype=row.dtype, device=row.device, generator=random
+        )
+        for row in kept
+    ]
+    everything = range(len(rows))
+    try:
+        for row, content in zip(rows, wanted):
+            row[blocks] = content
+        engine.stores(blocks, slots).copy(everything)
+        wait_for_copies(rows[0].device)
+        for start, content in zip(slot_offsets(engine.regions), wanted):
+            on_host = engine.slots[slots, start : start + content.shape[1]]
+            if not torch.equal(on_host, content.cpu()):
+                raise WrongBytes("Stores")
+        for row, content in zip(rows, wanted):
+            row[blocks] = ~content
+        engine.loads(slots, blocks).copy(everything)
+        wait_for_copies(rows[0].device)
+        for row, content in zip(rows, wanted):
+            if not torch.equal(row[blocks], content):
+                raise WrongBytes("Loads")
+    finally:
+        for row, content in zip(rows, kept):
+            row[blocks] = content
+        wait_for_copies(rows[0].device)
+
 
 CANDIDATES: dict[str, tuple[str, ...]] = {
     "auto": ("dma by block", "dma", "kernel"),
@@ -62,17 +151,27 @@ ENGINES: Mapping[str, EngineKind] = {
 }
 """All engines, by the name that the log uses."""
 
+
 # Most bytes in one measured copy.
 _BYTES = {"cuda": 512 << 20, "cpu": 4 << 20}
+
+
 _REPEATS = 3
+
+
 _PROVEN_BLOCKS = 8
+
 
 # Part of the best rate at which another engine is preferred: DMA because it uses no
 # multiprocessors (the kernel slows compute by a quarter), the kernel because it needs
 # few launches.
 _WORTH = 0.7
+
+
 # The same for DMA by block against DMA by piece: it takes a tenth of the CPU time.
 _BY_BLOCK_WORTH = 0.9
+
+
 # Launching these takes 0.3 ms of the worker's time, at 0.45 us each.
 _DMA_PIECES = 600
 

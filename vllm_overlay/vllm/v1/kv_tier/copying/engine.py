@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of copy engines, which copy blocks between device regions and slots.
+"""What moves blocks between device regions and host slots: the interface, and the
+engine that runs everywhere, with one call of torch for each piece.
 
 An engine turns pairs of block and slot into a `Transfer`, which queues the copies of
 any range of regions. So addresses are computed once, and a step can wait for its loads
@@ -141,3 +142,49 @@ class CopyEngine(ABC):
             if pairs.min() < 0 or (pairs.max(axis=1) >= limits).any():
                 raise IndexError(f"Blocks or slots not below {limits}: {pairs}.")
         return pairs
+
+
+# CPU time of a call, about.
+_LAUNCH_S = 5e-6
+
+
+class TorchCopyEngine(CopyEngine):
+    """One `Tensor.copy_` for each block and region, on any device.
+
+    The only engine for host memory that is not pinned. On devices without streams,
+    copies have ended when a call returns.
+    """
+
+    def __init__(self, regions: Sequence[Region], slots: torch.Tensor) -> None:
+        super().__init__(regions, slots)
+        self.views = [
+            (region.blocks, slots[:, start : start + region.block_bytes])
+            for region, start in zip(regions, slot_offsets(regions), strict=True)
+        ]
+
+    def launch_s(self, num_pieces: int) -> float:
+        return _LAUNCH_S * num_pieces
+
+    def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
+        return _TorchTransfer(self.views, pairs, to_device)
+
+
+class _TorchTransfer(Transfer):
+    def __init__(
+        self,
+        views: list[tuple[torch.Tensor, torch.Tensor]],
+        pairs: NDArray[np.int64],
+        to_device: bool,
+    ) -> None:
+        self._views = views
+        self._pairs: list[list[int]] = pairs.T.tolist()
+        self._to_device = to_device
+
+    def copy(self, regions: range) -> None:
+        for region in regions:
+            device, host = self._views[region]
+            for block, slot in self._pairs:
+                if self._to_device:
+                    device[block].copy_(host[slot], non_blocking=True)
+                else:
+                    host[slot].copy_(device[block], non_blocking=True)

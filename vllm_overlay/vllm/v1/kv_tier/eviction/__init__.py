@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies: they order keys, and so decide which host slot is reused."""
+"""Which host slot makes room: orders keys, and knows neither bytes nor slots."""

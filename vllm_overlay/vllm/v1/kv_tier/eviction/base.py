@@ -12,13 +12,16 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 Key = Hashable
+
+
 Value = TypeVar("Value")
+
 
 NO_HINT = 50
 """Priority of a key without a hint."""
 
 
-class About(NamedTuple):
+class KeyHint(NamedTuple):
     """What hints say about a key."""
 
     priority: int
@@ -77,7 +80,7 @@ class EvictionPolicy(ABC):
 
         """
 
-    def told(self, key: Key, about: About) -> None:  # noqa: B027
+    def set_hint(self, key: Key, about: KeyHint) -> None:  # noqa: B027
         """Pass the hints for resident `key`, given now or before it was inserted.
 
         Optional. A policy that overrides this method orders keys by priority itself.

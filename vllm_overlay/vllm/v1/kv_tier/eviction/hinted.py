@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies hints and quotas around a policy that knows of neither.
+"""Hints and quotas around a policy that knows of neither.
 
 Keys with a low priority are evicted before the policy is asked. When the policy evicts
 a key that should stay, because it is retained or its tenant is below its quota, the key
@@ -12,20 +12,342 @@ for all tenants that retain; each tenant with a quota also has its share. Beyond
 keys are evicted by priority, then by age.
 """
 
+import heapq
+import math
+import struct
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 
-from vllm.v1.kv_tier.eviction.base import NO_HINT, EvictionPolicy, Key
-from vllm.v1.kv_tier.eviction.ends import Ends
-from vllm.v1.kv_tier.eviction.kept import ByPriority, Kept
-from vllm.v1.kv_tier.eviction.said import Said
+from vllm.v1.kv_tier.eviction.base import (
+    NO_HINT,
+    EvictionPolicy,
+    Key,
+    KeyHint,
+    Table,
+    drop_oldest,
+)
+
+_Fields = tuple[int, float, Hashable, int]
+"""Of `KeyHint`."""
+
+
+class RetentionHints:
+    """Remembers the hints for keys, also after their blocks are gone.
+
+    A key belongs to the first tenant that uses it, so that a flood of requests cannot
+    take over shared keys. Another tenant cannot lower a hint while it is valid. A
+    priority below `NO_HINT` is valid until a request uses the key without that hint.
+
+    Args:
+        num_keys: Most keys that are remembered; those with the latest hints stay.
+        clock: Time in seconds.
+
+    """
+
+    def __init__(self, num_keys: int, clock: Callable[[], float]) -> None:
+        self._num_keys = num_keys
+        self.clock = clock
+        # Plain tuples: once Python's garbage collector has seen them, it looks at none
+        # of them again. It would at each `KeyHint`, of which there may be as many as
+        # there are keys: 400,000 of them took it 90 ms.
+        self._about: Table[_Fields] = Table()
+        # No method: asked for every victim.
+        self.get: Callable[[Key], _Fields | None] = self._about.get
+        """What holds of a key, as the fields of `KeyHint`; None: nothing was said."""
+
+    def __len__(self) -> int:
+        return len(self._about)
+
+    def clear(self) -> None:
+        """Forget all that was said."""
+        self._about.clear()
+
+    def is_retained(self, key: Key) -> bool:
+        """Whether `key` has a valid priority above `NO_HINT`."""
+        return (
+            (about := self.get(key)) is not None
+            and about[0] > NO_HINT
+            and about[1] > self.clock()
+        )
+
+    def is_low(self, key: Key) -> bool:
+        """Whether `key` has a valid priority below `NO_HINT`."""
+        return (
+            (about := self.get(key)) is not None
+            and about[0] < NO_HINT
+            and about[1] > self.clock()
+        )
+
+    def about(self, key: Key) -> KeyHint | None:
+        """As `get`, with names."""
+        fields = self.get(key)
+        return None if fields is None else KeyHint(*fields)
+
+    def update(
+        self,
+        key: Key,
+        priority: int | None,
+        until: float = math.inf,
+        tenant: Hashable = None,
+        turn: int = 1,
+    ) -> KeyHint:
+        """Record that a request uses `key`.
+
+        Args:
+            key: Key of a block.
+            priority: Priority that the request gives; None if it gives none.
+            until: When the priority expires.
+            tenant: Tenant of the request.
+            turn: Turn of its conversation.
+
+        Returns:
+            The hints that are valid from now on.
+
+        """
+        old = self._about.pop(key, None)
+        if old is not None:
+            old_priority, old_until, old_tenant, _ = old
+            outlives = old_until > self.clock() and old_priority > NO_HINT
+            if outlives and priority is None:
+                priority, until = old_priority, old_until
+            elif outlives and priority is not None and old_tenant != tenant:
+                priority = max(priority, old_priority)
+                until = max(until, old_until)
+            if old_tenant is not None:
+                tenant = old_tenant
+        if priority is None:
+            priority, until = NO_HINT, math.inf
+        if priority != NO_HINT or tenant is not None:
+            self._about[key] = priority, until, tenant, turn
+            drop_oldest(self._about, self._num_keys)
+        return KeyHint(priority, until, tenant, turn)
+
+    def renew(self, keys: Collection[Key], about: KeyHint) -> bool:
+        """Give all of `keys` the hints `about`, whose priority is above `NO_HINT`.
+
+        Faster than `update` for the blocks of a long prefix.
+
+        Returns:
+            Whether it did. Nothing changes if another tenant has a hint for one of
+            them, or if one has a low priority.
+
+        """
+        abouts = self._about
+        known = abouts.keys() & keys
+        # Keys of a prefix have few different hints.
+        for priority, _, tenant, _ in set(map(abouts.__getitem__, known)):
+            if tenant != about.tenant or priority < NO_HINT:
+                return False
+        for key in known:
+            del abouts[key]
+        fields = about.priority, about.until, about.tenant, about.turn
+        abouts.update(dict.fromkeys(keys, fields))
+        drop_oldest(abouts, self._num_keys)
+        return True
+
+    def record_plain_use(self, key: Key) -> bool:
+        """Record that a request without hints uses `key`.
+
+        Returns whether its hint changed.
+        """
+        about = self.get(key)
+        if about is None or about[0] >= NO_HINT:
+            return False
+        self.update(key, None)
+        return True
+
+
+_FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
+
+
+_NUMBER_BITS = 64
+
+
+def _order(seconds: float) -> int:
+    """An integer that is larger where `seconds`, from 0 on, are more."""
+    return _INT.unpack(_FLOAT.pack(seconds))[0]
+
+
+class ExpiryQueue:
+    """Expiry times; at most one for each key.
+
+    Entries of keys that have another end by now, or none, stay in a heap until their
+    time has come, or until they are found here: while entries are added to the younger
+    of two heaps, the older one is emptied, a few entries for each. So there are no more
+    than a few entries for each key, and nothing ever goes through all of them.
+
+    An entry is an integer, of its time and a number of its own. Tuples would be looked
+    at by Python's garbage collector: it gathers them while as many others are freed,
+    and goes through 100,000 of them at once.
+    """
+
+    _MOVED = 4
+    """Entries of the older heap that are moved when one is added."""
+    _FEW = 64
+    """Invalid entries that are tolerated."""
+
+    def __init__(self) -> None:
+        # The entry of each key, and the keys of those that hold.
+        self._entry: dict[Key, int] = {}
+        self._key: dict[int, Key] = {}
+        self._num_set = 0
+        self._young: list[int] = []
+        self._old: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._entry)
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries, including invalid ones."""
+        return len(self._young) + len(self._old)
+
+    def set(self, key: Key, until: float) -> None:
+        """Set the expiry time of `key`, replacing an earlier one."""
+        self.discard(key)
+        self._num_set += 1
+        entry = _order(until) << _NUMBER_BITS | self._num_set
+        self._entry[key] = entry
+        self._key[entry] = key
+        heapq.heappush(self._young, entry)
+        for _ in range(min(self._MOVED, len(self._old))):
+            # The last entry of a heap can be removed without restoring its order.
+            entry = self._old.pop()
+            if entry in self._key:
+                heapq.heappush(self._young, entry)
+        if not self._old and len(self._young) > 2 * len(self._entry) + self._FEW:
+            self._old, self._young = self._young, []
+
+    def discard(self, key: Key) -> None:
+        """Remove the expiry time of `key`."""
+        if (entry := self._entry.pop(key, None)) is not None:
+            del self._key[entry]
+
+    def is_due(self, now: float) -> bool:
+        """Whether there is a due entry for `pop`."""
+        heap = self._first()
+        return bool(heap) and heap[0] >> _NUMBER_BITS <= _order(now)
+
+    def pop(self) -> Key | None:
+        """Remove the earliest entry.
+
+        Returns its key, or None if the entry is invalid.
+        """
+        key = self._key.pop(heapq.heappop(self._first()), None)
+        if key is not None:
+            del self._entry[key]
+        return key
+
+    def _first(self) -> list[int]:
+        """The heap with the earliest entry."""
+        young, old = self._young, self._old
+        return old if old and not (young and young[0] < old[0]) else young
+
+
+class ByPriority:
+    """Keys by priority, and in order of insertion within a priority."""
+
+    def __init__(self) -> None:
+        self._priority: dict[Key, int] = {}
+        self._queues: dict[int, OrderedDict[Key, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._priority)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._priority
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._priority)
+
+    def add(self, key: Key, priority: int) -> None:
+        """Add `key`, which must not be present, as the last of its priority."""
+        self._priority[key] = priority
+        self._queues.setdefault(priority, OrderedDict())[key] = None
+
+    def discard(self, key: Key) -> bool:
+        """Remove `key`. Returns whether it was present."""
+        priority = self._priority.pop(key, None)
+        if priority is None:
+            return False
+        queue = self._queues[priority]
+        del queue[key]
+        if not queue:
+            del self._queues[priority]
+        return True
+
+    def pop(self) -> Key:
+        """Remove and return the first key of the lowest priority. There must be one."""
+        # There are few different priorities.
+        key = next(iter(self._queues[min(self._queues)]))
+        self.discard(key)
+        return key
+
+
+class ProtectedKeys:
+    """Keys of several owners, with equal shares for all.
+
+    An owner with more than its share cannot displace keys of others.
+    """
+
+    def __init__(self) -> None:
+        self._owner: dict[Key, Hashable] = {}
+        self._keys: OrderedDict[Hashable, ByPriority] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._owner
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._owner)
+
+    def add(self, key: Key, priority: int, owner: Hashable) -> None:
+        """Add `key`, which must not be present."""
+        self._owner[key] = owner
+        self._keys.setdefault(owner, ByPriority()).add(key, priority)
+
+    def discard(self, key: Key) -> bool:
+        """Remove `key`. Returns whether it was present."""
+        if key not in self._owner:
+            return False
+        owner = self._owner.pop(key)
+        keys = self._keys[owner]
+        keys.discard(key)
+        if not keys:
+            del self._keys[owner]
+        return True
+
+    def pop(self) -> Key:
+        """Remove and return a key of an owner with at least an equal share.
+
+        There must be one.
+
+        It is the first key of the owner's lowest priority.
+        """
+        while True:
+            owner, keys = next(iter(self._keys.items()))
+            if len(keys) * len(self._keys) >= len(self):
+                break
+            # Rotating the owners avoids a search for the largest.
+            self._keys.move_to_end(owner)
+        key = keys.pop()
+        del self._owner[key]
+        if not keys:
+            del self._keys[owner]
+        return key
+
 
 KEPT_PART = 1 / 2
 """Part of the slots for retained keys, beyond the quotas."""
 
+
 _MAX_ROUNDS = 64
 """Most keys that are kept in a row instead of being evicted, to bound the work of a
 step. After that many, one is evicted anyway."""
+
+
 _MAX_LOOKS = 2048
 """Most keys that a step looks at beyond its victims: kept, expired, or no longer low.
 After that, keys are evicted in the policy's order."""
@@ -64,18 +386,18 @@ class Hinted(EvictionPolicy):
     """
 
     def __init__(
-        self, policy: EvictionPolicy, said: Said, quotas: Mapping[str, float]
+        self, policy: EvictionPolicy, said: RetentionHints, quotas: Mapping[str, float]
     ) -> None:
         super().__init__(policy.num_slots)
         self.num_yielded = 0
         """Retained keys that were evicted anyway, since the reader of this count reset
         it."""
         self._policy = policy
-        self._said = said
-        self.orders_itself = type(policy).told is not EvictionPolicy.told
+        self._hints = said
+        self.orders_itself = type(policy).set_hint is not EvictionPolicy.set_hint
         """Whether the policy handles hints itself."""
         self._low = ByPriority()
-        self._kept = Kept()
+        self._kept = ProtectedKeys()
         self._max_kept = int(KEPT_PART * self.num_slots)
         self.shares: dict[Hashable, Share] = {
             name: Share(int(part * self.num_slots)) for name, part in quotas.items()
@@ -86,7 +408,7 @@ class Hinted(EvictionPolicy):
         """Keys that are resident only because of a hint or a quota. Public, since
         testing each block of a prefix must be cheap."""
         # Expiry times of kept keys.
-        self._ends = Ends()
+        self._ends = ExpiryQueue()
         # Unlimited for users that do not call `begin_step`.
         self._num_looks: float = float("inf")
 
@@ -98,7 +420,7 @@ class Hinted(EvictionPolicy):
 
     def insert(self, key: Key) -> None:
         self._policy.insert(key)
-        if self._said.get(key) is not None:
+        if self._hints.get(key) is not None:
             self._classify(key)
 
     def hit(self, key: Key) -> None:
@@ -121,7 +443,7 @@ class Hinted(EvictionPolicy):
             self._policy.remove(key)
         self._left(key)
 
-    def changed(self, key: Key) -> None:
+    def update(self, key: Key) -> None:
         """Apply new hints for resident `key`, which is in use."""
         if key in self.kept:
             self._discard(key)
@@ -137,25 +459,25 @@ class Hinted(EvictionPolicy):
             if key is not None:
                 # The hint of a key may have been dropped, since their number is
                 # limited.
-                if self._said.get(key) is None and key not in self._share_of:
+                if self._hints.get(key) is None and key not in self._share_of:
                     return key
                 key = self._keep(key)
             if key is None:
                 key = self._evict(is_pinned)
         if key is not None:
             self._left(key)
-            self.num_yielded += self._said.is_retained(key)
+            self.num_yielded += self._hints.is_retained(key)
         return key
 
     # -------------------------------------------------------------- what is said
 
     def _classify(self, key: Key) -> None:
-        about = self._said.about(key)
+        about = self._hints.about(key)
         self._low.discard(key)
         if about is None:
             return
         if self.orders_itself:
-            self._policy.told(key, about)
+            self._policy.set_hint(key, about)
         elif about.priority < NO_HINT:
             self._low.add(key, about.priority)
         if key not in self._share_of and (share := self.shares.get(about.tenant)):
@@ -177,14 +499,14 @@ class Hinted(EvictionPolicy):
             self._num_looks -= 1
             key = self._low.pop()
             # The hint may have changed or expired.
-            if self._said.is_low(key):
+            if self._hints.is_low(key):
                 self._policy.remove(key)
                 return key
         return None
 
     def _evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
         """Ask the policy for other victims, after it evicted a key that is kept."""
-        evict, get, share_of = self._policy.evict, self._said.get, self._share_of
+        evict, get, share_of = self._policy.evict, self._hints.get, self._share_of
         for _ in range(_MAX_ROUNDS):
             if self._num_looks <= 0:
                 break
@@ -215,9 +537,13 @@ class Hinted(EvictionPolicy):
             expense.
 
         """
-        about, share = self._said.about(key), self._share_of.get(key)
+        about, share = self._hints.about(key), self._share_of.get(key)
         priority = NO_HINT
-        if about is not None and not self.orders_itself and self._said.is_retained(key):
+        if (
+            about is not None
+            and not self.orders_itself
+            and self._hints.is_retained(key)
+        ):
             priority = about.priority
             if about.until < float("inf"):
                 self._ends.set(key, about.until)
@@ -251,14 +577,14 @@ class Hinted(EvictionPolicy):
 
     def _pop_expired(self) -> Key | None:
         """Remove a key that was kept only because of a hint that has expired."""
-        ends, now = self._ends, self._said.clock()
+        ends, now = self._ends, self._hints.clock()
         while self._num_looks > 0 and ends.is_due(now):
             self._num_looks -= 1
             if (key := ends.pop()) is None:
                 continue
-            about = self._said.about(key)
+            about = self._hints.about(key)
             if about is not None and about.priority > NO_HINT and about.until > now:
-                # Retained again since; `changed` was not called for it.
+                # Retained again since; `update` was not called for it.
                 if about.until < float("inf"):
                     ends.set(key, about.until)
                 continue

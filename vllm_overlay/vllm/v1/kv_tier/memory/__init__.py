@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory on both ends of a copy: device regions and host slots."""
+"""Memory on both ends of a copy: device regions and host slots. No order, no policy."""

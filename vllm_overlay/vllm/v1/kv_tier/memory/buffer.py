@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host memory of one rank: an exactly sized allocation, pinned if possible."""
+"""The host memory of one rank: one exact allocation, registered with the driver, or
+made by it where it registers none.
+"""
 
 import contextlib
+import ctypes
 import math
 import os
 import threading
@@ -9,6 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -21,15 +25,60 @@ from vllm.v1.kv_tier.memory.pages import (
     map_touched,
     touch,
 )
-from vllm.v1.kv_tier.memory.pinned import allocate_pinned
 from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
 
 logger = init_logger(__name__)
 
+
+def allocate_pinned(num_bytes: int) -> torch.Tensor:
+    """Allocate pinned memory. It is freed with its last view.
+
+    The calling thread must have a current device.
+
+    Args:
+        num_bytes: Size. All pages exist on return.
+
+    Returns:
+        `[num_bytes]`, uint8.
+
+    Raises:
+        OSError: There is no such driver, or it refused.
+
+    """
+    lib = _driver()
+    context, address = ctypes.c_void_p(), ctypes.c_void_p()
+    _check(lib, "cuCtxGetCurrent", ctypes.byref(context))
+    size = ctypes.c_size_t(num_bytes)
+    _check(lib, "cuMemHostAlloc", ctypes.byref(address), size, ctypes.c_uint(0))
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address.value or 0)
+    # Not at exit: other threads may still read, and the memory goes with the process.
+    weakref.finalize(memory, _free, lib, context, address).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(lib: Any, function: str, *args: Any) -> None:
+    code = lib[function](*args)
+    if code:
+        raise OSError(f"{function} failed with error {code}")
+
+
+def _free(lib: Any, context: ctypes.c_void_p, address: ctypes.c_void_p) -> None:
+    # The thread that drops the last view may never have used a GPU.
+    lib.cuCtxSetCurrent(context)
+    lib.cuMemFreeHost(address)
+
+
 GiB = 1 << 30
+
 
 # A single registration of 512 GiB or more fails in the driver (upstream #51080).
 _MAX_PIECE_BYTES = 64 * GiB
+
+
 # More threads only wait for one another in the kernel and on the memory bus.
 _MAX_THREADS = 16
 

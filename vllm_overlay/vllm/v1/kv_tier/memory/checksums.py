@@ -21,7 +21,10 @@ from vllm.v1.kv_tier.memory.shared import DIGEST_BYTES
 
 # The threads read host memory during copies, and more of them would slow these down.
 _MAX_THREADS = 8
+
+
 _MEASURED_SLOTS = 64
+
 
 _T = TypeVar("_T")
 
@@ -59,13 +62,13 @@ class SlotChecksums:
             self._takers = ThreadPoolExecutor(threads, "kv-tier-sum")
             self._checkers = ThreadPoolExecutor(threads, "kv-tier-check")
 
-    def take_after_copies(self, slots: Sequence[int]) -> None:
+    def compute_after_copies(self, slots: Sequence[int]) -> None:
         """Take the checksums of `slots` once the current stream's copies have ended.
 
         Where there is no stream, they are taken at once.
         """
         if self._takers is None:
-            self.take(slots)
+            self.compute(slots)
             return
         wait = self._end_of_copies()
         try:
@@ -77,7 +80,7 @@ class SlotChecksums:
             self.forget(slots)
             raise
 
-    def take(self, slots: Sequence[int]) -> None:
+    def compute(self, slots: Sequence[int]) -> None:
         """Take the checksums of `slots` at once."""
         begun = [self._begin(slot) for slot in slots]
         try:
@@ -93,7 +96,7 @@ class SlotChecksums:
             for slot in slots:
                 self._sums.pop(slot, None)
 
-    def are_taken(self, slots: Sequence[int]) -> bool:
+    def are_computed(self, slots: Sequence[int]) -> bool:
         """Whether no checksum of `slots` is still to be taken."""
         taken = (self._sums.get(slot) for slot in slots)
         return all(each is None or each.done() for each in taken)

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of secondary tiers: bytes under keys, which outlive an engine."""
+"""Where KV lies below the host: bytes under keys, beyond the life of an engine.
+
+Redis and Mooncake are plugins: nothing imports them but `settings`, by name.
+"""

@@ -44,7 +44,8 @@ class Breaker:
         return self._next_try_s is not None
 
     def allows(self) -> bool:
-        """Whether an operation may run. It then reports `failed` or `succeeded`."""
+        """Whether an operation may run. It then reports `record_failure` or
+        `record_success`."""
         if self._next_try_s is None:
             return True
         with self._lock:
@@ -56,7 +57,7 @@ class Breaker:
                 self._next_try_s = self._clock() + self._retry_s
             return is_due
 
-    def failed(self, reason: object) -> None:
+    def record_failure(self, reason: object) -> None:
         with self._lock:
             is_new = self._next_try_s is None
             self._next_try_s = self._clock() + self._retry_s
@@ -70,7 +71,7 @@ class Breaker:
                 self._retry_s,
             )
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         if self._next_try_s is None:
             return
         with self._lock:

@@ -17,15 +17,21 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm.v1.kv_tier.stores.disk_quota import OBJECT, Busy, DiskQuota, NoSpace, reserve
 from vllm.v1.kv_tier.stores.format import ObjectFormat
-from vllm.v1.kv_tier.stores.space import OBJECT, Busy, NoSpace, Space, reserve
 from vllm.v1.kv_tier.stores.threads import Threads
 
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
 # Seconds between updates of a file's time of last use, which orders eviction.
 _TOUCH_S = 60.0
+
+
 # Files written at a time. A process may often have only 1,024 open.
 _MAX_OPEN = 64
+
+
 # A symbolic link, or a file that this user may not read.
 _NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM)
 
@@ -75,7 +81,7 @@ class Files:
     def __init__(self, place: Place, num_threads: int) -> None:
         namespace, rank = place.namespace, place.rank
         self._format = ObjectFormat(namespace, rank, place.row_bytes)
-        self._space = Space(Path(place.root_dir), place.max_bytes)
+        self._space = DiskQuota(Path(place.root_dir), place.max_bytes)
         self._names = (namespace, f"r{rank}")
         self._path = os.path.join(place.root_dir, *self._names)
         self._last = _Folder(self._space.open_root(), self._names)

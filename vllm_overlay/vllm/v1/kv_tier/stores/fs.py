@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store type `fs`: files on a local disk, or in a directory that engines share."""
+"""A store of files: local disk, or a directory that several engines share."""
 
+import errno
 import math
 import os
 import re
@@ -18,18 +19,79 @@ from pydantic.dataclasses import dataclass
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.options import SETTINGS, Above0, Count, Text, Whole
 from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
+from vllm.v1.kv_tier.stores.disk_quota import COUNTER, Locked, NoSpace, used_bytes
 from vllm.v1.kv_tier.stores.file_processes import (
     MAX_PROCESSES,
     FileProcesses,
     NoProcesses,
 )
 from vllm.v1.kv_tier.stores.files import Files, Place, Written
-from vllm.v1.kv_tier.stores.pauses import WritePauses
 from vllm.v1.kv_tier.stores.settings import StoreConfig, StoreDebug
-from vllm.v1.kv_tier.stores.space import used_bytes
 from vllm.v1.kv_tier.stores.threads import MAX_THREADS
 
 logger = init_logger(__name__)
+
+_PAUSE_S = 60.0
+
+
+_FREE_SPACE = "Free space there, or set max_gib to what it can hold."
+
+
+class WritePauses:
+    """Pauses of a rank's writes. Each change logs one line.
+
+    Args:
+        root: The directory.
+
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._until: float | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a write failed less than a minute ago."""
+        return self._until is not None and time.monotonic() < self._until
+
+    def record_failure(self, error: OSError) -> None:
+        """Record a failed write: none is tried for a while."""
+        if isinstance(error, NoSpace):
+            reason = "max_gib, or files that are not KV, leave no room for a block"
+            mend = _FREE_SPACE
+        elif isinstance(error, Locked):
+            reason = "a stalled process holds its lock"
+            mend = f"End it: fuser -v {self._root / COUNTER} lists the candidates."
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason, mend = "its disk is full", _FREE_SPACE
+        else:
+            reason = f"a write failed ({error.strerror})"
+            mend = (
+                f"It must be a directory with mode 700 in which user {os.geteuid()} "
+                "can write."
+            )
+        with self._lock:
+            is_new = self._until is None
+            self._until = time.monotonic() + _PAUSE_S
+        if is_new:
+            logger.warning(
+                "KV tier: nothing more is written to %s: %s. Its files are still read, "
+                "and writing is tried again once a minute. %s",
+                self._root,
+                reason,
+                mend,
+            )
+
+    def record_success(self) -> None:
+        """Record a successful write."""
+        with self._lock:
+            # A write that began before the pause proves nothing.
+            if self._until is None or time.monotonic() < self._until:
+                return
+            self._until = None
+        logger.info("KV tier: %s can be written to again.", self._root)
+
 
 GiB = 1 << 30
 
@@ -234,9 +296,9 @@ class FsStore(BlockStore):
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
         written = self._put(keys, rows, not self._pauses.is_paused)
         if written.error is not None:
-            self._pauses.failed(written.error)
+            self._pauses.record_failure(written.error)
         elif written.num_new:
-            self._pauses.succeeded()
+            self._pauses.record_success()
         with self._lock:
             self._evicted_bytes += written.evicted_bytes
         return written.done

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the settings of all types of `secondary_tiers` have in common."""
+"""Settings of `secondary_tiers`: what all types have in common, and types by name or
+import path.
+"""
 
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import field
 from typing import Any, ClassVar, Literal
@@ -8,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic.dataclasses import dataclass
 from typing_extensions import Self
 
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_tier.options import (
     FLAG,
     SETTINGS,
@@ -22,6 +26,8 @@ from vllm.v1.kv_tier.options import (
 from vllm.v1.kv_tier.stores.base import BlockStore
 
 SECONDARY_TIERS = f"{FLAG}: secondary_tiers"
+
+
 ALWAYS = "always"
 
 
@@ -132,3 +138,93 @@ class StoreConfig(ABC):
     def setting(self, *keys: str) -> str:
         """A setting as messages begin with it."""
         return path(f"{SECONDARY_TIERS}[{self.index}]", *keys)
+
+
+_STORES = "vllm.v1.kv_tier.stores"
+STORES = {
+    "fs": f"{_STORES}.fs.FsConfig",
+    "redis": f"{_STORES}.redis.RedisConfig",
+    "mooncake": f"{_STORES}.mooncake.MooncakeConfig",
+}
+"""Import paths of the settings of each type. Nothing else imports these modules."""
+
+
+def store_types() -> dict[str, type[StoreConfig]]:
+    """The settings of each type that has a name."""
+    return {name: resolve_obj_by_qualname(path) for name, path in STORES.items()}
+
+
+KNOWN = f"one of {', '.join(STORES)}, or the import path of a StoreConfig"
+
+
+EXAMPLE = '[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}]'
+
+
+def parse_tiers(tiers: Any) -> tuple[tuple[StoreConfig, ...], list[str]]:
+    """The settings of `secondary_tiers`, and those keys that belong into `debug`.
+
+    Args:
+        tiers: A list of JSON objects, or None.
+
+    Raises:
+        ValueError: A line for each wrong setting names it, its value and the fix.
+
+    """
+    if tiers is None:
+        return (), []
+    if not isinstance(tiers, list | tuple):
+        raise ValueError(
+            f"{SECONDARY_TIERS} must be a list of tiers, got a {type(tiers).__name__}. "
+            f"Use {EXAMPLE}."
+        )
+    found: list[StoreConfig] = []
+    moved: list[str] = []
+    lines: list[str] = []
+    for index, entry in enumerate(tiers):
+        try:
+            config, keys = parse_entry(entry, index)
+        except ValueError as e:
+            lines.append(str(e))
+        else:
+            found.append(config)
+            moved += keys
+    if lines:
+        raise ValueError("\n".join(lines))
+    return tuple(found), moved
+
+
+def parse_entry(entry: Any, index: int = 0) -> tuple[StoreConfig, list[str]]:
+    """The settings of an entry of `secondary_tiers`, and those keys that belong into
+    `debug`.
+
+    Args:
+        entry: A JSON object.
+        index: Its place in the list.
+
+    Raises:
+        ValueError: The type is unknown, or one of its settings is wrong.
+
+    """
+    setting = f"{SECONDARY_TIERS}[{index}]"
+    if not isinstance(entry, dict):
+        raise ValueError(
+            f"{setting} must be an object with a type ({KNOWN}), got a "
+            f"{type(entry).__name__}."
+        )
+    kind = entry.get("type")
+    config: object = None
+    if isinstance(kind, str) and (kind in STORES or "." in kind):
+        try:
+            config = resolve_obj_by_qualname(STORES.get(kind, kind).replace(":", "."))
+        except (ImportError, AttributeError, ValueError) as e:
+            raise ValueError(
+                f"{setting}.type {kind!r} cannot be imported ({e}). Give the path "
+                "package.module.Class."
+            ) from e
+    if (
+        not isinstance(config, type)
+        or not issubclass(config, StoreConfig)
+        or inspect.isabstract(config)
+    ):
+        raise ValueError(f"{setting}.type must be {KNOWN}, got {kind!r}.")
+    return config.from_entry(entry, index)

@@ -11,8 +11,13 @@ from typing import TypeVar
 
 MAX_THREADS = 64
 
+
 _A = TypeVar("_A")
+
+
 _B = TypeVar("_B")
+
+
 _Answer = TypeVar("_Answer")
 
 

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hints about a conversation after its requests, for example that it is over.
+
+They go to every engine, since only the engine that served the conversation knows it.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.kv_tier.hints.schema import KEY, Hints, is_text, shown
+
+UTILITY = "hint_kv_tier"
+"""Method of upstream's `EngineCore` that receives them."""
+
+
+FIELDS = ("conversation", "cache_salt", "release")
+
+
+def check(given: object) -> dict[str, Any]:
+    """Check the body of a hint about a conversation.
+
+    Returns:
+        What to send to the engines.
+
+    Raises:
+        ValueError: It is not an object with `FIELDS`. The message has field, value and
+            fix.
+
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"The body must be an object with {_names()}, got {shown(given)}."
+        )
+    for name in given:
+        if name not in FIELDS:
+            raise ValueError(
+                f"unknown field {shown(name)} (value {shown(given[name])}). Use "
+                f"{_names()}."
+            )
+    salt = given.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and is_text(salt)):
+        raise ValueError(
+            "cache_salt must be that of the conversation's requests, a string that "
+            f"UTF-8 can encode, got {shown(salt)}."
+        )
+    try:
+        of_request = {n: given[n] for n in given if n != "cache_salt"}
+        hints = Hints.from_params({KEY: of_request})
+    except ValueError as e:
+        text = str(e).replace(f"kv_transfer_params.{KEY}.", "")
+        raise ValueError(f"Hints after requests: {text}") from None
+    assert hints is not None
+    if hints.conversation is None:
+        raise ValueError(
+            "conversation is missing: give the name that its requests had, got "
+            f"{shown(dict(given))}."
+        )
+    if not hints.release:
+        raise ValueError(
+            "release must be true, since it is the only hint about a conversation "
+            f"after its requests, got {shown(given.get('release'))}."
+        )
+    return {"conversation": hints.conversation, "cache_salt": salt}
+
+
+def _names() -> str:
+    return ", ".join(FIELDS)
+
+
+async def tell_all(client: Any, said: dict[str, Any]) -> dict[str, int]:
+    """Send a hint to every engine of an `AsyncLLM`.
+
+    Returns the sums of their answers.
+    """
+    core = client.engine_core
+    # `call_utility_async` returns only the first engine's answer.
+    return _sum(
+        await asyncio.gather(
+            *(
+                core._call_utility_async(UTILITY, said, engine=engine)
+                for engine in core.core_engines
+            )
+        )
+    )
+
+
+def tell_one(client: Any, said: dict[str, Any]) -> dict[str, int]:
+    """Send a hint to the engine of an `LLMEngine`."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    core = client.engine_core
+    # An engine in this process is called directly.
+    if isinstance(core, InprocClient):
+        return _sum([core.engine_core.hint_kv_tier(said)])
+    return _sum([core.call_utility(UTILITY, said)])
+
+
+def _sum(answers: list[dict[str, int]]) -> dict[str, int]:
+    total = {"engines": len(answers)}
+    for answer in answers:
+        for name, number in answer.items():
+            total[name] = total.get(name, 0) + number
+    return total

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier as it was allocated: values that the scheduler gets, and nothing else."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from vllm.v1.kv_tier.tuning import SchedulingTuning
+from vllm.v1.kv_tier.weight_changes import WeightChangeMonitor
+
+
+def _nothing(pool: Any) -> None:
+    pass
+
+
+BACKEND = "core"
+
+
+class Lookup(Protocol):
+    """Asks a store which blocks it has, without blocking the caller."""
+
+    ask_s: float
+    """Seconds that the last answer took."""
+
+    def ask(self, keys: Sequence[bytes]) -> int:
+        """Queue a question. Returns its number, which is not 0."""
+
+    def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
+        """Whether each key of a question exists; None without an answer by `until`."""
+
+    def mark_present(self, keys: Sequence[bytes]) -> None:
+        """Note that the store has `keys` from now on, whatever it answered before."""
+
+
+@dataclass(frozen=True)
+class SecondaryTier:
+    """One secondary tier, opened."""
+
+    name: str
+    """Name for messages."""
+    label: str
+    """Label of its metrics."""
+    locality: str
+    """`LOCAL` or `REMOTE`, as in upstream's events."""
+    lookup: Lookup
+    store_from_use: int
+    """Write a slot from its n-th use on."""
+    deadline_s: float
+    """Longest wait of a request for this tier, from its first lookup on."""
+    fetches_always: bool = False
+    """Whether requests wait for it even where computing is faster."""
+    flush_s: float = 0.0
+    """How long the engine writes to it before it ends."""
+
+
+@dataclass(frozen=True)
+class SecondaryLayout:
+    """The secondary tiers, opened."""
+
+    tiers: tuple[SecondaryTier, ...]
+    """In the order in which they are asked."""
+    num_ranks: int
+    """Number of ranks with an object for each block."""
+    block_sizes: tuple[int, ...]
+    """Tokens of a block, for each KV cache group."""
+    max_writing: int
+    """Most slots that are being written to a tier."""
+    max_job: int
+    """Most slots in a job. Ranks report the end of each job."""
+    max_known: int
+    """Most keys per tier that are remembered as stored."""
+    tokens_per_block: float
+    """Tokens whose KV takes one block, over all groups together."""
+    rank_calls: WeightChangeMonitor = field(
+        default_factory=WeightChangeMonitor, compare=False
+    )
+    """Reports calls that may change weights."""
+    begun: Callable[[Any], None] = field(default=_nothing, compare=False)
+    """Takes the pool of the engine when it is made."""
+
+    def tokens_of(self, num_blocks: int) -> int:
+        """Tokens of `num_blocks` blocks, over all groups alike."""
+        return round(num_blocks * self.tokens_per_block)
+
+
+class PageMapper(Protocol):
+    """Maps the pages of an engine.
+
+    The caller ensures that no copy or forward pass uses a page that is not mapped.
+    """
+
+    @property
+    def blocks_per_page(self) -> int:
+        """Device blocks of a page."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Pages that are not mapped at first."""
+
+    def num_wanted(self) -> int:
+        """How many mapped pages others need more than this engine."""
+
+    def map_pages(self, num_pages: int, wait: bool) -> list[int]:
+        """Map up to `num_pages` unmapped pages, as far as there is memory.
+
+        Args:
+            num_pages: Number of pages.
+            wait: The engine waits for them. Otherwise pages that take time are mapped
+                meanwhile, for the next call.
+
+        Returns:
+            The mapped pages, without content.
+
+        """
+
+    def unmap_pages(self, pages: list[int]) -> None:
+        """Release the memory of mapped `pages`, and their content."""
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds that this process spent mapping and unmapping since last called."""
+
+
+UnmapBlocks = Callable[[int, int], None]
+"""Lets all ranks release the memory of blocks (first, end) before the current plan."""
+
+
+MakeMapper = Callable[[UnmapBlocks], PageMapper]
+
+
+@dataclass(frozen=True)
+class ElasticLayout:
+    """Describes elastic device memory to the scheduler."""
+
+    make_mapper: MakeMapper
+    page_bytes: int
+    """Bytes of a page on all ranks together."""
+    num_ranks: int
+    """Number of ranks with KV memory. Each reports when all use of a page has ended."""
+    shrink_after_s: float
+    """As in `KVTierConfig`."""
+    block_sizes: tuple[int, ...]
+    """Tokens of a block, for each group of layers."""
+    headroom: int
+    """Most blocks that the step of one request needs; kept mapped and free while
+    requests run."""
+
+
+class DebugSettings(Protocol):
+    """What the scheduler reads of `config.DebugConfig`."""
+
+    @property
+    def store_policy(self) -> str: ...
+
+    @property
+    def store_from_use(self) -> int | Literal["auto"]: ...
+
+
+class PoolSettings(Protocol):
+    """What the scheduler reads of `config.KVTierConfig`."""
+
+    @property
+    def debug(self) -> DebugSettings: ...
+
+    @property
+    def eviction_policy(self) -> str: ...
+
+    @property
+    def quotas(self) -> Mapping[str, float] | None: ...
+
+    @property
+    def max_load_stall_s(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class KVTierLayout:
+    """The tier as it was allocated: what the scheduler must know of it."""
+
+    config: PoolSettings
+    num_slots: int
+    slot_bytes: int
+    """Bytes of one slot on all ranks together."""
+    load_s: float = 0.0
+    """Seconds to load one slot, on the slowest rank, as measured at start."""
+    tokens_per_block: float = 0.0
+    """Tokens whose KV takes one block; less than the block size where several
+    groups of layers have blocks of their own."""
+    layerwise: bool = False
+    """Whether layers wait for their own part of the loads of a step, on all ranks."""
+    tuning: SchedulingTuning = SchedulingTuning()
+    """No setting: what tests choose otherwise."""
+    secondary: SecondaryLayout | None = None
+    """The tier below, if there is one."""
+    elastic: ElasticLayout | None = None
+    """Who maps device memory, if any of it is given back."""

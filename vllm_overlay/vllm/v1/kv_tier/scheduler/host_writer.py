@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores device blocks in host slots: how, and when before their eviction.
+
+A forward pass that overwrites a block waits for its store. So blocks are stored ahead:
+by `write_through` as soon as they are computed, by `write_back` shortly before their
+eviction.
+
+**The cleaner** of `write_back` is a control loop. Its input is how many blocks steps
+allocate, its output how many of the next victims are clean. At the end of each step it
+continues after the last clean block in the order of eviction, and stores blocks until
+its window is clean or the step has stored enough. Three limits apply:
+
+- The window, since clean blocks take slots too: as many as hits may take at once
+  (`clean_window`), and at most half of the slots. The other half is for blocks that the
+  device no longer has.
+- The stores of a step: twice what steps allocate, to gain on them, and a minimum, to
+  start early.
+- The blocks that a step looks at. A cursor after the last clean block avoids a scan of
+  all clean blocks in each step.
+
+The number of clean blocks is an estimate, since hits take blocks from the window and
+the host drops slots. So all of them are counted again from time to time. A victim that
+is dirty nevertheless is stored in its own step.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.kv_tier.scheduler.admission import Admission
+from vllm.v1.kv_tier.scheduler.costs import Costs, clean_window
+from vllm.v1.kv_tier.scheduler.free_blocks import FreeBlocks
+from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
+from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
+from vllm.v1.kv_tier.stats import KVTierStats
+from vllm.v1.kv_tier.tuning import SchedulingTuning
+
+
+class HostWriter:
+    """Stores hashed device blocks in slots, in the plan that is being built.
+
+    Args:
+        pool: Knows the keys of blocks.
+        table: The slot table.
+        builder: The plan that is being built.
+        admission: Which blocks were used often enough; None for all.
+        stats: Counts refused stores.
+
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        table: SlotTable,
+        builder: StepPlanBuilder,
+        admission: Admission | None,
+        stats: KVTierStats,
+    ) -> None:
+        self._pool = pool
+        self._table = table
+        self._builder = builder
+        self.admission = admission
+        self._stats = stats
+        self.released: set[int] = set()
+        """Ids of device blocks of finished conversations, which are not stored."""
+        self.forbidden: set[int] = set()
+        """Ids of device blocks that hints exclude from being stored."""
+
+    def keys(self, block: KVCacheBlock) -> tuple[BlockHashWithGroupId, ...]:
+        """All prefix-cache keys of `block`, the primary one first."""
+        if (key := block.block_hash) is None:
+            return ()
+        others = self._pool.cached_block_hashes_by_block.get(block.block_id)
+        return (key, *others) if others else (key,)
+
+    def is_clean(self, block: KVCacheBlock) -> bool:
+        """Whether the host has every key of a hashed block."""
+        if self._table.get(block.block_hash) is None:  # type: ignore[arg-type]
+            return False
+        if not self._pool.cached_block_hashes_by_block:
+            return True
+        others = self._pool.cached_block_hashes_by_block.get(block.block_id, ())
+        return all(self._table.get(key) is not None for key in others)
+
+    @property
+    def admits_all(self) -> bool:
+        """Whether `is_admitted` is true for every block."""
+        if self.released or self.forbidden:
+            return False
+        return self.admission is None or self.admission.admits_all
+
+    def is_admitted(self, block: KVCacheBlock) -> bool:
+        """Whether a hashed block is worth a slot.
+
+        That is: it was used often enough, is not of a finished conversation, and not
+        excluded by a hint.
+        """
+        if block.block_id in self.released or block.block_id in self.forbidden:
+            return False
+        return self.admission is None or self.admission.admits(block.block_hash)
+
+    def demote(self, block: KVCacheBlock) -> None:
+        """Store a block that the plan overwrites, if that is worth it.
+
+        It is hashed, and the host lacks its primary key, or it has several keys.
+        """
+        # A hot path with few calls: each block of a long prefix.
+        builder = self._builder
+        if builder.computed_by[block.block_id] >= builder.seq:
+            return
+        if self._pool.cached_block_hashes_by_block and self.is_clean(block):
+            return
+        # The property inlined.
+        admission = self.admission
+        admits_all = admission is None or admission.admits_all
+        admits_all = admits_all and not (self.released or self.forbidden)
+        if not (admits_all or self.is_admitted(block)):
+            self._stats.passed_over_blocks += 1
+        elif not self.store(block, before_eviction=False):
+            self._stats.dropped_blocks += 1
+
+    def store(self, block: KVCacheBlock, before_eviction: bool) -> bool:
+        """Store `block` in a slot in this plan, if there is room.
+
+        Args:
+            block: Hashed, computed by an earlier plan, and not clean.
+            before_eviction: A later plan may overwrite it; otherwise this one does.
+
+        Returns:
+            Whether it is stored.
+
+        """
+        table, builder = self._table, self._builder
+        # No call for blocks with one key: a hot path for each store.
+        keys: tuple[BlockHashWithGroupId, ...]
+        keys = (block.block_hash,)  # type: ignore[assignment]
+        if self._pool.cached_block_hashes_by_block:
+            keys = self.keys(block)
+        if len(keys) > 1 and not self._drop_stale(keys):
+            self._stats.refused_pinned += 1
+            return False
+        slot = table.insert(keys, block.block_hash_num_tokens, builder.seq)
+        if slot is None:
+            self._stats.refused_no_slot += 1
+            return False
+        builder.store(block, slot, table.last_load(slot), before_eviction)
+        return True
+
+    def _drop_stale(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
+        """Remove slots with some of `keys`, since they may lack bytes of others.
+
+        Returns:
+            False if the plan uses one of them.
+
+        """
+        for key in keys:
+            stale = self._table.get(key)
+            if stale is not None:
+                if self._table.is_pinned(stale):
+                    return False
+                self._table.remove(stale)
+        return True
+
+    def invalidate(self, block: KVCacheBlock) -> None:
+        """Drop the host's copy of `block`, whose content is void."""
+        for key in self.keys(block):
+            slot = self._table.get(key)
+            if slot is not None:
+                self.drop(slot)
+
+    def drop(self, slot: HostSlot) -> None:
+        """Drop `slot`, and this plan's store to it."""
+        self._builder.drop_stores(slot)
+        self._table.remove(slot)
+
+    def drop_all(self) -> None:
+        """Drop every slot."""
+        for slot in self._table.filled_slots():
+            self.drop(slot)
+
+
+class StoreTiming(Protocol):
+    """Stores blocks before their eviction."""
+
+    def record_used(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Record that blocks got a key, or were hit."""
+
+    def record_allocated(self, num_blocks: int) -> None:
+        """Record that this step allocates blocks to compute."""
+
+    def record_allocated_for_loads(self, num_blocks: int) -> None:
+        """Record that some of the blocks just counted are for loads."""
+
+    def write(self, is_idle: bool, is_read: bool) -> None:
+        """Store what is due at the end of a step.
+
+        Args:
+            is_idle: The step runs nothing, so there is time.
+            is_read: It runs nothing, and a request waits for reads from a secondary
+                tier.
+
+        """
+
+    def forget(self) -> None:
+        """All tiers are cleared."""
+
+    @property
+    def backlog(self) -> int:
+        """Blocks that are due but not stored yet."""
+
+
+class WriteThrough:
+    """Stores every block in the step after the one that computes it.
+
+    Args:
+        builder: The plan that is being built.
+        host_writer: Stores blocks.
+
+    """
+
+    def __init__(self, builder: StepPlanBuilder, host_writer: HostWriter) -> None:
+        self._builder = builder
+        self._host_writer = host_writer
+        # Blocks that were hashed or hit since the last `write`.
+        self._fresh: list[KVCacheBlock] = []
+
+    def record_used(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self._fresh.extend(blocks)
+
+    def record_allocated(self, num_blocks: int) -> None:
+        pass
+
+    def record_allocated_for_loads(self, num_blocks: int) -> None:
+        pass
+
+    def write(self, is_idle: bool, is_read: bool) -> None:
+        fresh, self._fresh = self._fresh, []
+        host_writer, builder = self._host_writer, self._builder
+        seq, computed_by = builder.seq, builder.computed_by
+        admits_all = host_writer.admits_all
+        for block in fresh:
+            if not (admits_all or host_writer.is_admitted(block)):
+                continue
+            # Each block passes twice, first in the step that hashed it.
+            if computed_by[block.block_id] >= seq:
+                self._fresh.append(block)
+            elif block.block_hash is not None and not host_writer.is_clean(block):
+                host_writer.store(block, before_eviction=True)
+
+    def forget(self) -> None:
+        self._fresh.clear()
+
+    @property
+    def backlog(self) -> int:
+        return len(self._fresh)
+
+
+class Cleaner:
+    """Stores the blocks that the next steps will evict.
+
+    Args:
+        pool: The block pool.
+        free: Its free queue.
+        table: The slot table.
+        builder: The plan that is being built.
+        host_writer: Stores blocks.
+        costs: Costs of loads.
+        tuning: Limits.
+
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        free: FreeBlocks,
+        table: SlotTable,
+        builder: StepPlanBuilder,
+        host_writer: HostWriter,
+        costs: Costs,
+        tuning: SchedulingTuning,
+    ) -> None:
+        self._pool = pool
+        self._free = free
+        self._table = table
+        self._builder = builder
+        self._host_writer = host_writer
+        self._costs = costs
+        self._tuning = tuning
+        self._num_allocated = 0
+        self._num_allocated_for_loads = 0
+        self.alloc_rate = 0.0
+        """Blocks that steps allocate: a decaying maximum."""
+        # Estimated number of clean blocks among the next victims, and the steps for
+        # which it was enough. The last of them is the cursor.
+        self._num_clean = 0
+        self._clean_steps = 0
+        self._backlog = 0
+
+    def record_used(self, blocks: Iterable[KVCacheBlock]) -> None:
+        pass
+
+    def record_allocated(self, num_blocks: int) -> None:
+        self._num_allocated += num_blocks
+
+    def record_allocated_for_loads(self, num_blocks: int) -> None:
+        # Hits have any size, and their loads wait for the stores of victims. They say
+        # nothing about the next steps.
+        self._num_allocated -= num_blocks
+        self._num_allocated_for_loads += num_blocks
+
+    def forget(self) -> None:
+        pass
+
+    @property
+    def backlog(self) -> int:
+        return self._backlog
+
+    def write(self, is_idle: bool, is_read: bool) -> None:
+        tuning = self._tuning
+        self.alloc_rate = max(
+            float(self._num_allocated), tuning.alloc_rate_decay * self.alloc_rate
+        )
+        window = self._window()
+        num_gone = self._num_allocated + self._num_allocated_for_loads
+        num_first, self._free.num_first = self._free.num_first, 0
+        self._num_clean = max(0, self._num_clean + num_first - num_gone)
+        # Blocks that are read are loaded into the next victims, so some must be clean.
+        leaves_way = is_read and self._num_clean > window // 4
+        max_stores, max_looks = self._limits(is_idle, leaves_way)
+        self._num_allocated = self._num_allocated_for_loads = 0
+        last = self._free.cursor
+        is_gone = last is None or last.next_free_block is None
+        if is_gone or self._clean_steps > tuning.look_anew_steps:
+            self._num_clean = self._clean_steps = 0
+            last = None
+        num_looks = min(window - self._num_clean, max_looks)
+        last = self._clean(self._free.first(num_looks, last), max_stores) or last
+        self._free.cursor = last or self._pool.free_block_queue.fake_free_list_head
+        self._clean_steps += self._num_clean >= window
+        self._backlog = max(0, min(window, len(self._free)) - self._num_clean)
+
+    def _window(self) -> int:
+        """How many of the next victims should be clean."""
+        num_blocks, num_slots = self._pool.num_gpu_blocks, self._table.num_slots
+        window = clean_window(num_blocks, num_slots, self._costs.load_s, self._tuning)
+        window = max(int(2 * self.alloc_rate), window)
+        # The other half is for blocks that the device no longer has.
+        return min(window, num_slots // 2)
+
+    def _limits(self, is_idle: bool, leaves_way: bool) -> tuple[int, int]:
+        """How many blocks this step may store, and look at."""
+        tuning = self._tuning
+        min_stores = tuning.idle_stores if is_idle else tuning.min_stores
+        max_looks = max(2 * self._num_allocated, tuning.min_looks)
+        if self._builder.loads or leaves_way:
+            min_stores = tuning.stores_beside_loads
+            max_looks = min(max_looks, tuning.looks_beside_loads)
+        return max(2 * self._num_allocated, min_stores), max_looks
+
+    def _clean(
+        self, blocks: Iterable[KVCacheBlock], max_stores: int
+    ) -> KVCacheBlock | None:
+        """Store the dirty ones among `blocks`, up to the first that cannot be stored.
+
+        Returns:
+            The last block that is clean then. It and all before it are counted.
+
+        """
+        last, num_clean = None, 0
+        seq, computed_by = self._builder.seq, self._builder.computed_by
+        host_writer, has_slot = self._host_writer, self._table.get
+        have_one_key = not self._pool.cached_block_hashes_by_block
+        admits_all = host_writer.admits_all
+        for block in blocks:
+            key = block.block_hash
+            is_clean = key is None or (
+                has_slot(key) is not None
+                if have_one_key
+                else host_writer.is_clean(block)
+            )
+            if not is_clean and (admits_all or host_writer.is_admitted(block)):
+                # Blocks that this step computes come last.
+                if computed_by[block.block_id] == seq or max_stores == 0:
+                    break
+                if not host_writer.store(block, before_eviction=True):
+                    break
+                max_stores -= 1
+            last = block
+            num_clean += 1
+        self._num_clean += num_clean
+        return last

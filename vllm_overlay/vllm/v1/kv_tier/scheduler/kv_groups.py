@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of KV cache groups: their hashes, and how many of each a prompt takes.
+
+A request has hashes for the smallest unit of tokens of which all groups' blocks are
+multiples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_tier import releases
+from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def hashes_of_blocks(
+    request: Request, hash_size: int | None, block_size: int
+) -> Sequence[BlockHash]:
+    """The hashes of a request's full blocks, as upstream uses them in keys.
+
+    Args:
+        request: The request.
+        hash_size: Tokens of each of its hashes; None: of a block.
+        block_size: Tokens of a block.
+
+    """
+    if hash_size is None or block_size == hash_size:
+        return request.block_hashes
+    # Older releases have no blocks of several hashes.
+    from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+
+    blocks = BlockHashListWithBlockSize(request.block_hashes, hash_size, block_size)
+    return blocks  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class GroupBlocks:
+    """Blocks of one KV cache group."""
+
+    block_size: int
+    """Tokens of a block, over all ranks that share them."""
+    num_blocks: int
+    """Blocks that a hit of the longest prompt needs."""
+    num_tokens: int
+    """Tokens of the longest prompt."""
+
+
+def group_blocks(vllm_config: "VllmConfig", kv_cache_config: Any) -> list[GroupBlocks]:
+    """The blocks of all groups, in order."""
+    parallel = vllm_config.parallel_config
+    num_shares = releases.num_token_shares(parallel)
+    found = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        is_shared = releases.are_tokens_shared(spec)
+        size = spec.block_size * (num_shares if is_shared else 1)
+        num_tokens = max(vllm_config.model_config.max_model_len, size)
+        num_blocks = -(-num_tokens // size)
+        found.append(GroupBlocks(size, min(num_blocks, _kept(spec, size)), num_tokens))
+    return found
+
+
+def tokens_per_block(groups: Sequence[GroupBlocks]) -> float:
+    """Tokens whose KV takes one block, over all groups together.
+
+    Taken for a hit of the longest prompt, which needs only the end of a window or
+    state.
+    """
+    return max(g.num_tokens for g in groups) / sum(g.num_blocks for g in groups)
+
+
+def _kept(spec: Any, size: int) -> float:
+    """Most blocks that any hit needs of a group; infinite if it needs all."""
+    spec = releases.spec_of_layer(spec)
+    if isinstance(spec, MambaSpec):
+        return 1
+    if isinstance(spec, SlidingWindowSpec):
+        more = releases.num_retained_tokens(spec)
+        return -(-(spec.sliding_window - 1 + more) // size) + 1
+    if releases.is_chunked_attention(spec):
+        return -(-spec.attention_chunk_size // size)
+    # Full attention with a window still loads all blocks.
+    return float("inf")

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the next plan: its copies and fences. Nothing else writes a fence.
+
+A fence names the last plan whose copies or forward pass used a device block or slot
+that this plan uses too. So four numbers, each the `seq` of a plan, are kept for each
+device block.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.scheduler.slots import HostSlot
+
+
+class StepPlanBuilder:
+    """Copies and fences of the next `StepPlan`.
+
+    Args:
+        num_blocks: Number of device blocks.
+
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.seq = 1
+        """Number of the plan that is being built."""
+        self.in_step = False
+        """Whether the scheduler is planning a step."""
+        self.takes_for_loads = False
+        """Whether the blocks that are being allocated are for loads."""
+        # Keyed by what they overwrite (slot, device block), so that a later copy to the
+        # same place replaces an earlier one.
+        self.stores: dict[int, KVCacheBlock] = {}
+        self.cleans: dict[int, KVCacheBlock] = {}
+        self.loads: dict[int, HostSlot] = {}
+        self.prefetches: dict[int, HostSlot] = {}
+        self.freed: dict[int, KVCacheBlock] = {}
+        """Blocks that the current step freed, by id. It may still use them."""
+        self.computed_by = [0] * num_blocks
+        """By device block: the plan whose forward pass computes it (hashed blocks)."""
+        self.used_by = [0] * num_blocks
+        """By device block: the last plan whose forward pass may use it (free
+        blocks)."""
+        self.prefetch_fence = 0
+        """Forward passes from now on follow the prefetches of plans up to this one."""
+        # By device block: the last plan that stores it, and the last one that
+        # prefetches it, until a plan waits for them.
+        self._stored_by = [0] * num_blocks
+        self._prefetched_by = [0] * num_blocks
+        self._plan = StepPlan(self.seq)
+
+    def begin(self) -> None:
+        """Start to plan a step.
+
+        Raises:
+            RuntimeError: The plan of the previous step was not taken.
+
+        """
+        if self.in_step:
+            raise RuntimeError(
+                "--kv-offloading-backend core: the scheduler began a step without "
+                "having sent the plan of the one before. Where it is a class of your "
+                "own (--scheduler-cls), let its schedule() call super().schedule(), "
+                "or remove the backend."
+            )
+        self.in_step = True
+
+    def finish(self) -> StepPlan:
+        """Complete the step's plan and return it. The next plan begins."""
+        plan = self._plan
+        plan.store_slots = list(self.stores)
+        plan.store_blocks = [block.block_id for block in self.stores.values()]
+        plan.clean_slots = list(self.cleans)
+        plan.clean_blocks = [block.block_id for block in self.cleans.values()]
+        plan.load_blocks = list(self.loads)
+        plan.load_slots = [slot.index for slot in self.loads.values()]
+        plan.ahead_blocks = list(self.prefetches)
+        plan.ahead_slots = [slot.index for slot in self.prefetches.values()]
+        for copies in (self.stores, self.cleans, self.loads, self.prefetches):
+            copies.clear()
+        self.freed.clear()
+        if plan.compute_after_loads > self.prefetch_fence:
+            self.prefetch_fence = plan.compute_after_loads
+        plan.check()
+        self.in_step = False
+        self.seq += 1
+        self._plan = StepPlan(self.seq)
+        return plan
+
+    # -------------------------------------------------------------- device blocks
+
+    def mark_hashed(self, block: KVCacheBlock) -> None:
+        """Note that `block` got a key.
+
+        Outside of a step, upstream hashes only blocks that earlier steps computed.
+        """
+        self.computed_by[block.block_id] = self.seq if self.in_step else self.seq - 1
+
+    def is_computed(self, block: KVCacheBlock) -> bool:
+        """Whether an earlier plan computes a hashed block.
+
+        Only then may it be stored.
+        """
+        return self.computed_by[block.block_id] < self.seq
+
+    def mark_freed(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Note that the current step, or the last one, used `blocks` last."""
+        used_by, last = self.used_by, self.seq - 1
+        if self.in_step:
+            # A copy on write of this step may still read it.
+            last += 1
+            self.freed.update((b.block_id, b) for b in blocks if not b.is_null)
+        for block in blocks:
+            used_by[block.block_id] = last
+
+    def prefetched_by(self, block: KVCacheBlock) -> int:
+        """The last plan that prefetches `block`; 0 once a plan has waited for it."""
+        return self._prefetched_by[block.block_id]
+
+    def overwrite(self, block: KVCacheBlock) -> None:
+        """Add the fences needed before `block` is overwritten."""
+        plan, block_id = self._plan, block.block_id
+        if stored_by := self._stored_by[block_id]:
+            if stored_by > plan.load_after_stores:
+                plan.load_after_stores = stored_by
+            # The forward pass waits for a load by other means, if it needs it. If the
+            # load is cancelled, the mark remains for the next user of the block.
+            if not self.takes_for_loads:
+                if stored_by > plan.compute_after_stores:
+                    plan.compute_after_stores = stored_by
+                self._stored_by[block_id] = 0
+        if prefetched_by := self._prefetched_by[block_id]:
+            # That fence is for forward passes, and loads may run next to them.
+            plan.load_after_loads = max(plan.load_after_loads, prefetched_by)
+            self.wait_for_prefetches(prefetched_by)
+            self._prefetched_by[block_id] = 0
+
+    def wait_for_prefetches(self, seq: int) -> None:
+        """Fence the forward pass on prefetches of plans up to `seq`, which it uses."""
+        plan = self._plan
+        if seq > max(self.prefetch_fence, plan.compute_after_loads):
+            plan.compute_after_loads = seq
+
+    def allow_connector_writes(self) -> None:
+        """Note that a KV connector may write to blocks of this step at any time."""
+        self._plan.connector_writes = True
+
+    def report_end(self) -> None:
+        """Let every rank report when all work of plans up to this one has ended."""
+        self._plan.report_end = True
+
+    def unmap(self, first: int, end: int) -> None:
+        """Let every rank unmap blocks `first` to `end - 1` before this plan.
+
+        No copy or forward pass in flight may use them.
+        """
+        self._plan.unmap_blocks = (*self._plan.unmap_blocks, (first, end))
+
+    @property
+    def unmaps(self) -> bool:
+        """Whether this plan releases memory."""
+        return bool(self._plan.unmap_blocks)
+
+    # --------------------------------------------------------------------- copies
+
+    def store(
+        self, block: KVCacheBlock, slot: HostSlot, last_load: int, before_eviction: bool
+    ) -> None:
+        """Copy `block` to `slot`.
+
+        Args:
+            block: Hashed, and computed by an earlier plan.
+            slot: The slot, filled by this plan.
+            last_load: Last plan that read the slot's memory.
+            before_eviction: A later plan may overwrite the block; otherwise this one
+                does.
+
+        """
+        plan, block_id = self._plan, block.block_id
+        self._stored_by[block_id] = self.seq
+        computed = self.computed_by[block_id]
+        loaded = max(last_load, self._prefetched_by[block_id])
+        if before_eviction:
+            self.cleans[slot.index] = block
+            # No `max`, since each new block of a decoding request passes here.
+            if computed > plan.clean_after_compute:
+                plan.clean_after_compute = computed
+            if loaded > plan.clean_after_loads:
+                plan.clean_after_loads = loaded
+        else:
+            self.stores[slot.index] = block
+            plan.store_after_compute = max(plan.store_after_compute, computed)
+            plan.store_after_loads = max(plan.store_after_loads, loaded)
+
+    def drop_stores(self, slot: HostSlot) -> None:
+        """Cancel this plan's stores to `slot`."""
+        self.stores.pop(slot.index, None)
+        self.cleans.pop(slot.index, None)
+
+    def load(
+        self,
+        slots: Sequence[HostSlot],
+        blocks: Sequence[KVCacheBlock],
+        prefetch: bool,
+    ) -> None:
+        """Copy `slots` to `blocks`, which were allocated for it.
+
+        Args:
+            slots: Filled by this plan or earlier ones; at least one.
+            blocks: Equally many blocks.
+            prefetch: For a request of a later step.
+
+        """
+        plan, seq, computed_by = self._plan, self.seq, self.computed_by
+        queue = self.prefetches if prefetch else self.loads
+        last_store, last_use = plan.load_after_stores, plan.load_after_compute
+        for slot, block in zip(slots, blocks, strict=True):
+            block_id = block.block_id
+            queue[block_id] = slot
+            computed_by[block_id] = seq
+            if slot.store_seq > last_store:
+                last_store = slot.store_seq
+            if self.used_by[block_id] > last_use:
+                last_use = self.used_by[block_id]
+            if prefetch:
+                self._prefetched_by[block_id] = seq
+        plan.load_after_stores, plan.load_after_compute = last_store, last_use
+
+    def is_loaded(self, block: KVCacheBlock) -> bool:
+        """Whether this plan loads `block`."""
+        return block.block_id in self.loads or block.block_id in self.prefetches
+
+    def call_off_load(self, block: KVCacheBlock) -> None:
+        """Cancel a load into `block`, whose request was preempted since."""
+        self.loads.pop(block.block_id, None)
+        if self.prefetches.pop(block.block_id, None) is not None:
+            self._prefetched_by[block.block_id] = 0

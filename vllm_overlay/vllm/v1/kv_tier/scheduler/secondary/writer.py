@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes slots to a secondary tier, behind the requests and before their eviction."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress, islice, takewhile
+from operator import attrgetter, not_
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.plan import SecondaryJob
+from vllm.v1.kv_tier.scheduler.admission import Admission, admission_from
+from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs, object_keys
+from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
+from vllm.v1.kv_tier.stats import SecondaryStats
+
+_store_seq = attrgetter("store_seq")
+
+
+class WriteQueue:
+    """Slots to write, beginnings of prompts first.
+
+    A block is useless without all blocks before it in its prompt. A store that cannot
+    keep up should therefore store the same part of each prompt, and not prompts with
+    holes. In order of age, the oldest slots would also be evicted first, so such a
+    store would get every other block.
+
+    Args:
+        span: Tokens of a prompt within which blocks rank equally, oldest first.
+
+    """
+
+    def __init__(self, span: int) -> None:
+        self._span = span
+        self.depths: dict[BlockHashWithGroupId, int] = {}
+        """Depth by key of these slots. Each block of each hit is looked up in it."""
+        self._slots: defaultdict[int, dict[BlockHashWithGroupId, HostSlot]]
+        self._slots = defaultdict(dict)
+
+    def __len__(self) -> int:
+        return len(self.depths)
+
+    def add(self, slots: Mapping[BlockHashWithGroupId, HostSlot]) -> None:
+        """Add slots that are not queued yet.
+
+        Slots with several keys, of blocks that were hashed before they were full, are
+        left out.
+        """
+        span, depths, at_depth = self._span, self.depths, self._slots
+        for key, slot in slots.items():
+            # A hot path: each block that is used again passes here.
+            if len(slot.keys) > 1:
+                continue
+            depths[key] = depth = (slot.num_tokens or 0) // span
+            at_depth[depth][key] = slot
+
+    def remove(self, key: BlockHashWithGroupId) -> bool:
+        """Remove `key`. Returns whether it was queued."""
+        if (depth := self.depths.pop(key, None)) is None:
+            return False
+        slots = self._slots[depth]
+        del slots[key]
+        if not slots:
+            del self._slots[depth]
+        return True
+
+    def clear(self) -> None:
+        """Remove all slots."""
+        self.depths.clear()
+        self._slots.clear()
+
+    def take(self, num: int, settled: int) -> dict[BlockHashWithGroupId, HostSlot]:
+        """Remove and return the next slots to write.
+
+        Args:
+            num: Most slots to take.
+            settled: The last plan whose stores may be written. At each depth, slots are
+                taken up to the first that was stored later.
+
+        """
+        taken: dict[BlockHashWithGroupId, HostSlot] = {}
+        for depth in sorted(self._slots):
+            if len(taken) == num:
+                break
+            slots = self._slots[depth]
+            seqs = map(_store_seq, islice(slots.values(), num - len(taken)))
+            num_settled = len(list(takewhile(settled.__ge__, seqs)))
+            some = dict(islice(slots.items(), num_settled))
+            for key in some:
+                del slots[key], self.depths[key]
+            taken |= some
+            if not slots:
+                del self._slots[depth]
+        return taken
+
+
+_MAX_BEGUN = 2_048
+"""Most slots that a step begins to write to a tier: each takes some microseconds."""
+
+
+class SecondaryWriter:
+    """Chooses slots to write, and keeps them until all ranks have written them.
+
+    Observes the slot table. It does not wait for a store that cannot keep up: slots
+    that are evicted before their turn are not written.
+
+    Args:
+        index: Index of the tier.
+        tier: The tier.
+        layout: Limits.
+        table: The slot table.
+        jobs: Runs the jobs.
+        stats: Counts blocks.
+
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tier: SecondaryTier,
+        layout: SecondaryLayout,
+        table: SlotTable,
+        jobs: SecondaryJobs,
+        stats: SecondaryStats,
+    ) -> None:
+        self._index = index
+        self._layout = layout
+        self._table = table
+        self._jobs = jobs
+        self.on_changed: Callable[[BlockHashWithGroupId], None] | None = None
+        """Called with keys that the tier has from now on, or no longer, or whose write
+        failed."""
+        self._stats = stats
+        self._lookup = tier.lookup
+        self._admission: Admission | None = None
+        if tier.store_from_use > 1:
+            # Also counts uses of blocks that the host has evicted and that are computed
+            # again.
+            self._admission = admission_from(tier.store_from_use, layout.max_known)
+        self._due = WriteQueue(layout.max_job * max(layout.block_sizes))
+        # Keys that are being written, and keys that the tier has, or had recently;
+        # oldest first.
+        self._writing: set[BlockHashWithGroupId] = set()
+        self._known: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
+        table.listeners.append(self)
+
+    # ----------------------------------------------------------- what is due
+
+    def on_filled(self, slot: HostSlot) -> None:
+        """A slot was filled. Its block was computed, which is a use."""
+        key = slot.keys[0]
+        if not (key in self._known or key in self._writing or self._jobs.is_detached):
+            if (admission := self._admission) is not None:
+                admission.record_use(key)
+                if not admission.admits(key):
+                    return
+            self._due.add({key: slot})
+
+    def on_loaded(self, slots: Sequence[HostSlot]) -> None:
+        """Loads count as uses when their request is admitted, see `record_hit`."""
+
+    def on_forgotten(self, slot: HostSlot) -> None:
+        """The content of a slot is gone."""
+        if self._due.remove(slot.keys[0]):
+            self._stats.dropped_blocks += 1
+
+    def record_hit(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Record that a request is admitted with device blocks of `keys`.
+
+        Their slots, if any, may be due now.
+        """
+        if self._jobs.is_detached:
+            return
+        get, due, known = self._table.get, self._due.depths, self._known
+        writing = self._writing
+        # A hot path: each block of each hit.
+        used = {
+            key: slot
+            for key in keys
+            if not (key in known or key in due or key in writing)
+            and (slot := get(key)) is not None
+        }
+        if used and self._admission is not None:
+            admitted = self._admission.record_uses(used)
+            if len(admitted) < len(used):
+                used = {key: used[key] for key in admitted}
+        self._due.add(used)
+
+    def mark_present(self, key: BlockHashWithGroupId) -> None:
+        """Record that the tier has `key`."""
+        if self._jobs.is_detached:
+            # Jobs in flight still end, but their results are not used.
+            return
+        self._due.remove(key)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return
+        self._known[key] = None
+        self._notify((key,))
+        if len(self._known) > self._layout.max_known:
+            self._notify(self._known.popitem(last=False)[:1])
+
+    def mark_absent(self, key: BlockHashWithGroupId) -> None:
+        """Record that the tier does not have `key`, so it may be written again."""
+        self._known.pop(key, None)
+        self._notify((key,))
+
+    def record_missing(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Record that the tier does not have these keys.
+
+        A restarted server has lost everything, which must be written again.
+        """
+        known = self._known
+        for key in keys:
+            # A hot path: each new block of each prompt.
+            if key in known:
+                self.mark_absent(key)
+
+    def is_writing(self, key: BlockHashWithGroupId) -> bool:
+        """Whether `key` is being written to the tier."""
+        return key in self._writing
+
+    def knows(self, key: BlockHashWithGroupId) -> bool:
+        """Whether the tier is known to have `key`."""
+        return key in self._known
+
+    @property
+    def num_due(self) -> int:
+        """Number of slots that wait to be written."""
+        return len(self._due)
+
+    @property
+    def num_writing(self) -> int:
+        """Number of slots that are being written."""
+        return len(self._writing)
+
+    def _notify(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        if self.on_changed is not None:
+            for key in keys:
+                self.on_changed(key)
+
+    def forget(self) -> None:
+        """Forget everything, since the tier is not used any more."""
+        self._due.clear()
+        self._known.clear()
+
+    # ---------------------------------------------------------------- writing
+
+    def last_jobs(self, slots: Sequence[HostSlot], settled: int) -> list[SecondaryJob]:
+        """Jobs for all that the tier is not known to have, at the end of an engine.
+
+        Slots with the most uses come first.
+
+        Args:
+            slots: The host's slots, most valuable first.
+            settled: As in `write`.
+
+        """
+        lacking = [
+            slot
+            for slot in slots
+            if slot.store_seq <= settled
+            and len(slot.keys) == 1
+            and slot.keys[0] not in self._known
+        ]
+        if (admission := self._admission) is not None:
+            lacking.sort(key=lambda slot: -admission.num_uses(slot.keys[0]))
+        size = self._layout.max_job
+        parts = [lacking[i : i + size] for i in range(0, len(lacking), size)]
+        return [
+            self._jobs.make(
+                True, self._index, [s.keys[0] for s in part], [s.index for s in part]
+            )
+            for part in parts
+        ]
+
+    def write(self, settled: int) -> None:
+        """Add jobs to write what is due to the next plan.
+
+        Args:
+            settled: Last plan whose stores will not turn out to be void.
+
+        """
+        room = min(_MAX_BEGUN, self._layout.max_writing - len(self._writing))
+        if not self._due or room <= 0:
+            return
+        due = self._due.take(room, settled)
+        keys, indices = list(due), [slot.index for slot in due.values()]
+        size = self._layout.max_job
+        for i in range(0, len(keys), size):
+            self._write(keys[i : i + size], indices[i : i + size])
+
+    def _write(self, keys: list[BlockHashWithGroupId], indices: list[int]) -> None:
+        self._table.hold(self._index, indices, keys)
+        self._writing.update(keys)
+
+        def ended(done: Sequence[bool], seconds: float) -> None:
+            self._writing.difference_update(keys)
+            self._table.end_hold(self._index, indices, keys)
+            # Requests that asked for these keys before got a negative answer.
+            if written := list(compress(keys, done)):
+                self._lookup.mark_present(object_keys(written))
+                for key in written:
+                    self.mark_present(key)
+            self._notify(compress(keys, map(not_, done)))
+            self._stats.record_job("put", len(done), seconds)
+            self._stats.stored_blocks += sum(done)
+            self._stats.refused_blocks += len(done) - sum(done)
+
+        self._jobs.add(True, self._index, keys, indices, ended)
