@@ -20,13 +20,14 @@ def root(tmp_path: Path) -> Path:
 
 
 def open_files(root: Path) -> list[str]:
-    """What the process has open of a store; other threads of it open and close files,
-    too."""
+    """Objects that the process has open, also those being written. Other threads of
+    it open and close files, too, and look through folders."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
             path = os.readlink(f"/proc/self/fd/{name}")
-            found += [path] if path.startswith(str(root)) else []
+            is_object = path.startswith(str(root)) and not Path(path).is_dir()
+            found += [path] if is_object and Path(path).name != ".look" else []
     return sorted(found)
 
 
