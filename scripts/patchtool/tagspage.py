@@ -155,8 +155,7 @@ def readme(layout: Layout) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ToolError(f"{README} lacks the lines {BEGIN.strip()} and {END.strip()}")
-    frozen = _frozen(layout.tags()[::-1])
-    return f"{before}{BEGIN}\n{table}{frozen}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def write_page(layout: Layout) -> None:
