@@ -26,7 +26,7 @@ WRAPPED = {
         *("take_plan", "apply_report"),
     ),
     "vllm.v1.kv_tier.scheduler.load_admission.LoadAdmission": (
-        *("decide", "begin_wait", "admitted"),
+        *("decide", "begin_wait", "end_wait"),
     ),
     "vllm.v1.kv_tier.worker.host_tier.HostTier": ("begin_step",),
 }
