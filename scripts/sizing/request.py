@@ -22,6 +22,7 @@ class Request:
     """A request, and what the tier must know of it. It remembers those that wait."""
 
     num_preemptions = 0
+    cache_salt: str | None = None
 
     def __init__(
         self, number: int, call: Call, block_size: int, hints: dict[str, Any]
