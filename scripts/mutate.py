@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes modules of the overlay, one place at a time, and runs tests on each.
 
-    make mutate FILES='scheduling/*.py' TESTS='tests/unit/test_p*.py' [ARGS='...']
+    make mutate FILES='scheduler/*.py' TESTS='tests/unit/test_p*.py' [ARGS='...']
 
 A mutant that no test notices is a survivor: the tests say nothing about that place, or
 it does not matter. FILES are paths or patterns below the overlay. TESTS are what pytest

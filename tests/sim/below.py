@@ -157,7 +157,7 @@ class Below:
             for rank in range(self.num_ranks)
         ]
 
-    def launches(self, is_launching: bool) -> None:
+    def set_launching(self, is_launching: bool) -> None:
         """As `SecondaryIO.set_launching`. When anything is written is drawn."""
 
     def run(

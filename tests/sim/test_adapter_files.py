@@ -45,9 +45,9 @@ def engine_with_files() -> Engine:
 def found(engine: Engine, hashes: list[BlockHash]) -> int:
     """How many of them are on some tier."""
     pool: Any = engine._pool
-    spillers = pool.secondary.spillers
+    writers = pool.secondary.writers
     on_device = [h for h in hashes if pool.get_cached_block(h, [0]) is not None]
-    below = {bytes(key) for each in spillers for key in each._known}
+    below = {bytes(key) for each in writers for key in each._known}
     return len(on_device) + sum(any(h in key for key in below) for h in hashes)
 
 

@@ -309,11 +309,11 @@ def _swap_tokens(
 
 
 BUGS = {
-    "forgotten": _silent,
-    "loaded": _silent,
-    "all_cleared": _keep_told,
-    "removed_from_device": _silent,
-    "_tell_stored": _swap_tokens,
+    "on_forgotten": _silent,
+    "on_loaded": _silent,
+    "record_cleared": _keep_told,
+    "record_removed": _silent,
+    "_publish_stored": _swap_tokens,
 }
 
 
@@ -328,7 +328,7 @@ def test_a_wrong_stream_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -
     not hasattr(BlockPool, "emit_cached_block_events"),
     reason="refused: this release describes only what it has computed",
 )
-@pytest.mark.parametrize("name", ["changed_below", "found_below"])
+@pytest.mark.parametrize("name", ["on_secondary_change", "on_secondary_found"])
 def test_a_wrong_stream_of_what_lies_below_is_noticed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,17 +28,17 @@ from .tables import put_in, sizes, tables
 
 CACHED = re.compile(
     r"pool\.(host\.(_free|_slots|_next|_released|_policy\b.*|listeners\[\d\]\._known)"
-    r"|backing\.fetching\._learns.*|backing\._not_hit"
-    r"|admission\b.*|releasing\._owners\b.*|retaining\.(said|hinted)\b.*"
-    r"|releasing\._turns\b.*|storer\.(released|forbidden)|elastic\.(unmapped|mapper\._unmapped)"
-    r"|cached_block_hashes_by_block.*|retaining\.on_device|releasing\.prewarms\.pending"
-    r"|events\._(descriptions|told\[\d\]))"
+    r"|secondary\.reader\._listener.*|secondary\._not_hit"
+    r"|admission\b.*|conversations\._sole_users\b.*|retention\.(key_hints|hinted)\b.*"
+    r"|conversations\._turns\b.*|host_writer\.(released|forbidden)|elastic\.(unmapped|mapper\._unmapped)"
+    r"|cached_block_hashes_by_block.*|retention\.on_device|conversations\.prewarms\.pending"
+    r"|events\._(descriptions|published\[\d\]))"
 )
 """What is known of blocks that are cached: a reset empties it."""
 MEASURED = re.compile(
-    r"pool\.(_stats\b.*|costs\b.*|releasing\._turns\b.*|host\._held_by"
-    r"|retaining\.hinted\b.*|backing\._jobs\.evicted_bytes"
-    r"|backing\._stats\b.*|backing\._sources\[\d\]\.(_fetched_s|_waits\b.*)"
+    r"pool\.(_stats\b.*|costs\b.*|conversations\._turns\b.*|host\._held_by"
+    r"|retention\.hinted\b.*|secondary\._jobs\.evicted_bytes"
+    r"|secondary\._stats\b.*|secondary\._sources\[\d\]\.(_fetched_s|_waits\b.*)"
     r"|admission\b.*|elastic\.(unmapped|mapper\._unmapped)"
     r"|host\._policy\._ends\._(young|old))"
 )
