@@ -31,7 +31,7 @@ from .workloads import text
 pytestmark = NEEDS_KEYS
 
 PROMPTS = prompts(600, 6)
-WROTE = "blocks that the tier below lacked are there now"
+WROTE = "blocks that the secondary tier lacked"
 PROJECT = Path(__file__).parents[2]
 NEVER = 1000
 """A use that no block has: nothing is written while the server serves."""
