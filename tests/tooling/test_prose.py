@@ -82,7 +82,7 @@ RECIPES = [
     path
     for folder in ("deploy", "ops")
     for path in sorted((ROOT / folder).rglob("*"))
-    if path.is_file() and path.suffix != ".json"
+    if path.is_file() and path.suffix != ".pyc" and path.suffix != ".json"
 ]
 
 
