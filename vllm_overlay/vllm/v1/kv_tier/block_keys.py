@@ -37,14 +37,11 @@ logger = init_logger(__name__)
 _MAX_BYTES = 8 << 20
 """Bytes of memory about adapters, since clients may choose their names and number."""
 
-
 _CHUNK_BYTES = 1 << 20
-
 
 _NUM_CHECKS = 16
 """Steps for which files of an adapter are looked at after a request for it has come,
 or has run."""
-
 
 _NO_WEIGHTS = frozenset(
     {
@@ -56,10 +53,7 @@ _NO_WEIGHTS = frozenset(
 """Fields of requests for adapters that do not say how files become weights. What a
 later release adds counts until it is listed."""
 
-
 _Hasher = TypeVar("_Hasher", bound=Callable[..., Any])
-
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -312,7 +306,6 @@ def _content(path: str) -> str | None:
 
 _starting: AdapterLoads | None = None
 """Loads of the engine whose block hasher is made next."""
-
 
 _of_hashers: WeakKeyDictionary[Any, AdapterLoads] = WeakKeyDictionary()
 """Loads by block hasher. Each engine has one, and a process may run several engines."""

@@ -11,14 +11,10 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import TypeVar
 
 K = TypeVar("K")
-
-
 V = TypeVar("V")
-
 
 ENTRY_BYTES = 256
 """Bytes of an entry besides key and value: table, order and size, rounded up."""
-
 
 _CONTAINERS = (tuple, list, set, frozenset)
 

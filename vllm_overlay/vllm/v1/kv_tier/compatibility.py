@@ -138,7 +138,6 @@ def _merges_reports(executor: type["Executor"]) -> bool:
 # Outputs for sampled tokens only, which are in no prefix hit.
 _HARMLESS_OUTPUTS = frozenset({"return_sampling_mask"})
 
-
 # Fields of `VllmConfig` in all releases that add nothing per block, or only KV that the
 # tier finds among the KV caches, or that are refused elsewhere.
 _HARMLESS_CONFIGS = frozenset(

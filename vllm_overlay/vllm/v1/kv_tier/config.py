@@ -36,14 +36,11 @@ logger = init_logger(__name__)
 
 GiB = 1 << 30
 
-
 # For the end of the step under way, and of the processes.
 _END_S = 5.0
 
-
 MAX_QUOTAS = 100
 """Most tenants with a quota, since each has its own metrics."""
-
 
 _REMOVED = {
     "keep_while_asleep": "A sleep of the engine clears the host tier, as it clears the "
@@ -51,19 +48,10 @@ _REMOVED = {
 }
 """Settings of earlier versions, and what to do."""
 
-
 StorePolicy = Literal["write_back", "write_through"]
-
-
 CopyEngineName = Literal["auto", "dma", "kernel", "torch"]
-
-
 COPY_ENGINES = get_args(CopyEngineName)
-
-
 _Tenant = Annotated[Text, Field(min_length=1, max_length=MAX_NAME)]
-
-
 _Part = Annotated[Number, Field(gt=0, le=1)]
 
 

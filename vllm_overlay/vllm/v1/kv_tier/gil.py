@@ -15,14 +15,9 @@ from contextlib import contextmanager
 SWITCH_S = 1e-4
 """Switch interval in seconds."""
 
-
 # A finalizer may end turns while the same thread is in here.
 _lock = threading.RLock()
-
-
 _asked: list[float] = []
-
-
 _usual_s = 0.0
 
 

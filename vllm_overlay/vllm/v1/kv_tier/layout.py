@@ -123,7 +123,6 @@ class PageMapper(Protocol):
 UnmapBlocks = Callable[[int, int], None]
 """Lets all ranks release the memory of blocks (first, end) before the current plan."""
 
-
 MakeMapper = Callable[[UnmapBlocks], PageMapper]
 
 

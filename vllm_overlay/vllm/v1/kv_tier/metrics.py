@@ -34,17 +34,10 @@ def _decades(first: int, last: int) -> tuple[float, ...]:
 
 
 _TIERS = ("device", "host")
-
-
 _HIT_SOURCES = {"fs": "disk"}
 """Upstream's `CacheHitSource` for hits of secondary tiers, by their type."""
-
-
 _COPIES = ("store", "clean", "load", "load_ahead")
-
-
 FAILURES = ("store", "load", "layer_wait", "hang")
-
 
 _SECONDARY: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
     ("loaded_tokens", "counter", "Prompt tokens whose KV was read from it."),
@@ -63,7 +56,6 @@ _SECONDARY: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
     ("filling_blocks", "gauge", "Host slots that are reserved for reads from it."),
     ("is_closed", "gauge", "1 while it is not read from because it was too slow."),
 )
-
 
 METRICS = (
     Metric("slots_used", "gauge", "Host slots that hold a KV block."),

@@ -10,37 +10,20 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from pydantic import ConfigDict, Field, ValidationError
 
 FLAG = "--kv-offloading-config"
-
-
 DEBUG = "debug"
 """The key of the object that has what operators need not touch."""
-
 
 SETTINGS = ConfigDict(extra="forbid", hide_input_in_errors=True)
 """Of all dataclasses of settings. Values may be passwords."""
 
-
 # JSON says of what type a value is, so nothing is converted.
 Flag = Annotated[bool, Field(strict=True)]
-
-
 Text = Annotated[str, Field(strict=True)]
-
-
 Whole = Annotated[int, Field(strict=True)]
-
-
 Count = Annotated[Whole, Field(ge=1)]
-
-
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-
-
 Above0 = Annotated[Number, Field(gt=0)]
-
-
 From0 = Annotated[Number, Field(ge=0)]
-
 
 T = TypeVar("T")
 

@@ -18,7 +18,6 @@ __all__ = [
     "make_block_pool",
 ]
 
-
 _is_tiered = False
 """Whether the last pool that was made is tiered, for `kv_tier_of`."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _BETWEEN_INPUTS = releases.status_between_inputs()
-
-
 _FAILED = releases.failed_status()
 
 

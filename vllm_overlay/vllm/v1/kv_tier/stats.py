@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 # Samples kept for a stat logger. Without one they are never taken.
 _MAX_SAMPLES = 1000
 
-
 Stats = TypeVar("Stats")
 
 

@@ -32,7 +32,6 @@ KEEP_WEIGHTS = frozenset(
 )
 """Methods of upstream's workers, in all releases, that do not change weights."""
 
-
 _OURS = "vllm.v1.kv_tier."
 
 

@@ -151,27 +151,17 @@ ENGINES: Mapping[str, EngineKind] = {
 }
 """All engines, by the name that the log uses."""
 
-
 # Most bytes in one measured copy.
 _BYTES = {"cuda": 512 << 20, "cpu": 4 << 20}
-
-
 _REPEATS = 3
-
-
 _PROVEN_BLOCKS = 8
-
 
 # Part of the best rate at which another engine is preferred: DMA because it uses no
 # multiprocessors (the kernel slows compute by a quarter), the kernel because it needs
 # few launches.
 _WORTH = 0.7
-
-
 # The same for DMA by block against DMA by piece: it takes a tenth of the CPU time.
 _BY_BLOCK_WORTH = 0.9
-
-
 # Launching these takes 0.3 ms of the worker's time, at 0.45 us each.
 _DMA_PIECES = 600
 

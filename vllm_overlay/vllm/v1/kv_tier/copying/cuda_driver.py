@@ -29,10 +29,7 @@ class _Attributes(ctypes.Structure):
 
 
 ACCESS_ORDER_STREAM = 1
-
-
 OPERAND_IS_ADDRESS = 1
-
 
 # `CUmemcpy3DOperand`. The fields left out are placement hints for managed memory.
 _OPERAND = np.dtype(
@@ -43,7 +40,6 @@ _OPERAND = np.dtype(
         "itemsize": 40,
     }
 )
-
 
 STRIDED_COPY = np.dtype(
     {

@@ -151,7 +151,6 @@ class _DmaTransfer(Transfer):
 # A call holds the driver's lock, and strided copies hold it longer than pieces do.
 _MAX_STRIDED_BATCH = 32
 
-
 # CU_DEVICE_ATTRIBUTE_MAX_PITCH, the same on all devices: the largest distance between
 # rows. The driver accepts more, but splits such operations: 17 GB/s instead of 42 at
 # ten times the CPU time (H200). Layers may lie further apart at no cost.

@@ -26,16 +26,10 @@ from vllm.v1.kv_tier.memory.regions import Region
 
 # Bytes that a program copies at a time; each thread makes 16-byte accesses.
 _MAX_CHUNK = 16 << 10
-
-
 # Bytes in flight: twice the rate of the bus times its latency. More programs take
 # multiprocessors from compute and gain nothing (H200).
 _IN_FLIGHT = 256 << 10
-
-
 _MIN_PROGRAMS, _MAX_PROGRAMS = 8, 32
-
-
 _MAX_WARPS = 8
 
 

@@ -36,7 +36,6 @@ logger = init_logger(__name__)
 # request: with some tens of MiB, loading further kernels fails (H100).
 _LEAST_FREE = 1 / 100
 
-
 # Driver pages per page of blocks in each region, where boundaries do not match.
 # Unmapping a page between mapped ones frees one less. Two, so that unmapping always
 # frees something; the page of the null block is never unmapped.

@@ -20,15 +20,12 @@ logger = init_logger(__name__)
 # H100), but a page with two users is freed only when both are gone.
 _LEAST_PAGE, _LARGEST_PAGE = 2 << 20, 16 << 20
 
-
 # Least number of driver pages in each layer. A page of blocks takes two of them, so it
 # is at most a thirty-second of the KV cache.
 _PAGES_OF_A_LAYER = 64
 
-
 # kvcached numbers its allocators. The first one is made at initialization.
 _GROUP = 0
-
 
 _is_taken = False
 

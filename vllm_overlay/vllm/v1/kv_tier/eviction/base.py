@@ -12,10 +12,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 Key = Hashable
-
-
 Value = TypeVar("Value")
-
 
 NO_HINT = 50
 """Priority of a key without a hint."""

@@ -158,8 +158,6 @@ class RetentionHints:
 
 
 _FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
-
-
 _NUMBER_BITS = 64
 
 
@@ -342,12 +340,9 @@ class ProtectedKeys:
 KEPT_PART = 1 / 2
 """Part of the slots for retained keys, beyond the quotas."""
 
-
 _MAX_ROUNDS = 64
 """Most keys that are kept in a row instead of being evicted, to bound the work of a
 step. After that many, one is evicted anyway."""
-
-
 _MAX_LOOKS = 2048
 """Most keys that a step looks at beyond its victims: kept, expired, or no longer low.
 After that, keys are evicted in the policy's order."""

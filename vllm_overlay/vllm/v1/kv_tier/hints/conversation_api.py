@@ -12,8 +12,6 @@ from vllm.v1.kv_tier.hints.schema import KEY, Hints, is_text, shown
 
 UTILITY = "hint_kv_tier"
 """Method of upstream's `EngineCore` that receives them."""
-
-
 FIELDS = ("conversation", "cache_salt", "release")
 
 

@@ -31,21 +31,11 @@ from vllm.v1.kv_tier.hints.translation import (
 logger = init_logger(__name__)
 
 MESSAGES = "/v1/messages"
-
-
 COUNT = "/v1/messages/count_tokens"
-
-
 AFTERWARDS = "/v1/kv_tier/hints"
 """Under /v1, which upstream protects with its API key."""
-
-
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES)
-
-
 WORDS = (b'"kv_transfer_params"', b'"prompt_cache_', b'"cache_control"')
-
-
 LARGE = 1 << 16
 """Least bytes of a body that is read in a thread."""
 

@@ -24,7 +24,6 @@ class RequestContext:
 
 NOTHING = RequestContext()
 
-
 request_context: ContextVar[RequestContext] = ContextVar(
     "kv_tier_heard", default=NOTHING
 )

@@ -17,39 +17,22 @@ from reprlib import Repr
 from typing import Any
 
 KEY = "kv_tier"
-
-
 VERSION = 1
 """Version of the schema. New optional fields do not change it; new meanings do."""
-
-
 MAX_NAME = 256
 """Most characters in the name of a conversation or tenant."""
-
-
 MAX_NUMBER = 2**53 - 1
 """Largest number of tokens or seconds. All JSON parsers read integers up to this one
 exactly, and messages between processes can contain them."""
-
-
 MAX_RANGES = 8
 """Most ranges that a request can retain."""
-
-
 NO_HINT = 50
 """Priority without a hint."""
-
-
 CAPS = ("max_load_tokens", "max_offload_tokens")
 """Fields next to `kv_tier` that upstream's connectors read. The tier reads them too."""
 
-
 _FIELDS = frozenset((KEY, *CAPS))
-
-
 _PARAMS = "kv_transfer_params"
-
-
 _WHERE = f"{_PARAMS}.{KEY}"
 
 
@@ -228,8 +211,6 @@ class Hints:
 
 KINDS = tuple(field.name for field in fields(Hints) if field.name != "version")
 """Kinds of hints: the names of the fields."""
-
-
 # Defaults are also attributes of the class.
 _UNSAID = {name: vars(Hints)[name] for name in KINDS}
 
@@ -310,14 +291,8 @@ def is_text(value: str) -> bool:
 
 
 _short = Repr()
-
-
 _short.maxdict = _short.maxlist = _short.maxtuple = 4
-
-
 _short.maxlevel = 3
-
-
 _short.maxstring = _short.maxother = _short.maxlong = 80
 
 

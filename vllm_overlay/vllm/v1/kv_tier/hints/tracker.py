@@ -144,8 +144,6 @@ class SoleUserIndex:
 
 PAUSE_S = 0.25
 """Seconds for which prewarms wait after a request lacked device blocks."""
-
-
 PATIENCE_S = 10.0
 """Longest wait of a prewarm, since a client may wait for its answer."""
 
@@ -245,7 +243,6 @@ class Prewarms:
 RecordComputed = Callable[[Request, Sequence[KVCacheBlock], int, int], None]
 """As `ConversationTracker.record_computed`."""
 
-
 _ID = attrgetter("block_id")
 
 
@@ -322,8 +319,6 @@ class DeferredHintUpdates:
 KEYS_PER_STEP = 1024
 """Most blocks that a step reorders because of hints. A block takes about 2 us, and a
 conversation may own all blocks of both tiers."""
-
-
 _TURNS_BYTES = 1 << 24
 """Bytes for the numbers of requests of conversations, some 50,000 of them."""
 

@@ -21,20 +21,11 @@ from vllm.v1.kv_tier.hints.schema import CAPS, KEY, VERSION, Hints, shown
 MAX_HINT = 1 << 16
 """Most bytes of a hint, about ten times as many as the schema allows."""
 
-
 _Part = msgspec.Raw | msgspec.UnsetType
-
-
 _UNSET = msgspec.UNSET
-
-
 _PARAMS = "kv_transfer_params"
-
-
 _SMALL = ("prompt_cache_retention", "prompt_cache_options")
 """Fields that are hints as a whole."""
-
-
 _LISTS = ("tools", "system", "messages")
 
 
@@ -171,27 +162,14 @@ def _value(part: msgspec.Raw, where: str) -> Any:
 
 KEPT = 75
 """Priority of what other APIs ask to keep; they have no levels."""
-
-
 MINUTE, HOUR = 60, 3600
-
-
 ACTION = KEY
 """`action_type` of the tier's actions in upstream's `KvHintsEnvelope`."""
 
-
 _RETENTION = {None: 0, "in_memory": 0, "in-memory": 0, "24h": 24 * HOUR}
-
-
 _OPTION_TTL = {None: 0, "30m": 30 * MINUTE, "12h": 12 * HOUR}
-
-
 _MODES = (None, "implicit", "explicit")
-
-
 _CACHE_CONTROL_TTL = {None: 5 * MINUTE, "5m": 5 * MINUTE, "1h": HOUR}
-
-
 _COUNTED = (
     *("model", "messages", "system", "tools", "tool_choice"),
     *("thinking", "output_config", "chat_template_kwargs"),

@@ -74,11 +74,8 @@ def _free(lib: Any, context: ctypes.c_void_p, address: ctypes.c_void_p) -> None:
 
 GiB = 1 << 30
 
-
 # A single registration of 512 GiB or more fails in the driver (upstream #51080).
 _MAX_PIECE_BYTES = 64 * GiB
-
-
 # More threads only wait for one another in the kernel and on the memory bus.
 _MAX_THREADS = 16
 

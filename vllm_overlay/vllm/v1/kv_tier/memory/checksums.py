@@ -21,10 +21,7 @@ from vllm.v1.kv_tier.memory.shared import DIGEST_BYTES
 
 # The threads read host memory during copies, and more of them would slow these down.
 _MAX_THREADS = 8
-
-
 _MEASURED_SLOTS = 64
-
 
 _T = TypeVar("_T")
 

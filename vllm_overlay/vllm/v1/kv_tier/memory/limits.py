@@ -9,13 +9,8 @@ from pathlib import Path
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
-
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
 _GiB = 1 << 30
-
 
 KEPT_FREE = 1 / 50
 """Part of the memory that an engine with `shrink_after_s` leaves free for others: of

@@ -10,21 +10,12 @@ from pathlib import Path
 import torch
 
 SYS = Path("/sys")
-
-
 _NODES = "devices/system/node"
 
-
 _MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
-
-
 # glibc has no wrapper for mbind, and libnuma may be missing.
 _MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
-
-
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
-
-
 _syscall.restype = ctypes.c_long
 
 

@@ -18,18 +18,12 @@ from vllm.v1.kv_tier.memory.regions import Region
 logger = init_logger(__name__)
 
 PAGE_BYTES = mmap.PAGESIZE
-
-
 HUGE_PAGE_BYTES = 2 << 20
-
 
 # Linux 5.14 or newer. Python has no name for it.
 MADV_POPULATE_WRITE = 23
 
-
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
-
-
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 

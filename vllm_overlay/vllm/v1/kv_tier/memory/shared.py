@@ -23,10 +23,7 @@ from vllm.v1.kv_tier.memory.pages import HUGE_PAGE_BYTES, PAGE_BYTES
 DIGEST_BYTES = 8
 """Bytes of a slot's checksum."""
 
-
 _LINE = 64
-
-
 # Numbers at the start of the first line that identify the memory.
 _NUM_SECRETS = 2
 

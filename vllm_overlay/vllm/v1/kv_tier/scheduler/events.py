@@ -103,28 +103,20 @@ def _append(event: BlockStored, other: BlockStored) -> bool:
 
 
 MEDIUM_CPU = "CPU"
-
-
 MEDIUM_STORAGE = "STORAGE"
 """Upstream's names of host memory and of storage, in releases that have them."""
-
 
 Place = tuple[str, str | None]
 """Medium and locality of a tier."""
 
-
 _HOST: Place = (MEDIUM_CPU, None)
-
 
 REPUBLISHED_PER_STEP = 512
 """Most keys that a step repeats besides its own changes; the next steps have the rest.
 This keeps steps short, and batches below the limits of routers: 4,096 events and 16 MiB
 in vllm-router."""
 
-
 _encode = msgspec.msgpack.Encoder().encode
-
-
 _decode = msgspec.msgpack.Decoder(BlockStored).decode
 
 

@@ -74,7 +74,6 @@ _MAX_PASSED = 8_192
 """Most slots in writes that the victims of one plan skip. Each takes a microsecond, and
 the next plan continues after them."""
 
-
 _is_pinned = frozenset[object]().__contains__
 """Passed to the policy, which sees no key as pinned (`SlotTable._evict`). Not a Python
 function, since it is called for each victim."""

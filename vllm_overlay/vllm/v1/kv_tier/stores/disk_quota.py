@@ -37,42 +37,21 @@ from typing import Any, NamedTuple
 
 COUNTER = ".usage"
 """The counter, and the lock for changes of the directory."""
-
-
 USERS = ".users"
 """Locked (shared) by all users of the directory; an exclusive lock shows that there is
 only one."""
-
-
 LOOK = ".look"
 """Locked by the process that counts or evicts."""
-
-
 OBJECT, TEMPORARY = ".kv", ".tmp"
 
-
 _NUMBER = struct.Struct("<8sQ")
-
-
 _MAGIC = b"KVUSAGE1"
-
-
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
-
-
 _LOW_WATERMARK = 0.9
-
-
 _WAIT_S = 2.0
-
-
 SAMPLE = 4096
 """Number of objects from which the least recently used are evicted."""
-
-
 STEP = 256
-
-
 # Least time between counts of a process, as a multiple of the time a count takes.
 _COUNT_PAUSE = 20
 
@@ -83,8 +62,6 @@ try:
     _fallocate: Any = ctypes.CDLL(None, use_errno=True).fallocate
 except AttributeError:
     _fallocate = None
-
-
 if _fallocate is not None:
     _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 

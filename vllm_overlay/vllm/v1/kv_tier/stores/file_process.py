@@ -30,12 +30,8 @@ from typing import Any
 
 # As in `memory.pages`, which imports torch.
 _MADV_POPULATE_WRITE = 23
-
-
 # Launching a step takes some milliseconds.
 _LOOK_S = 0.3e-3
-
-
 _NUMBER = struct.Struct("=q")
 
 

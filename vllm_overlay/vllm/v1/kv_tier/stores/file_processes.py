@@ -28,20 +28,10 @@ from vllm.v1.kv_tier.stores.files import Place, Written
 logger = init_logger(__name__)
 
 MAX_PROCESSES = 16
-
-
 KINDS = ("put", "get")
-
-
 ENDED = "ended"
-
-
 _START_S = 30.0
-
-
 _LAST_S = 0.5
-
-
 # Seconds for a killed process to end, and for a process to accept a request.
 END_S = 5.0
 

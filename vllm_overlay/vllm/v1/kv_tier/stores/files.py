@@ -22,16 +22,10 @@ from vllm.v1.kv_tier.stores.format import ObjectFormat
 from vllm.v1.kv_tier.stores.threads import Threads
 
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
-
-
 # Seconds between updates of a file's time of last use, which orders eviction.
 _TOUCH_S = 60.0
-
-
 # Files written at a time. A process may often have only 1,024 open.
 _MAX_OPEN = 64
-
-
 # A symbolic link, or a file that this user may not read.
 _NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM)
 

@@ -17,16 +17,9 @@ from blake3 import blake3
 
 FORMAT_VERSION = 1
 
-
 _MAGIC = b"KVTIER" + FORMAT_VERSION.to_bytes(2, "big")
-
-
 _FIXED = struct.Struct("<8s8s16s16sQQ")
-
-
 _ALIGNMENT = 64
-
-
 _FAST = b"xxh3_128"
 
 
@@ -36,8 +29,6 @@ def _blake3(row: memoryview) -> bytes:
 
 CHECKSUMS: dict[bytes, Callable[[memoryview], bytes]] = {b"blake3": _blake3}
 """128-bit checksums by their names in headers. New objects use the last one."""
-
-
 with contextlib.suppress(ImportError):
     # Much faster, but not a dependency of vLLM.
     import xxhash

@@ -32,8 +32,6 @@ from vllm.v1.kv_tier.stores.threads import MAX_THREADS
 logger = init_logger(__name__)
 
 _PAUSE_S = 60.0
-
-
 _FREE_SPACE = "Free space there, or set max_gib to what it can hold."
 
 
@@ -94,7 +92,6 @@ class WritePauses:
 
 
 GiB = 1 << 30
-
 
 # Mount options of NFS, Lustre and SMB.
 _LOCAL_LOCKS = {

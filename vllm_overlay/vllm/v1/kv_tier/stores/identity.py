@@ -195,7 +195,6 @@ _FIELDS: dict[str, dict[str, str]] = {
     },
 }
 
-
 HARMLESS: dict[str, dict[str, str]] = {
     config: {
         field: reason for reason, names in reasons.items() for field in names.split()
@@ -203,7 +202,6 @@ HARMLESS: dict[str, dict[str, str]] = {
     for config, reasons in _FIELDS.items()
 }
 """Reasons by class and field, for all releases."""
-
 
 VARIABLES = {
     "names a process, or finds others": """VLLM_HOST_IP VLLM_PORT VLLM_LOOPBACK_IP
@@ -260,7 +258,6 @@ VARIABLES = {
 """Variables of the environment that begin with VLLM_, or patterns of them, of all
 releases, by the reason why they do not count."""
 
-
 OTHER_VARIABLES = (
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
     *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
@@ -268,7 +265,6 @@ OTHER_VARIABLES = (
 )
 """Variables with other names that change numbers by more than their rounding. Those of
 libraries are without number, so these can only be listed the other way round."""
-
 
 _FILES = {
     ".*": "no loader reads hidden files",
@@ -292,7 +288,6 @@ _FILES = {
     "tekken.json": "as the tokenizer",
 }
 """Files next to a model's weights, by pattern."""
-
 
 # Processors of images or audio read these too.
 _NOT_IF_MULTIMODAL = frozenset(
@@ -324,11 +319,7 @@ def is_harmless_file(name: str, multimodal: bool) -> bool:
 
 
 _SETTING = "--kv-offloading-config: secondary_tiers"
-
-
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-
-
 # Loaders that take all weights from the model's folder.
 _FROM_FOLDER = frozenset(
     {
@@ -337,22 +328,12 @@ _FROM_FOLDER = frozenset(
         *("runai_streamer", "runai_streamer_sharded"),
     }
 )
-
-
 _MAX_STATES = 100_000
-
-
 _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 64 << 10, 16, 4 << 10
-
-
 _CHUNK_BYTES, _NUM_THREADS = 16 << 20, 4
-
-
 # Age from which a file's times are trusted: another write then gives another time even
 # with a coarse file system clock.
 SETTLED_NS = 10 * 10**9
-
-
 _MAX_REMEMBERED = 4096
 
 
@@ -637,7 +618,6 @@ def _remember(digests: dict[str, str]) -> None:
 
 
 _DIGEST_BYTES = 16
-
 
 _KEY_HASHES = ("sha256", "sha256_cbor")
 """Algorithms for which no client can construct two prompts with the same key."""

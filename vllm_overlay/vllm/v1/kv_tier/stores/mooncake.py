@@ -41,13 +41,8 @@ MAX_BATCH = 32
 """Objects moved by one call. A call to a stalled node takes longer the more there
 are."""
 
-
 _LOCAL_BUFFER_BYTES = 16 << 20
-
-
 _HEADER_BYTES, _NUM_CALLS = 1024, 4
-
-
 # Seconds to wait for a dropped client to be closed before using a new one.
 CLOSE_S = 10.0
 
@@ -243,24 +238,14 @@ class SharedClient:
 
 
 GiB = 1 << 30
-
-
 _BATCH_BYTES = 64 << 20
-
-
 # Objects of a batch whose checksums are made at a time.
 _PART = MAX_BATCH // 8
-
-
 # Mooncake has its own threads, and two calls at once slow each other down. So one
 # thread calls while the other one makes checksums.
 _NUM_THREADS = 2
-
-
 # Mooncake's error codes: object missing, lease expired before it was read; no memory.
 _MISSES = _NOT_THERE, _LEASE_OVER = (-704, -707)
-
-
 _NO_ROOM = -200
 
 

@@ -132,14 +132,8 @@ class Wire:
 
 
 _WINDOW_BYTES = 8 << 20
-
-
 _WRITE_PAUSE_S = 60.0
-
-
 _Operation = Callable[[Wire], list[bool]]
-
-
 # No part of the URL can contain the start of the next one, so a password is never taken
 # for another part.
 _URL = re.compile(
@@ -150,11 +144,7 @@ _URL = re.compile(
     r"(?:\?(?P<query>[\w.~!$'()*+,;=%:/&-]*))?",
     re.ASCII,
 )
-
-
 _OPTIONS = re.compile("ssl_[a-z_]+|db|username|password|client_name")
-
-
 _VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 
 

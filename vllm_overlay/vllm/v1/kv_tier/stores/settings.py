@@ -26,8 +26,6 @@ from vllm.v1.kv_tier.options import (
 from vllm.v1.kv_tier.stores.base import BlockStore
 
 SECONDARY_TIERS = f"{FLAG}: secondary_tiers"
-
-
 ALWAYS = "always"
 
 
@@ -155,8 +153,6 @@ def store_types() -> dict[str, type[StoreConfig]]:
 
 
 KNOWN = f"one of {', '.join(STORES)}, or the import path of a StoreConfig"
-
-
 EXAMPLE = '[{"type": "fs", "root_dir": "/mnt/kv", "max_gib": 200}]'
 
 

@@ -11,13 +11,8 @@ from typing import TypeVar
 
 MAX_THREADS = 64
 
-
 _A = TypeVar("_A")
-
-
 _B = TypeVar("_B")
-
-
 _Answer = TypeVar("_Answer")
 
 

@@ -44,7 +44,6 @@ logger = init_logger(__name__)
 Layout = tuple[int, ...]
 """Bytes of a block in each region of a rank."""
 
-
 _PLAIN = {"FullAttentionSpec", "SlidingWindowSpec"}
 
 
@@ -378,15 +377,10 @@ def take_shared(wrapper: Any) -> SharedSlots | None:
 KINDS = ("store", "clean", "load", "load_ahead")
 """Kinds of copies; columns of the board."""
 
-
 _STORE, _CLEAN, _LOAD, _AHEAD = range(len(KINDS))
-
-
 # The next column is 1 once the rank has stopped copying. It is set before copies are
 # dropped and read after the others, so that dropped copies do not count as done.
 _LEFT = len(KINDS)
-
-
 _OWNER = 0
 
 

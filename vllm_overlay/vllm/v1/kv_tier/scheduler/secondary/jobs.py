@@ -18,12 +18,9 @@ from vllm.v1.kv_tier.scheduler.slots import SlotTable
 
 # For all ranks together: enough for all threads of a rank, but short.
 _MAX_JOB_BYTES = 64 << 20
-
-
 # Part of the slots that may be in writes at a time: steps can be a quarter of a second
 # apart, in which gigabytes are written.
 _MAX_WRITING = 1 / 4
-
 
 _MAX_KEY_BYTES = 64
 

@@ -17,35 +17,21 @@ logger = init_logger(__name__)
 Exists = Callable[[Sequence[bytes]], list[bool]]
 """Whether objects of these keys exist on all ranks. May block."""
 
-
 Question = tuple[int, Sequence[bytes], float]
 """Number, keys, and deadline in seconds of `time.monotonic`. Number 0 is no question:
 these keys exist now."""
-
-
 Answer = tuple[int, list[bool], float]
 """Number of the question, whether each key exists, and the seconds it took; negative
 seconds if nothing was asked."""
 
-
 _MISS_S = 1.0
-
-
 _DEADLINE_S = 5.0
-
-
 MAX_MISSES = 1 << 16
-
-
 MAX_ASKED = 1 << 18
 """Most keys in open questions. A key takes at most 64 bytes, and Python another 70."""
-
-
 MAX_ANSWERS = 1 << 20
 """Most keys in answers that are not taken, because requests were aborted or did not
 wait. A key takes eight bytes."""
-
-
 _REFUSED = -1
 
 
