@@ -334,9 +334,13 @@ def with_adapter_loads(hasher: _Hasher) -> _Hasher:
 def note_adapter_load(
     lora: "LoRARequest", hasher: Any = None
 ) -> AbstractContextManager[None]:
-    """Called before workers are told to load an adapter, with the block hasher of the
-    engine; without one it is the engine that started last. They are told in the context
-    that this returns."""
+    """Note that workers are about to load an adapter, in the context that is returned.
+
+    Args:
+        lora: The request for the adapter.
+        hasher: Block hasher of the engine; None for the engine that started last.
+
+    """
     if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is None:
         return nullcontext()
     loads.load(lora)
@@ -346,8 +350,7 @@ def note_adapter_load(
 def note_adapter_unload(
     number: int, hasher: Any = None
 ) -> AbstractContextManager[None]:
-    """As `note_adapter_load`, before workers are told to drop the adapter with this
-    id."""
+    """As `note_adapter_load`, before workers drop the adapter with this id."""
     if (loads := _starting if hasher is None else _of_hashers.get(hasher)) is None:
         return nullcontext()
     loads.unload(number)

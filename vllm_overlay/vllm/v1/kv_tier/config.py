@@ -36,7 +36,7 @@ logger = init_logger(__name__)
 
 GiB = 1 << 30
 
-# For the end of the step under way, and of the processes.
+# Seconds for the running step and the processes to end.
 _END_S = 5.0
 
 MAX_QUOTAS = 100
@@ -153,7 +153,7 @@ class KVTierConfig:
     `vllm.v1.kv_tier.policy.EvictionPolicy`."""
 
     debug: DebugConfig = dataclasses.field(default_factory=DebugConfig)
-    """Everything else: for experiments, and to find out what is wrong."""
+    """All other settings: for experiments and for finding faults."""
 
     @field_validator("secondary_tiers", mode="plain")
     @classmethod
@@ -315,15 +315,15 @@ def check_memory_of_engines(vllm_config: "VllmConfig", num_engines: int) -> None
 
 
 def flush_time_s(vllm_config: "VllmConfig") -> float:
-    """How long an engine may take to end, in seconds, beyond the time that upstream
-    gives to its requests: 0 without a tier below. It may write as an idle one first."""
+    """Seconds that an engine may take to end, after the time that upstream gives to its
+    requests. 0 without a secondary tier. It may write as an idle engine first."""
     config = tier_config(vllm_config)
     flush_s = [tier.debug.flush_s for tier in config.secondary_tiers] if config else []
     return 2 * max(flush_s) + _END_S if any(flush_s) else 0.0
 
 
 def is_one_machine(vllm_config: "VllmConfig") -> bool:
-    """Whether all ranks of an engine are sure to be on this machine. Ray places them
-    where it likes, which is known when they are there."""
+    """Whether all ranks of an engine are sure to be on this machine. Where Ray places
+    them is known only once they run."""
     parallel = vllm_config.parallel_config
     return releases.num_machines(parallel) == 1 and not parallel.use_ray

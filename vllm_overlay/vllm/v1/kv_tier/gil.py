@@ -15,7 +15,7 @@ from contextlib import contextmanager
 SWITCH_S = 1e-4
 """Switch interval in seconds."""
 
-# A finalizer may end turns while the same thread is in here.
+# Reentrant: a finalizer may leave a context while its thread holds the lock.
 _lock = threading.RLock()
 _asked: list[float] = []
 _usual_s = 0.0
@@ -23,8 +23,10 @@ _usual_s = 0.0
 
 @contextmanager
 def fast_switching(turn_s: float = SWITCH_S) -> Iterator[None]:
-    """While somebody is in here, all threads of the process take turns of at most
-    `turn_s` seconds; the shortest counts."""
+    """Let the threads of the process switch at least every `turn_s` seconds.
+
+    Contexts may overlap: the shortest interval counts.
+    """
     global _usual_s
     with _lock:
         if not _asked:

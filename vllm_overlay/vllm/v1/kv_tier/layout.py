@@ -188,6 +188,6 @@ class KVTierLayout:
     tuning: SchedulingTuning = SchedulingTuning()
     """No setting: what tests choose otherwise."""
     secondary: SecondaryLayout | None = None
-    """The tier below, if there is one."""
+    """The secondary tiers, if there are any."""
     elastic: ElasticLayout | None = None
     """Who maps device memory, if any of it is given back."""

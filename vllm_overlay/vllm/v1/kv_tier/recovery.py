@@ -62,14 +62,14 @@ def take_report(
     model_runner_output: "ModelRunnerOutput",
     outputs: dict[int, list[EngineCoreOutput]],
 ) -> bool:
-    """Act on the ranks' report of a step: requests start over if a load failed, and end
+    """Act on the ranks' report of a step. Requests start over if a load failed, and end
     with an error if they no longer fit the device blocks.
 
     Args:
         scheduler: In `update_from_output`.
         scheduler_output: The step.
         model_runner_output: Its results, with the report if there is one.
-        outputs: By client, what it will hear of; errors are added.
+        outputs: Outputs by client; errors are added.
 
     Returns:
         Whether tokens of the step are void: a load had failed before it ran. Since
@@ -99,9 +99,9 @@ def take_report(
 
 
 def has_work(scheduler: "Scheduler") -> bool:
-    """Whether an engine without requests is to step on: it has device memory to give
-    back, or blocks to write to a tier below, now or soon. Not while it is paused: who
-    pauses it waits until it does nothing."""
+    """Whether an engine without requests should keep stepping, because it has device
+    memory to give back, or blocks to write to a secondary tier, now or soon. Not while
+    it is paused: the caller of a pause waits until the engine does nothing."""
     tier = scheduler.kv_cache_manager.kv_tier
     return (
         isinstance(tier, TieredBlockPool)
@@ -115,9 +115,8 @@ def _end_what_cannot_fit(
     tier: TieredBlockPool,
     outputs: dict[int, list[EngineCoreOutput]],
 ) -> None:
-    """End requests that need more device blocks than are left; they would wait for
-    ever. Answers that grow beyond what fits end as at `max_model_len`, which is
-    lowered."""
+    """End requests that need more device blocks than are left, since they would wait
+    for ever. `max_model_len` is lowered, so that longer answers end there."""
     num_tokens = _most_tokens(scheduler)
     if num_tokens < scheduler.max_model_len:
         scheduler.max_model_len = num_tokens

@@ -132,7 +132,7 @@ def draft_load_config(speculative_config: Any) -> Any | None:
 
 
 def aux_output_config(vllm_config: Any) -> Any | None:
-    """Settings of what the model returns beside tokens, since v0.31.0. Older releases
+    """Settings of what the model returns besides tokens, since v0.31.0. Older releases
     have them in `ModelConfig`."""
     return getattr(vllm_config, "aux_output_config", None)
 

@@ -150,8 +150,8 @@ def start_kv_tier(
 def flush_kv_tier(scheduler: Any, executor: Any) -> None:
     """Write the most valuable blocks to secondary tiers before the engine ends.
 
-    Does nothing without a tier below, nor for an engine that ends since it failed, nor
-    a second time.
+    Does nothing without a secondary tier, for an engine that ends because it failed, or
+    when called again.
 
     Args:
         scheduler: The scheduler, which runs no more steps.
@@ -164,9 +164,9 @@ def flush_kv_tier(scheduler: Any, executor: Any) -> None:
 
 
 def _flush_at_exit(executor: Any) -> Callable[["TieredBlockPool"], None]:
-    """What has a pool flush when the process ends. An engine in the process of its user
-    is told to end by nobody, in most releases."""
-    # What held the executor would keep it alive.
+    """Make a pool flush when the process ends. Most releases do not shut down an engine
+    that runs in its user's process."""
+    # Weak, or this would keep the executor alive.
     ranks = ref(executor)
 
     def flush(of_pool: "ref[TieredBlockPool]") -> None:
@@ -189,9 +189,9 @@ def _flush(pool: "TieredBlockPool", executor: Any) -> None:
         return
     begun = time.monotonic()
     try:
-        # Steps that ran may have failed since they told.
-        told = executor.collective_rpc(_last_report, timeout=_RPC_S)
-        if (report := merge_reports(told)) is not None:
+        # The last steps may have failed after their reports.
+        reports = executor.collective_rpc(_last_report, timeout=_RPC_S)
+        if (report := merge_reports(reports)) is not None:
             pool.apply_report(report)
     except Exception as e:
         logger.warning("KV tier: nothing was written at the end (%s).", e)
@@ -202,8 +202,8 @@ def _flush(pool: "TieredBlockPool", executor: Any) -> None:
         return
     limit_s = max(seconds for seconds, _ in jobs) + _RPC_S
     try:
-        told = executor.collective_rpc(_flush_rank, timeout=limit_s, args=(jobs,))
-        num_written = min(int(n) for n in told if n is not None)
+        counts = executor.collective_rpc(_flush_rank, timeout=limit_s, args=(jobs,))
+        num_written = min(int(n) for n in counts if n is not None)
     except Exception as e:
         # Ranks may be gone, or in the middle of a step.
         logger.warning("KV tier: nothing was written at the end (%s).", e)

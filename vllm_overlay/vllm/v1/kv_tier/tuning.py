@@ -145,8 +145,8 @@ class SchedulingTuning:
     follows with the next steps."""
 
     max_ended: int = 2048
-    """Slots of jobs of tiers below whose end a step takes in: each takes about three
-    microseconds, and a store that was slow may catch up at once."""
+    """Slots of jobs of secondary tiers whose end a step takes in. Each takes three
+    microseconds or so, and a store that was slow may catch up at once."""
 
     first_fetch: int = 4
     """Blocks in the first job of a tier of unknown speed. It may be far slower than

@@ -20,8 +20,8 @@ KEEP_WEIGHTS = frozenset(
         *("take_draft_token_ids", "start_worker_execution_loop"),
         *("add_lora", "remove_lora", "pin_lora", "list_loras"),
         *("check_health", "profile", "shutdown", "synchronize_device"),
-        # They may be for other weights: the prefix cache, and with it the host and what
-        # is known of tiers below, is cleared before.
+        # Other weights may follow, but the prefix cache is cleared before, and with it
+        # the host and what is known of secondary tiers.
         *("sleep", "wake_up"),
         *("reset_mm_cache", "reset_encoder_cache", "get_encoder_timing_stats"),
         *("get_supported_tasks", "supports_draft_weight_updates"),
@@ -41,7 +41,7 @@ class WeightChangeMonitor:
     def __init__(self) -> None:
         self.may_change: Callable[[str], None] = lambda method: None
         """Called with the name of a method that may change weights, before the ranks
-        are."""
+        run it."""
 
     def listen(self, executor: Any) -> None:
         """Watch all calls of `executor` from now on."""

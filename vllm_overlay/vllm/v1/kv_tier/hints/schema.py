@@ -169,14 +169,14 @@ class Hints:
             raise ValueError(
                 f"{_PARAMS} must be an object, or null (no hints), got {shown(params)}."
             )
-        beside = {cap: params[cap] for cap in CAPS if params.get(cap) is not None}
+        outside = {cap: params[cap] for cap in CAPS if params.get(cap) is not None}
         given = params.get(KEY)
-        if given is None and not beside:
+        if given is None and not outside:
             return None
-        for cap, value in beside.items():
+        for cap, value in outside.items():
             _check_cap(value, f"{_PARAMS}.{cap}")
         hints = cls() if given is None else cls._from_given(given)
-        for cap, value in beside.items():
+        for cap, value in outside.items():
             inside = vars(hints)[cap]
             if inside is None or value < inside:
                 hints = replace(hints, **{cap: value})

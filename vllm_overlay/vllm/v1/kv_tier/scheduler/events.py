@@ -182,8 +182,8 @@ class TierEvents:
         """What subscribers know to be on each tier."""
         # Keys for which they may be out of date, in order of change.
         self._touched: dict[BlockHashWithGroupId, None] = {}
-        # What is to be told anew before that, the last one first. And how much of both
-        # was left by the last step, while what comes is to follow it.
+        # Keys to publish again before that, the last one first. And how much of both
+        # the last step has left, after which new changes come.
         self._anew: list[BlockHashWithGroupId] = []
         self._num_behind = 0
         self._anew_wanted = False
@@ -450,7 +450,7 @@ class TierEvents:
         for key in changed:
             del touched[key]
         self._num_behind = len(anew) + len(touched)
-        # What is told anew may have changed since.
+        # What is published again may have changed since.
         return [*dict.fromkeys(taken + changed)] if taken else changed
 
     def _record_upstream(self, keys: list[BlockHashWithGroupId]) -> None:

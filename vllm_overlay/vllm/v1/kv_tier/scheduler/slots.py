@@ -316,7 +316,7 @@ class SlotTable:
         self.remove(self._slots[key])
         return self._free.pop()
 
-    # ------------------------------------------------------------- the tier below
+    # ----------------------------------------------------------- secondary tiers
 
     def hold(
         self, tier: int, indices: Sequence[int], keys: Sequence[BlockHashWithGroupId]

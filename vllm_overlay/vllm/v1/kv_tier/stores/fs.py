@@ -57,15 +57,15 @@ class WritePauses:
         """Record a failed write: none is tried for a while."""
         if isinstance(error, NoSpace):
             reason = "max_gib, or files that are not KV, leave no room for a block"
-            mend = _FREE_SPACE
+            fix = _FREE_SPACE
         elif isinstance(error, Locked):
             reason = "a stalled process holds its lock"
-            mend = f"End it: fuser -v {self._root / COUNTER} lists the candidates."
+            fix = f"End it: fuser -v {self._root / COUNTER} lists the candidates."
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason, mend = "its disk is full", _FREE_SPACE
+            reason, fix = "its disk is full", _FREE_SPACE
         else:
             reason = f"a write failed ({error.strerror})"
-            mend = (
+            fix = (
                 f"It must be a directory with mode 700 in which user {os.geteuid()} "
                 "can write."
             )
@@ -78,7 +78,7 @@ class WritePauses:
                 "and writing is tried again once a minute. %s",
                 self._root,
                 reason,
-                mend,
+                fix,
             )
 
     def record_success(self) -> None:

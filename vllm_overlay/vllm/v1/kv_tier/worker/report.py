@@ -90,7 +90,7 @@ class StepReportBuilder:
             return late
 
     def take(self) -> StepReport | None:
-        """What nobody was told of yet, for the end of the engine."""
+        """What was not reported yet, for the end of the engine."""
         with self._lock:
             report, self._report = self._report, None
         return report

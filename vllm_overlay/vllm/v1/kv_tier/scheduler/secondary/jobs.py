@@ -98,7 +98,7 @@ class SecondaryJobs:
 
     Args:
         table: Knows which copies used a slot last.
-        num_ranks: That tell of each job.
+        num_ranks: Number of ranks that report each job.
         max_ended: Slots of jobs whose end a step takes in. The rest follows with the
             next steps, in order.
 

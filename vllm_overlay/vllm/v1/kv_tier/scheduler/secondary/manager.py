@@ -277,7 +277,7 @@ class SecondaryTierManager:
             return []
         slots, settled = self._table.by_value(), self.settled
         if self._num_outputs == self._seq:
-            # Ranks have told of all of them, and were asked once more.
+            # Ranks have reported all of them, and were asked once more.
             settled = self._seq
         return [
             (tier.flush_s, writer.last_jobs(slots, settled))

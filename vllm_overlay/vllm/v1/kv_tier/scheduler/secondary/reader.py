@@ -55,7 +55,7 @@ class SecondaryBlock(KVCacheBlock):
         self.num_tokens = num_tokens
         self.source = source
         self.is_found = True
-        """Whether lookups find it, as long as anybody keeps it."""
+        """Whether lookups find it, as long as it is referenced."""
 
     @property
     def block_hash(self) -> BlockHashWithGroupId:
@@ -71,12 +71,11 @@ class SecondaryBlock(KVCacheBlock):
 
 
 class FoundBlocks:
-    """What lookups find below the host. Nothing is kept here: who found a block keeps
-    it.
+    """The blocks of secondary tiers that lookups find, by weak references.
 
     Args:
-        max_taken: Of blocks that are forgotten at once, so many leave in a step: no
-            fewer than a step finds, so that they do not pile up.
+        max_taken: Most forgotten blocks that are removed in a step. At least as many as
+            a step finds, so that they do not pile up.
 
     """
 
@@ -84,7 +83,7 @@ class FoundBlocks:
         self._max_taken = max_taken
         self._blocks: WeakValueDictionary[BlockHashWithGroupId, SecondaryBlock]
         self._blocks = WeakValueDictionary()
-        # Parts of what no lookup finds any more and `_blocks` still has.
+        # Forgotten blocks that are still in `_blocks`.
         self._forgotten: deque[Sequence[SecondaryBlock]] = deque()
 
     def __len__(self) -> int:
@@ -97,17 +96,17 @@ class FoundBlocks:
         return block if block is not None and block.is_found else None
 
     def add(self, block: SecondaryBlock) -> SecondaryBlock:
-        """`block` stands for its key from now on, and nothing else does."""
+        """Let `block` be the only one for its key."""
         self._blocks[block.key] = block
         return block
 
     def remove(self, block: SecondaryBlock) -> None:
-        """Nothing stands for the key of `block` any more."""
+        """Let no block stand for the key of `block`."""
         block.is_found = False
         self._blocks.pop(block.key, None)
 
     def forget(self, blocks: Sequence[SecondaryBlock]) -> None:
-        """No lookup finds `blocks`, which do not change any more."""
+        """Let no lookup find `blocks`. The sequence must not change afterwards."""
         for block in blocks:
             block.is_found = False
         if blocks:
@@ -126,7 +125,7 @@ class FoundBlocks:
             num_left -= len(blocks)
 
     def clear(self) -> None:
-        """No lookup finds anything any more."""
+        """Let lookups find nothing."""
         self._blocks.clear()
         self._forgotten.clear()
 
@@ -538,7 +537,7 @@ class SecondaryReader:
             elif block.is_found:
                 new.append(block)
             elif self._table.get(block.key) is None:
-                # It was lost. What follows is of no use.
+                # It was lost, so the rest of the prefix cannot be used.
                 self.found.forget(wait.rest)
                 wait.rest = []
                 break
