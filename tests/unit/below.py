@@ -156,11 +156,15 @@ class Below:
         """A request is held back since some of its blocks are below."""
         self.tier.begin()
         self.asked(request)
-        promoted = self.tier.try_promote(self.tier.find(names), request=request)
-        assert promoted is None
-        (job,) = self.tier.end().secondary
+        (job,) = self.is_held_back(request, names).secondary
         assert not job.is_put
         return job
+
+    def is_held_back(self, request: Request, names: str) -> StepPlan:
+        """The step is complete, and `request` waits for what it begins to fetch."""
+        hit = self.tier.find(names)
+        assert self.tier.try_promote(hit, request=request) is None
+        return self.tier.end()
 
     def stats(self, label: str = "fs") -> SecondaryStats:
         return self.pool.take_stats().secondary[label]

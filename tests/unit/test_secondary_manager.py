@@ -437,9 +437,7 @@ def test_fetches_begin_in_portions_in_the_order_of_the_prefix() -> None:
     request = Request("abcdefgh")
     below.tier.begin()
     below.asked(request)
-    hit = below.tier.find("abcdefgh")
-    assert below.tier.try_promote(hit, request=request) is None
-    steps = [below.tier.end()]
+    steps = [below.is_held_back(request, "abcdefgh")]
     while steps[-1].secondary:
         # Nobody looks at the prefix before the last of it is on its way.
         below.end(steps[-1].secondary[0])
@@ -463,10 +461,7 @@ def test_portions_end_with_their_request(end: str) -> None:
     request = Request("abcdefgh")
     below.tier.begin()
     below.asked(request)
-    hit = below.tier.find("abcdefgh")
-    assert below.tier.try_promote(hit, request=request) is None
-    jobs = below.tier.end().secondary
-    del hit
+    jobs = below.is_held_back(request, "abcdefgh").secondary
     if end == "it is aborted":
         below.tier.requests.clear()
         del request
@@ -489,15 +484,10 @@ def test_what_is_lost_ends_what_was_to_follow_it() -> None:
     below.tier.begin()
     below.asked(first)
     below.asked(second)
-    hit = below.tier.find("abcdefgh")
-    assert below.tier.try_promote(hit, request=first) is None
-    jobs = below.tier.end().secondary
-    del hit
+    jobs = below.is_held_back(first, "abcdefgh").secondary
     # Of the first request nothing else is begun, but of the second, which shares it.
     below.tier.begin()
-    hit = below.tier.find("abcdefgh")
-    assert below.tier.try_promote(hit, request=second) is None
-    jobs += below.tier.end().secondary
+    jobs += below.is_held_back(second, "abcdefgh").secondary
     assert [job.keys[0] for job in jobs] == [key(name) for name in "abcdef"]
     for job in jobs:
         below.end(job, job.keys[0] != key("e"))
@@ -514,9 +504,7 @@ def test_ends_are_taken_in_by_portions_and_in_order() -> None:
     request = Request("abcdefgh")
     below.tier.begin()
     below.asked(request)
-    hit = below.tier.find("abcdefgh")
-    assert below.tier.try_promote(hit, request=request) is None
-    jobs = below.tier.end().secondary
+    jobs = below.is_held_back(request, "abcdefgh").secondary
     results = [SecondaryResult(job.number, [True], 0.1) for job in jobs]
     below.pool.apply_report(StepReport(secondary=results))
     for there in ("abc", "abcdef", "abcdefgh"):
