@@ -10,6 +10,7 @@ an unpatched build gave, `python -m tests.upstream.compare` compares any two run
 """
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -287,10 +288,14 @@ def main(argv: list[str] | None = None) -> int:
         )
     started = time.monotonic()
     out = args.out.absolute()
-    tree = out / f"tree-{args.tag}"
+    tree = out / f"tree-{args.tag}-{args.mode}"
     extract_tests(args.sdist, tree)
-    make_tools(build.python, build.python_version, build.torch_version, out / "tools")
-    make_hub(build, out, tree)
+    # Runs in other modes need the same, and may begin meanwhile.
+    with (out / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        tools = out / "tools"
+        make_tools(build.python, build.python_version, build.torch_version, tools)
+        make_hub(build, out, tree)
     result = run_pytest(build, args, out, tree)
     if args.rebase:
         rebase(args, result)
