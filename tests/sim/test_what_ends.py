@@ -28,7 +28,7 @@ from .tables import put_in, sizes, tables
 
 CACHED = re.compile(
     r"pool\.(host\.(_free|_slots|_next|_released|_policy\b.*|listeners\[\d\]\._known)"
-    r"|secondary\.reader\._listener.*|secondary\._not_hit"
+    r"|secondary\.(_arrivals\._tier_of|tiers\[\d\]\.presence\.keys)"
     r"|admission\b.*|conversations\._sole_users\b.*|retention\.(key_hints|hinted)\b.*"
     r"|conversations\._turns\b.*|host_writer\.(released|forbidden)|elastic\.(unmapped|mapper\._unmapped)"
     r"|cached_block_hashes_by_block.*|retention\.on_device|conversations\.prewarms\.pending"
@@ -38,7 +38,7 @@ CACHED = re.compile(
 MEASURED = re.compile(
     r"pool\.(_stats\b.*|costs\b.*|conversations\._turns\b.*|host\._held_by"
     r"|retention\.hinted\b.*|secondary\._jobs\.evicted_bytes"
-    r"|secondary\._stats\b.*|secondary\._sources\[\d\]\.(_fetched_s|_waits\b.*)"
+    r"|secondary\.tiers\[\d\]\.(stats\b.*|reads\.(_fetched_s|_waits\b.*))"
     r"|admission\b.*|elastic\.(unmapped|mapper\._unmapped)"
     r"|host\._policy\._ends\._(young|old))"
 )
@@ -111,7 +111,7 @@ def states(engine: Engine) -> set[str]:
         found.add(request.status.name)
         if pool.secondary is not None:
             wait = pool.secondary.reader._waits.get(request)
-            if wait is not None and not wait.is_over:
+            if wait is not None and wait.state.name != "OVER":
                 found.add("asked" if wait.questions else "answered")
                 if wait.jobs:
                     found.add("fetching")

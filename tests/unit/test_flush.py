@@ -114,7 +114,7 @@ def test_of_several_tiers_each_gets_what_it_lacks() -> None:
     below.tier.demoted("ab")
     below.plans()
     assert below.backing is not None
-    below.backing.mark_present(key("a"), 1)
+    below.backing.tiers[1].presence.mark_present(key("a"))
     written = [(job.tier, set(job.keys)) for job in flush(below, 0).jobs]
     assert written == [(0, {key("a"), key("b")}), (1, {key("b")})]
 

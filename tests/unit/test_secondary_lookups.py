@@ -7,7 +7,7 @@ import time
 import pytest
 
 from vllm.v1.kv_tier.releases import keys_are_bytes
-from vllm.v1.kv_tier.scheduler.secondary.read_costs import Wanted
+from vllm.v1.kv_tier.scheduler.secondary.tier import Wanted
 
 from .below import Below, Request, key
 

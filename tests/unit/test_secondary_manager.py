@@ -5,7 +5,7 @@ import pytest
 
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
 from vllm.v1.kv_tier.releases import keys_are_bytes
-from vllm.v1.kv_tier.scheduler.secondary import read_costs
+from vllm.v1.kv_tier.scheduler.secondary import tier
 
 from .below import SETTLED, Below, Request, key
 from .test_conversations import Turn
@@ -199,7 +199,7 @@ def test_a_store_that_never_answers_is_left_alone_after_a_few(
     below = Below(deadline_s=5.0)
     below.store.answers.clear()
     logged: list[tuple] = []
-    monkeypatch.setattr(read_costs.logger, "error", lambda *said: logged.append(said))
+    monkeypatch.setattr(tier.logger, "error", lambda *said: logged.append(said))
     # Eight wait at once: two steps ask for four each.
     requests = [Request("a") for _ in range(8)]
     for _ in range(2):
@@ -230,7 +230,7 @@ def test_a_step_asks_for_some_requests_and_the_next_one_for_more() -> None:
         assert all(below.pool.is_loading(each, True) for each in requests)  # type: ignore[arg-type]
         below.tier.end()
         waits = fetching._waits.values()
-        assert sum(each.is_asked for each in waits) == num_asked
+        assert sum(each.state.name != "TO_ASK" for each in waits) == num_asked
     below.store.answers.set()
 
 

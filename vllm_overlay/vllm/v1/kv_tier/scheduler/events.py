@@ -161,6 +161,8 @@ class TierEvents:
         # The event that stores each key alone, encoded.
         self._descriptions: dict[BlockHashWithGroupId, bytes] = {}
         self._device: Place = (self._device_medium, None)
+        # Tokens of a block, for each group; needed for secondary tiers only.
+        self._block_sizes: Sequence[int] = ()
         # Whether a key that is on no tier may be on one soon.
         self._is_moving: Callable[[BlockHashWithGroupId], bool] = lambda key: False
         # Finds a key on each tier.
@@ -171,10 +173,12 @@ class TierEvents:
             _HOST: table.get,
         }
         if secondary is not None:
-            for locality in secondary.localities:
+            for tier in secondary.tiers:
+                locality = tier.settings.locality
                 self._finds[MEDIUM_STORAGE, locality] = secondary.finder(locality)
-            secondary.subscribe(self.on_secondary_change)
-            secondary.on_found = self.on_secondary_found
+                tier.presence.listeners.append(self.on_secondary_change)
+            self._block_sizes = secondary.block_sizes
+            secondary.reader.on_found = self.on_secondary_found
             self._is_moving = secondary.is_moving
         self._published: dict[Place, set[BlockHashWithGroupId]] = {
             place: set() for place in self._finds
@@ -270,18 +274,18 @@ class TierEvents:
         self,
         request: Request,
         keys: Iterable[BlockHashWithGroupId],
-        num_blocks: int,
-        size: int,
+        num_tokens: int,
     ) -> None:
         """Describe `keys`, which were found in a secondary tier.
 
-        They are among the first `num_blocks` blocks of `request`, of `size` tokens
-        each. If any is unknown here, upstream describes all of these blocks.
+        They are blocks of the first `num_tokens` tokens of `request`. If one of a group
+        is unknown here, upstream describes all blocks of the group up to there.
         """
         queue = self._pool.kv_event_queue
-        hashes = self._hashes(request, size)
         new = {get_group_id(key) for key in keys if key not in self._descriptions}
         for group_id in sorted(new):
+            size = self._block_sizes[group_id]
+            num_blocks, hashes = num_tokens // size, self._hashes(request, size)
             num_events = len(queue)
             BlockPool.emit_cached_block_events(
                 self._pool, request, num_blocks, size, group_id

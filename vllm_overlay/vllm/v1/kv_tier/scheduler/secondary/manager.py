@@ -11,23 +11,22 @@ The life of a block in a secondary tier:
     all ranks have reported ────────────▶ the key enters the slot table: a host hit
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_group_id
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.layout import SecondaryLayout
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
-from vllm.v1.kv_tier.scheduler.secondary.read_costs import ReadCostModel
 from vllm.v1.kv_tier.scheduler.secondary.reader import SecondaryReader
+from vllm.v1.kv_tier.scheduler.secondary.tier import Arrivals, Tier
 from vllm.v1.kv_tier.scheduler.secondary.writer import SecondaryWriter
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.stats import SecondaryStats
 from vllm.v1.kv_tier.tuning import SchedulingTuning
-from vllm.v1.request import Request
 
 if TYPE_CHECKING:
     from vllm.v1.kv_tier.layout import KVTierLayout
@@ -95,38 +94,28 @@ class SecondaryTierManager:
         self._table = table
         self._seq = 0
         self._idle_since: float | None = None
-        # Tier of blocks that arrived and that no request has hit yet.
-        self._not_hit: dict[BlockHashWithGroupId, int] = {}
-        self._num_hit = [0] * len(layout.tiers)
-        self._jobs = SecondaryJobs(table, layout.num_ranks, tuning.max_ended)
-        self._stats = {tier.label: SecondaryStats() for tier in layout.tiers}
+        self._jobs = jobs = SecondaryJobs(table, layout.num_ranks, tuning.max_ended)
+        self.tiers = [
+            Tier(i, settings, layout, costs, tuning)
+            for i, settings in enumerate(layout.tiers)
+        ]
         self.writers = [
-            SecondaryWriter(i, tier, layout, table, self._jobs, stats)
-            for i, (tier, stats) in enumerate(zip(layout.tiers, self._stats.values()))
+            SecondaryWriter(tier, layout, table, jobs) for tier in self.tiers
         ]
+        self._arrivals = arrivals = Arrivals(table.num_slots)
         self._costs = costs
-        self._sources = [
-            ReadCostModel(i, tier, costs, stats, tuning)
-            for i, (tier, stats) in enumerate(zip(layout.tiers, self._stats.values()))
-        ]
         self.reader = SecondaryReader(
             layout,
             hash_size,
-            self._sources,
+            self.tiers,
             table,
-            self._jobs,
+            jobs,
             costs,
             is_cached,
-            self,
+            arrivals,
             tuning,
         )
         layout.rank_calls.may_change = self._weights_may_change
-        self.on_found: Callable[
-            [Request, Sequence[BlockHashWithGroupId], int, int], None
-        ]
-        self.on_found = lambda request, keys, num_blocks, block_size: None
-        """Called before keys of a request count as found: with the request, the keys,
-        the number of its blocks up to the last of them, and the tokens of a block."""
 
     def record_output(self) -> None:
         """Note that the scheduler has taken the output of a step, with its report.
@@ -134,89 +123,38 @@ class SecondaryTierManager:
         Some releases skip outputs of steps whose loads failed.
         """
         self._num_outputs += 1
-        for source in self._sources:
-            source.record_output()
+        for tier in self.tiers:
+            tier.reads.record_output()
 
     @property
-    def localities(self) -> list[str]:
-        """Localities of the tiers, without duplicates."""
-        return [*dict.fromkeys(tier.locality for tier in self._layout.tiers)]
-
-    def subscribe(self, changed: Callable[[BlockHashWithGroupId], None]) -> None:
-        """Call `changed` when a tier is found to have a key, or not to have it.
-
-        Also when a write or read of a key has ended without success.
-        """
-        for writer in self.writers:
-            writer.on_changed = changed
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block, for each KV cache group."""
+        return self._layout.block_sizes
 
     def finder(self, locality: str) -> Callable[[BlockHashWithGroupId], object]:
         """A lookup that is not None for keys that a tier of `locality` has."""
-        writers = [
-            writer
-            for tier, writer in zip(self._layout.tiers, self.writers)
-            if tier.locality == locality
+        known = [
+            tier.presence.keys
+            for tier in self.tiers
+            if tier.settings.locality == locality
         ]
-
-        def find(key: BlockHashWithGroupId) -> object:
-            if self._jobs.is_detached:
-                return None
-            return next((s for s in writers if s.knows(key)), None)
-
-        return find
+        return lambda key: next((keys for keys in known if key in keys), None)
 
     def is_moving(self, key: BlockHashWithGroupId) -> bool:
-        """Whether `key` is being written or read. `subscribe` reports the end."""
+        """Whether `key` is being written or read.
+
+        At the end the listeners of a tier's presence are called.
+        """
         return self.reader.is_fetching(key) or any(
             writer.is_writing(key) for writer in self.writers
         )
-
-    def record_found(
-        self,
-        request: Request,
-        keys: Sequence[BlockHashWithGroupId],
-        num_tokens: int,
-        tier: int,
-    ) -> None:
-        """Note that a tier has `keys`, within a request's first `num_tokens` tokens."""
-        sizes = self._layout.block_sizes
-        for size in dict.fromkeys(sizes):
-            of_size = keys
-            if size != max(sizes) or size != min(sizes):
-                of_size = [key for key in keys if sizes[get_group_id(key)] == size]
-            self.on_found(request, of_size, num_tokens // size, size)
-        for key in keys:
-            self.mark_present(key, tier)
-
-    def record_missing(self, keys: Iterable[BlockHashWithGroupId], tier: int) -> None:
-        """Note that a tier does not have `keys`."""
-        self.writers[tier].record_missing(keys)
-
-    def mark_present(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """Note that a tier has `key`."""
-        self.writers[tier].mark_present(key)
-
-    def record_fetched(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """Note that `key` was read from a tier into a slot."""
-        self._not_hit[key] = tier
-        if len(self._not_hit) > self._table.num_slots:
-            # The oldest has left the host by now.
-            del self._not_hit[next(iter(self._not_hit))]
-
-    def mark_absent(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """Note that a tier lacks `key`, or has it only in part."""
-        self.writers[tier].mark_absent(key)
 
     def record_hit(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         """Record that a request is admitted with device blocks of `keys`."""
         self._table.keep_passed(keys)
         for writer in self.writers:
             writer.record_hit(keys)
-        if not self._not_hit:
-            return
-        for key in keys:
-            if (tier := self._not_hit.pop(key, None)) is not None:
-                self._num_hit[tier] += 1
+        self._arrivals.record_hit(keys)
 
     def finish(self, plan: StepPlan, is_idle: bool) -> None:
         """Put the jobs of a step into its plan.
@@ -253,8 +191,8 @@ class SecondaryTierManager:
         now = self._costs.clock()
         idle_s = now - (now if self._idle_since is None else self._idle_since)
         return any(
-            idle_s < tier.flush_s and (writer.num_due or writer.num_writing)
-            for tier, writer in zip(self._layout.tiers, self.writers)
+            idle_s < tier.settings.flush_s and (writer.num_due or writer.num_writing)
+            for tier, writer in zip(self.tiers, self.writers)
         )
 
     @property
@@ -280,9 +218,9 @@ class SecondaryTierManager:
             # Ranks have reported all of them, and were asked once more.
             settled = self._seq
         return [
-            (tier.flush_s, writer.last_jobs(slots, settled))
-            for tier, writer in zip(self._layout.tiers, self.writers)
-            if tier.flush_s
+            (tier.settings.flush_s, writer.last_jobs(slots, settled))
+            for tier, writer in zip(self.tiers, self.writers)
+            if tier.settings.flush_s
         ]
 
     def take_results(self, results: Sequence[SecondaryResult]) -> None:
@@ -298,27 +236,26 @@ class SecondaryTierManager:
                 reason,
             )
         self._jobs.is_detached = True
-        for writer in self.writers:
+        for tier, writer in zip(self.tiers, self.writers):
+            tier.presence.close()
             writer.forget()
         self.reader.forget()
-        self._not_hit.clear()
+        self._arrivals.clear()
 
     def _weights_may_change(self, method: str) -> None:
         self.detach(f"{method} of the ranks was called, which may change weights")
 
     def take_stats(self) -> dict[str, SecondaryStats]:
         """Stats of each tier since the last call."""
-        now, filling = self._costs.clock(), self.reader.num_filling()
-        evicted_bytes = self._jobs.evicted_bytes
-        for i, (stats, writer, source, num_filling) in enumerate(
-            zip(self._stats.values(), self.writers, self._sources, filling)
-        ):
-            stats.evicted_bytes = evicted_bytes.pop(i, 0)
+        now, evicted_bytes = self._costs.clock(), self._jobs.evicted_bytes
+        for tier, writer in zip(self.tiers, self.writers):
+            stats = tier.stats
+            stats.evicted_bytes = evicted_bytes.pop(tier.index, 0)
             stats.due_blocks = writer.num_due
             stats.writing_blocks = writer.num_writing
-            stats.filling_blocks = num_filling
-            stats.is_closed = int(not (source.is_open(now) and source.is_worth_it))
+            stats.filling_blocks = tier.num_filling
+            stats.is_closed = int(not tier.reads.is_used(now))
             stats.loaded_tokens = self._layout.tokens_of(stats.loaded_blocks)
-            stats.hit_tokens = self._layout.tokens_of(self._num_hit[i])
-            self._num_hit[i] = 0
-        return {label: stats.take() for label, stats in self._stats.items()}
+            stats.hit_tokens = self._layout.tokens_of(tier.num_hit)
+            tier.num_hit = 0
+        return {tier.settings.label: tier.stats.take() for tier in self.tiers}

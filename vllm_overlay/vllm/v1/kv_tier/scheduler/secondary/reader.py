@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 from vllm.v1.core.kv_cache_utils import (
@@ -18,11 +19,7 @@ from vllm.v1.kv_tier.layout import SecondaryLayout
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.kv_groups import hashes_of_blocks
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
-from vllm.v1.kv_tier.scheduler.secondary.read_costs import (
-    PresenceListener,
-    ReadCostModel,
-    Wanted,
-)
+from vllm.v1.kv_tier.scheduler.secondary.tier import Arrivals, Tier, Wanted
 from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.request import Request
@@ -37,23 +34,21 @@ class SecondaryBlock(KVCacheBlock):
     Args:
         key: Key of the block.
         num_tokens: Prefix tokens up to its end.
-        source: The first tier that has it.
+        tier: The first tier that has it.
 
     """
 
     # Weakly referenced; the request that found it keeps it alive.
-    __slots__ = ("__weakref__", "is_found", "key", "num_tokens", "source")
+    __slots__ = ("__weakref__", "is_found", "key", "num_tokens", "tier")
     block_id = -1
     ref_cnt = 0
     prev_free_block = next_free_block = None
     is_null = False
 
-    def __init__(
-        self, key: BlockHashWithGroupId, num_tokens: int, source: ReadCostModel
-    ) -> None:
+    def __init__(self, key: BlockHashWithGroupId, num_tokens: int, tier: Tier) -> None:
         self.key = key
         self.num_tokens = num_tokens
-        self.source = source
+        self.tier = tier
         self.is_found = True
         """Whether lookups find it, as long as it is referenced."""
 
@@ -147,32 +142,51 @@ LoadFilter = Callable[[Request], Callable[[BlockHash], bool] | None]
 """As `ConversationTracker.make_load_filter`."""
 
 
+class _State(Enum):
+    """How far a request has come that secondary tiers may have blocks for."""
+
+    TO_ASK = auto()
+    """Its blocks are not asked for yet: its turn comes in a later step."""
+    ASKED = auto()
+    """It waits for answers."""
+    ANSWERED = auto()
+    """What was found is in `found`. The lookup of its prefix finds it there."""
+    FETCHING = auto()
+    """It waits for jobs, or for those that later steps begin."""
+    OVER = auto()
+    """It computes what it lacks."""
+
+
 @dataclass
 class _Wait:
-    """The state of a request that secondary tiers may have blocks for."""
+    """A request that secondary tiers may have blocks for."""
 
     since: float
+    state: _State
     wanted: list[Wanted] = field(default_factory=list)
     """Blocks that it lacks, until there is an answer."""
-    is_asked: bool = True
-    """False if it asks in a later step."""
-    questions: dict[ReadCostModel, int] = field(default_factory=dict)
-    """Open questions by source."""
+    questions: dict[Tier, int] = field(default_factory=dict)
+    """Open questions by tier."""
     found: list[SecondaryBlock] = field(default_factory=list)
     """Blocks that were found. Only this, and jobs that fetch them, keep them alive."""
-    jobs: dict[int, ReadCostModel] = field(default_factory=dict)
+    jobs: dict[int, Tier] = field(default_factory=dict)
     """Jobs that it waits for."""
     rest: list[SecondaryBlock] = field(default_factory=list)
     """What the next steps begin to fetch for it, in the order of the prefix."""
     by_half: bool = False
     """Whether its prefix is looked at when half of the jobs have ended."""
-    alone: tuple[ReadCostModel, int] | None = None
-    """Source and number of its blocks, if nothing else is being fetched."""
+    alone: tuple[Tier, int] | None = None
+    """Tier and number of its blocks, if nothing else is being fetched."""
     look_at: int = 0
     """Number of ended jobs at which its prefix is looked up again."""
     was_idle: bool = True
     """Whether the engine has run nothing else since."""
-    is_over: bool = False
+
+    def end(self) -> None:
+        """Let the request compute what it lacks."""
+        self.state = _State.OVER
+        self.wanted, self.found, self.rest = [], [], []
+        self.questions, self.jobs = {}, {}
 
 
 class SecondaryReader:
@@ -181,12 +195,12 @@ class SecondaryReader:
     Args:
         layout: The secondary tiers.
         hash_size: Tokens of a block hash of a request.
-        sources: The tiers, in the order in which they are asked.
+        tiers: In the order in which they are asked.
         table: The slot table.
         jobs: Runs the jobs.
         costs: Costs, and the clock.
         is_cached: Whether the device has a block.
-        listener: Notified about what tiers have.
+        arrivals: Notified of blocks that were read.
         tuning: Limits.
 
     """
@@ -195,22 +209,22 @@ class SecondaryReader:
         self,
         layout: SecondaryLayout,
         hash_size: int,
-        sources: Sequence[ReadCostModel],
+        tiers: Sequence[Tier],
         table: SlotTable,
         jobs: SecondaryJobs,
         costs: Costs,
         is_cached: Callable[[BlockHashWithGroupId], object],
-        listener: PresenceListener,
+        arrivals: Arrivals,
         tuning: SchedulingTuning,
     ) -> None:
         self._layout = layout
         self._hash_size = hash_size
-        self._sources = sources
+        self._tiers = tiers
         self._table = table
         self._jobs = jobs
         self._costs = costs
         self._is_cached = is_cached
-        self._listener = listener
+        self._arrivals = arrivals
         self._tuning = tuning
         self.found = FoundBlocks(tuning.max_looks)
         """Stored blocks in prompts of waiting requests, for as long as these wait."""
@@ -224,7 +238,11 @@ class SecondaryReader:
         self._is_full = False
         # Until when this step waits for answers.
         self._until = 0.0
-        self._num_filling = [0] * len(sources)
+        self.on_found: (
+            Callable[[Request, Sequence[BlockHashWithGroupId], int], None] | None
+        ) = None
+        """Called before keys of a request count as found: with the request, the keys,
+        and the tokens up to the end of the last of them."""
         # Of each job that has not ended.
         self._blocks_of: dict[int, Sequence[SecondaryBlock]] = {}
         # Requests for which there is more to fetch than a step may begin, in order, and
@@ -278,23 +296,22 @@ class SecondaryReader:
         wait = self._waits.get(request)
         if not request.block_hashes:
             return False
-        if self._is_full if wait is None else not wait.is_asked and self._asks_no_more:
+        if self._must_queue(wait):
             # Its turn comes in a later step, since thousands may wait.
             return True
         now = self._costs.clock()
         if wait is None:
-            sources = self._open_sources(now)
             num_looks = self._num_blocks(request)
-            if not sources or not num_looks:
+            if not self._open_tiers(now) or not num_looks:
                 return False
             if self._num_looks and self._num_looks + num_looks > self._tuning.max_looks:
                 self._is_full = True
                 return True
             self._num_looks += num_looks
             wanted = self._missing(request, loadable)
-            wait = self._waits[request] = _Wait(now, wanted, is_asked=not wanted)
-            wait.is_over = not wanted
-        if not wait.is_asked and not self._jobs.is_detached:
+            state = _State.TO_ASK if wanted else _State.OVER
+            wait = self._waits[request] = _Wait(now, state, wanted)
+        if wait.state is _State.TO_ASK and not self._jobs.is_detached:
             if self._asks_no_more:
                 return True
             self._ask(wait, now, is_idle)
@@ -302,39 +319,45 @@ class SecondaryReader:
             # Only after it has asked, since looking up a long prompt takes a while.
             self._until = time.monotonic() + self._tuning.answer_wait_s
         wait.was_idle &= is_idle
-        if wait.is_over:
+        if wait.state is _State.OVER:
             return False
         if self._jobs.is_detached:
             self._give_up(wait)
             return False
-        if wait.questions and self._awaits_answers(request, wait, now):
+        if wait.state is _State.ASKED and self._awaits_answers(request, wait, now):
             return True
         return self._awaits_jobs(wait, now)
 
+    def _must_queue(self, wait: _Wait | None) -> bool:
+        """Whether the step looks up or asks for no more requests, as this one needs."""
+        if wait is None:
+            return self._is_full
+        return wait.state is _State.TO_ASK and self._asks_no_more
+
     def _awaits_jobs(self, wait: _Wait, now: float) -> bool:
-        # Sources that turn out slower than computing are not waited for.
+        # Tiers that turn out slower than computing are not waited for.
         is_patient = now < wait.since + self._tuning.patience_s
         awaited = {
-            source
-            for job, source in wait.jobs.items()
-            if (is_patient or source.is_worth_it) and self._jobs.is_under_way(job)
+            tier
+            for job, tier in wait.jobs.items()
+            if (is_patient or tier.reads.is_worth_it) and self._jobs.is_under_way(job)
         }
-        if wait.rest and (is_patient or wait.rest[0].source.is_worth_it):
-            awaited.add(wait.rest[0].source)
+        if wait.rest and (is_patient or wait.rest[0].tier.reads.is_worth_it):
+            awaited.add(wait.rest[0].tier)
         late = [
-            source
-            for source in awaited
-            if now >= wait.since + source.deadline_s
-            or (source.is_overdue and not is_patient)
+            tier
+            for tier in awaited
+            if now >= wait.since + tier.settings.deadline_s
+            or (tier.reads.is_overdue and not is_patient)
         ]
         if len(late) < len(awaited):
             return bool(wait.rest) or self._num_ended(wait) < wait.look_at
-        for source in late:
-            source.record_late(wait.since, now)
+        for tier in late:
+            tier.reads.record_late(wait.since, now)
         is_measured = wait.was_idle and self._num_ended(wait) == len(wait.jobs)
         if wait.alone is not None and is_measured:
-            source, num_blocks = wait.alone
-            source.record_wait(now - wait.since, num_blocks)
+            tier, num_blocks = wait.alone
+            tier.reads.record_wait(now - wait.since, num_blocks)
         if wait.jobs or not wait.found:
             # Blocks that arrived are in slots now. The rest is computed.
             self._give_up(wait)
@@ -352,35 +375,35 @@ class SecondaryReader:
             wait.questions.clear()
             # Other requests have asked for them, and may be aborted.
             wait.found = blocks  # type: ignore[assignment]
-        for source in list(wait.questions):
+        for tier in list(wait.questions):
             # The other half of the time is for fetching what other tiers have.
-            if now >= wait.since + source.deadline_s / 2:
-                del wait.questions[source]
-                source.record_late(wait.since, now)
-        if not wait.questions:
-            wait.wanted = []
-        return bool(wait.questions)
+            if now >= wait.since + tier.settings.deadline_s / 2:
+                del wait.questions[tier]
+                tier.reads.record_late(wait.since, now)
+        if wait.questions:
+            return True
+        wait.state, wait.wanted = _State.ANSWERED, []
+        return False
 
     @property
     def _asks_no_more(self) -> bool:
         """Whether this step has asked for as many requests as it may."""
         return self.num_asked >= self._tuning.max_asks and not self._jobs.is_detached
 
-    def _open_sources(self, now: float) -> list[ReadCostModel]:
+    def _open_tiers(self, now: float) -> list[Tier]:
         if self._jobs.is_detached:
             return []
-        return [
-            each for each in self._sources if each.is_open(now) and each.is_worth_it
-        ]
+        return [each for each in self._tiers if each.reads.is_used(now)]
 
     def _ask(self, wait: _Wait, now: float, is_idle: bool) -> None:
-        wait.since, wait.is_asked = now, True
+        wait.since = now
         wait.questions = {
-            source: source.ask(wait.wanted)
-            for source in self._open_sources(now)
-            if source.is_worth_asking(len(wait.wanted), is_idle)
+            tier: tier.ask(wait.wanted)
+            for tier in self._open_tiers(now)
+            if tier.reads.is_worth_asking(len(wait.wanted), is_idle)
         }
         if wait.questions:
+            wait.state = _State.ASKED
             self.num_asked += 1
         else:
             self._give_up(wait)
@@ -411,44 +434,36 @@ class SecondaryReader:
         return missing
 
     def _take_answers(self, request: Request, wait: _Wait) -> None:
-        for source, question in list(wait.questions.items()):
-            answer = source.take_answer(question, self._until)
-            if answer is None:
+        for tier, question in list(wait.questions.items()):
+            there = tier.take_answer(question, wait.wanted, self._until)
+            if there is None:
                 continue
-            del wait.questions[source]
-            there = [w for w, is_there in zip(wait.wanted, answer) if is_there]
-            self._listener.record_missing(
-                (w[0] for w, is_there in zip(wait.wanted, answer) if not is_there),
-                source.index,
-            )
+            del wait.questions[tier]
             for key, num_tokens in there:
                 block = self.found.get(key)
-                if block is None or source.index < block.source.index:
-                    block = self.found.add(SecondaryBlock(key, num_tokens, source))
+                if block is None or tier.index < block.tier.index:
+                    block = self.found.add(SecondaryBlock(key, num_tokens, tier))
                 wait.found.append(block)
-            if there:
+            if not there:
+                continue
+            if self.on_found is not None:
                 _, num_tokens = there[-1]
-                keys = [key for key, _ in there]
-                self._listener.record_found(request, keys, num_tokens, source.index)
+                self.on_found(request, [key for key, _ in there], num_tokens)
+            for key, _ in there:
+                tier.presence.mark_present(key)
 
     def _give_up(self, wait: _Wait) -> None:
-        wait.is_over = wait.is_asked = True
-        wait.questions.clear()
-        wait.wanted = []
         # Including blocks that other requests found: a job that never ends must not
         # make a request wait twice.
         late = [block for job in wait.jobs for block in self._blocks_of.get(job, ())]
         self.found.forget(wait.found)
         self.found.forget(late)
-        wait.found, wait.rest = [], []
-        wait.jobs.clear()
+        wait.end()
 
     def end_wait(self, request: Request) -> None:
         """Stop waiting for `request`, which computes what it lacks."""
         if (wait := self._waits.get(request)) is not None:
-            wait.is_over = wait.is_asked = True
-            wait.questions, wait.jobs = {}, {}
-            wait.wanted, wait.found, wait.rest = [], [], []
+            wait.end()
 
     # --------------------------------------------------------------- fetching
 
@@ -487,7 +502,7 @@ class SecondaryReader:
         self.found.forget(new[num_wanted:])
         if request is not None:
             jobs = {
-                job: block.source
+                job: block.tier
                 for block in blocks
                 if (job := fetched_by.get(block.key)) is not None
             }
@@ -533,7 +548,7 @@ class SecondaryReader:
         for block in some:
             if (job := self._fetched_by.get(block.key)) is not None:
                 # Others have begun to fetch it meanwhile.
-                wait.jobs[job] = block.source
+                wait.jobs[job] = block.tier
             elif block.is_found:
                 new.append(block)
             elif self._table.get(block.key) is None:
@@ -544,7 +559,7 @@ class SecondaryReader:
         worth = self._in_time(new)[: self._room]
         num_begun, _ = self._begin(worth)
         for block in worth[:num_begun]:
-            wait.jobs[self._fetched_by[block.key]] = block.source
+            wait.jobs[self._fetched_by[block.key]] = block.tier
         self._num_left -= len(some) - num_begun
         if num_begun < len(new):
             self.found.forget(new[num_begun:])
@@ -559,49 +574,48 @@ class SecondaryReader:
         with what is being fetched already."""
         worth = self._in_time(blocks)
         # Mixed blocks are treated as those of the first block's tier.
-        is_gain = worth and worth[0].source.gain_s(len(worth), is_idle) > 0
+        is_gain = worth and worth[0].tier.reads.gain_s(len(worth), is_idle) > 0
         return worth if is_gain else []
 
     def _in_time(self, blocks: Sequence[SecondaryBlock]) -> Sequence[SecondaryBlock]:
         """The first of `blocks` that come in time, behind what is on its way."""
-        left = {
-            source: source.num_in_time(num_queued)
-            for source, num_queued in zip(self._sources, self._num_filling)
-        }
+        left = {tier: tier.reads.num_in_time(tier.num_filling) for tier in self._tiers}
         if len(left) == 1:
             return blocks[: left.popitem()[1]]
         worth = []
         for block in blocks:
-            if not left[block.source]:
+            if not left[block.tier]:
                 break
-            left[block.source] -= 1
+            left[block.tier] -= 1
             worth.append(block)
         return worth
 
     def _wait_for(
         self,
         request: Request,
-        jobs: dict[int, ReadCostModel],
+        jobs: dict[int, Tier],
         num_fetched: int,
         rest: list[SecondaryBlock],
     ) -> None:
         """`request` waits for `jobs`, which fetch so many blocks of its prefix, and
         maybe others; the next steps begin to fetch `rest`."""
         wait = self._waits.get(request)
-        if wait is None or wait.is_over:
+        if wait is None or wait.state is _State.OVER:
             # Found by another request, after this one had asked.
-            wait = self._waits[request] = _Wait(self._costs.clock())
-        sources = {*jobs.values(), *(block.source for block in rest)}
+            wait = _Wait(self._costs.clock(), _State.FETCHING)
+            self._waits[request] = wait
+        wait.state = _State.FETCHING
+        tiers = {*jobs.values(), *(block.tier for block in rest)}
         is_first = not wait.jobs
-        if sources and is_first:
+        if tiers and is_first:
             # It may have asked long before its turn, so half of the time is left to
             # fetch.
-            half_s = max(source.deadline_s for source in sources) / 2
+            half_s = max(tier.settings.deadline_s for tier in tiers) / 2
             wait.since = max(wait.since, self._costs.clock() - half_s)
-        is_alone = num_fetched == sum(self._num_filling)
+        is_alone = num_fetched == sum(tier.num_filling for tier in self._tiers)
         num_blocks = num_fetched + len(rest)
-        if is_first and len(sources) == 1 and is_alone and not rest:
-            wait.alone = sources.pop(), num_blocks
+        if is_first and len(tiers) == 1 and is_alone and not rest:
+            wait.alone = tiers.pop(), num_blocks
         wait.jobs |= jobs
         wait.by_half = is_first and num_blocks >= 2 * self._tuning.min_prefetch
         if rest:
@@ -626,51 +640,47 @@ class SecondaryReader:
     def _fetch(self, blocks: Sequence[SecondaryBlock], indices: list[int]) -> None:
         """Fetch as many of `blocks` as there are slots."""
         places, least = list(zip(blocks, indices)), self._layout.max_job
-        for source in self._sources:
-            some = [place for place in places if place[0].source is source]
+        for tier in self._tiers:
+            some = [place for place in places if place[0].tier is tier]
             # A few blocks tell whether the others are worth the wait.
-            num = size = min(source.job_size(least), self._tuning.max_ended)
-            if some and not source.is_known:
+            num = size = min(tier.reads.job_size(least), self._tuning.max_ended)
+            if some and not tier.reads.is_known:
                 num = min(size, self._tuning.first_fetch)
             while some:
-                self._fetch_from(source, some[:num])
+                self._fetch_from(tier, some[:num])
                 some, num = some[num:], size
 
     def _fetch_from(
-        self, source: ReadCostModel, places: Sequence[tuple[SecondaryBlock, int]]
+        self, tier: Tier, places: Sequence[tuple[SecondaryBlock, int]]
     ) -> None:
         def ended(done: Sequence[bool], seconds: float) -> None:
             del self._blocks_of[job]
             for (block, index), is_there in zip(places, done):
                 self._end_fetch(block, index, is_there)
-            source.record_fetch(done, seconds)
+            tier.reads.record_fetch(done, seconds)
 
-        source.begin_fetch(len(places))
+        tier.reads.begin_fetch(len(places))
         keys, indices = [b.key for b, _ in places], [index for _, index in places]
-        job = self._jobs.add(False, source.index, keys, indices, ended)
+        job = self._jobs.add(False, tier.index, keys, indices, ended)
         self._fetched_by.update(dict.fromkeys(keys, job))
         self._blocks_of[job] = [block for block, _ in places]
-        self._num_filling[source.index] += len(keys)
+        tier.num_filling += len(keys)
 
     def _end_fetch(self, block: SecondaryBlock, index: int, is_there: bool) -> None:
-        key, tier = block.key, block.source.index
+        key, tier = block.key, block.tier
         del self._fetched_by[key]
-        self._num_filling[tier] -= 1
+        tier.num_filling -= 1
         self.found.remove(block)
         if is_there and not self._jobs.is_detached and self._table.get(key) is None:
-            self._listener.mark_present(key, tier)
-            self._listener.record_fetched(key, tier)
+            tier.presence.mark_present(key)
+            self._arrivals.add(key, tier)
             self._table.fill(index, key, block.num_tokens)
             return
         if not is_there:
-            self._listener.mark_absent(key, tier)
+            tier.presence.mark_absent(key)
         self._table.unreserve(index)
 
     @property
     def _room(self) -> int:
         room = int(self._tuning.fetch_part * self._table.num_slots)
         return max(0, room - len(self._fetched_by))
-
-    def num_filling(self) -> list[int]:
-        """Number of slots that are being filled, by tier."""
-        return list(self._num_filling)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes slots to a secondary tier, behind the requests and before their eviction."""
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, islice, takewhile
-from operator import attrgetter, not_
+from operator import attrgetter
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.layout import SecondaryLayout
 from vllm.v1.kv_tier.plan import SecondaryJob
 from vllm.v1.kv_tier.scheduler.admission import Admission, admission_from
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs, object_keys
+from vllm.v1.kv_tier.scheduler.secondary.tier import Tier
 from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
-from vllm.v1.kv_tier.stats import SecondaryStats
 
 _store_seq = attrgetter("store_seq")
 
@@ -105,43 +105,36 @@ class SecondaryWriter:
     that are evicted before their turn are not written.
 
     Args:
-        index: Index of the tier.
         tier: The tier.
         layout: Limits.
         table: The slot table.
         jobs: Runs the jobs.
-        stats: Counts blocks.
 
     """
 
     def __init__(
         self,
-        index: int,
-        tier: SecondaryTier,
+        tier: Tier,
         layout: SecondaryLayout,
         table: SlotTable,
         jobs: SecondaryJobs,
-        stats: SecondaryStats,
     ) -> None:
-        self._index = index
+        self._tier = tier
         self._layout = layout
         self._table = table
         self._jobs = jobs
-        self.on_changed: Callable[[BlockHashWithGroupId], None] | None = None
-        """Called with keys that the tier has from now on, or no longer, or whose write
-        failed."""
-        self._stats = stats
-        self._lookup = tier.lookup
+        self._stats = tier.stats
         self._admission: Admission | None = None
-        if tier.store_from_use > 1:
+        if (from_use := tier.settings.store_from_use) > 1:
             # Also counts uses of blocks that the host has evicted and that are computed
             # again.
-            self._admission = admission_from(tier.store_from_use, layout.max_known)
+            self._admission = admission_from(from_use, layout.max_known)
         self._due = WriteQueue(layout.max_job * max(layout.block_sizes))
-        # Keys that are being written, and keys that the tier has, or had recently;
-        # oldest first.
+        # Keys that are being written.
         self._writing: set[BlockHashWithGroupId] = set()
-        self._known: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
+        # What the tier has is not due.
+        self._known = tier.presence.keys
+        tier.presence.listeners.append(self._on_changed)
         table.listeners.append(self)
 
     # ----------------------------------------------------------- what is due
@@ -186,43 +179,13 @@ class SecondaryWriter:
                 used = {key: used[key] for key in admitted}
         self._due.add(used)
 
-    def mark_present(self, key: BlockHashWithGroupId) -> None:
-        """Record that the tier has `key`."""
-        if self._jobs.is_detached:
-            # Jobs in flight still end, but their results are not used.
-            return
-        self._due.remove(key)
+    def _on_changed(self, key: BlockHashWithGroupId) -> None:
         if key in self._known:
-            self._known.move_to_end(key)
-            return
-        self._known[key] = None
-        self._notify((key,))
-        if len(self._known) > self._layout.max_known:
-            self._notify(self._known.popitem(last=False)[:1])
-
-    def mark_absent(self, key: BlockHashWithGroupId) -> None:
-        """Record that the tier does not have `key`, so it may be written again."""
-        self._known.pop(key, None)
-        self._notify((key,))
-
-    def record_missing(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Record that the tier does not have these keys.
-
-        A restarted server has lost everything, which must be written again.
-        """
-        known = self._known
-        for key in keys:
-            # A hot path: each new block of each prompt.
-            if key in known:
-                self.mark_absent(key)
+            self._due.remove(key)
 
     def is_writing(self, key: BlockHashWithGroupId) -> bool:
         """Whether `key` is being written to the tier."""
         return key in self._writing
-
-    def knows(self, key: BlockHashWithGroupId) -> bool:
-        """Whether the tier is known to have `key`."""
-        return key in self._known
 
     @property
     def num_due(self) -> int:
@@ -234,15 +197,9 @@ class SecondaryWriter:
         """Number of slots that are being written."""
         return len(self._writing)
 
-    def _notify(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        if self.on_changed is not None:
-            for key in keys:
-                self.on_changed(key)
-
     def forget(self) -> None:
-        """Forget everything, since the tier is not used any more."""
+        """Write nothing more, since the tier is not used any more."""
         self._due.clear()
-        self._known.clear()
 
     # ---------------------------------------------------------------- writing
 
@@ -265,11 +222,11 @@ class SecondaryWriter:
         ]
         if (admission := self._admission) is not None:
             lacking.sort(key=lambda slot: -admission.num_uses(slot.keys[0]))
-        size = self._layout.max_job
+        size, tier = self._layout.max_job, self._tier.index
         parts = [lacking[i : i + size] for i in range(0, len(lacking), size)]
         return [
             self._jobs.make(
-                True, self._index, [s.keys[0] for s in part], [s.index for s in part]
+                True, tier, [s.keys[0] for s in part], [s.index for s in part]
             )
             for part in parts
         ]
@@ -291,20 +248,23 @@ class SecondaryWriter:
             self._write(keys[i : i + size], indices[i : i + size])
 
     def _write(self, keys: list[BlockHashWithGroupId], indices: list[int]) -> None:
-        self._table.hold(self._index, indices, keys)
+        tier = self._tier
+        self._table.hold(tier.index, indices, keys)
         self._writing.update(keys)
 
         def ended(done: Sequence[bool], seconds: float) -> None:
             self._writing.difference_update(keys)
-            self._table.end_hold(self._index, indices, keys)
+            self._table.end_hold(tier.index, indices, keys)
             # Requests that asked for these keys before got a negative answer.
             if written := list(compress(keys, done)):
-                self._lookup.mark_present(object_keys(written))
-                for key in written:
-                    self.mark_present(key)
-            self._notify(compress(keys, map(not_, done)))
+                tier.settings.lookup.mark_present(object_keys(written))
+            for key, is_written in zip(keys, done):
+                if is_written:
+                    tier.presence.mark_present(key)
+                else:
+                    tier.presence.notify(key)
             self._stats.record_job("put", len(done), seconds)
             self._stats.stored_blocks += sum(done)
             self._stats.refused_blocks += len(done) - sum(done)
 
-        self._jobs.add(True, self._index, keys, indices, ended)
+        self._jobs.add(True, tier.index, keys, indices, ended)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier below is believed to cost."""
+"""What reads from a secondary tier are expected to cost."""
 
 from collections.abc import Sequence
 
 from vllm.v1.kv_tier.layout import SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
-from vllm.v1.kv_tier.scheduler.secondary.read_costs import ReadCostModel
+from vllm.v1.kv_tier.scheduler.secondary.tier import ReadCostModel
 from vllm.v1.kv_tier.stats import SecondaryStats
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 
@@ -33,7 +33,7 @@ class Fetches:
         costs.prefill_s = PREFILL_S
         costs.clock = lambda: self.now
         self.tuning = SchedulingTuning()
-        self.source = ReadCostModel(0, tier, costs, SecondaryStats(), self.tuning)
+        self.source = ReadCostModel(tier, costs, SecondaryStats(), self.tuning)
 
     def fetch(self, block_s: float, num_jobs: int = 1) -> None:
         for _ in range(num_jobs):
@@ -102,7 +102,7 @@ def test_few_blocks_are_not_worth_the_wait_for_any() -> None:
         tier.source.record_wait(FAST_S * BLOCKS + 2 * worth, BLOCKS)
         tier.source.record_wait(FAST_S * 4 * BLOCKS + 2 * worth, 4 * BLOCKS)
     assert tier.source.gain_s(BLOCKS, True) < 0 < tier.source.gain_s(4 * BLOCKS, True)
-    tier.source.ask([])
+    tier.source.record_question()
     assert not tier.source.is_worth_asking(BLOCKS, True)
     assert tier.source.is_worth_asking(4 * BLOCKS, True)
 
@@ -133,7 +133,7 @@ def test_nobody_loses_what_others_use() -> None:
     tier.fetch(FAST_S, 3)
     for _ in range(2):
         tier.source.record_wait(100.0, BLOCKS)
-    tier.source.ask([])
+    tier.source.record_question()
     assert tier.source.gain_s(BLOCKS, False) > 0
     assert tier.source.is_worth_asking(BLOCKS, False)
     assert not tier.source.is_worth_asking(BLOCKS, True)
@@ -161,7 +161,7 @@ def test_what_was_waited_for_is_measured_anew() -> None:
 
 def test_it_is_told_why_a_tier_brings_nothing() -> None:
     tier = Fetches()
-    with logged_by("vllm.v1.kv_tier.scheduler.secondary.read_costs") as lines:
+    with logged_by("vllm.v1.kv_tier.scheduler.secondary.tier") as lines:
         tier.fetch(FAST_S, 5)
         assert not lines
         tier.fetch(SLOW_S, 5)
@@ -181,7 +181,7 @@ def test_it_is_told_why_a_tier_brings_nothing() -> None:
 def test_nor_is_it_told_before_computing_was_measured() -> None:
     tier = Fetches()
     tier.costs.prefill_s = 0.0
-    with logged_by("vllm.v1.kv_tier.scheduler.secondary.read_costs") as lines:
+    with logged_by("vllm.v1.kv_tier.scheduler.secondary.tier") as lines:
         tier.fetch(SLOW_S, 5)
         assert not tier.source.is_worth_it and not lines
         tier.costs.prefill_s = PREFILL_S

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model of reads from a secondary tier, and whether it answers in time."""
+"""One secondary tier, as the scheduler sees it.
+
+What it is known to have (`PresenceIndex`), what reads from it cost and whether it
+answers in time (`ReadCostModel`).
+"""
 
 import math
 import sys
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median_high, median_low
-from typing import Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.layout import SecondaryTier
+from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.secondary.jobs import object_keys
 from vllm.v1.kv_tier.stats import SecondaryStats
 from vllm.v1.kv_tier.tuning import SchedulingTuning
-from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
@@ -25,39 +27,152 @@ tuple, since Python's garbage collector stops tracking those after one look: tho
 of requests may wait, with hundreds of blocks each."""
 
 
-class PresenceListener(Protocol):
-    """Notified about what the secondary tiers have."""
-
-    def record_found(
-        self,
-        request: Request,
-        keys: Sequence[BlockHashWithGroupId],
-        num_tokens: int,
-        tier: int,
-    ) -> None:
-        """A tier answers that it has `keys`, in a request's first `num_tokens` tokens.
-
-        Not guaranteed.
-        """
-
-    def record_missing(self, keys: Iterable[BlockHashWithGroupId], tier: int) -> None:
-        """A tier answers that it does not have `keys`."""
-
-    def mark_present(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """A tier has `key`."""
-
-    def record_fetched(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """`key` was read from a tier into a slot."""
-
-    def mark_absent(self, key: BlockHashWithGroupId, tier: int) -> None:
-        """A tier lacks `key`, or has it only in part."""
-
-
-class ReadCostModel:
-    """Reads from one secondary tier.
+class Tier:
+    """A secondary tier of this engine.
 
     Args:
         index: Its index in the order in which tiers are asked.
+        settings: How it was opened.
+        layout: Limits.
+        costs: Costs of loads and of compute.
+        tuning: When it is not used.
+
+    """
+
+    def __init__(
+        self,
+        index: int,
+        settings: SecondaryTier,
+        layout: SecondaryLayout,
+        costs: Costs,
+        tuning: SchedulingTuning,
+    ) -> None:
+        self.index = index
+        self.settings = settings
+        self.stats = SecondaryStats()
+        self.presence = PresenceIndex(layout.max_known)
+        self.reads = ReadCostModel(settings, costs, self.stats, tuning)
+        self.num_filling = 0
+        """Slots that are being filled from it."""
+        self.num_hit = 0
+        """Blocks from it that a request has hit, since the reader reset this."""
+
+    def ask(self, wanted: Sequence[Wanted]) -> int:
+        """Ask which of these it has. Returns the number of the question."""
+        self.reads.record_question()
+        return self.settings.lookup.ask(object_keys([key for key, _ in wanted]))
+
+    def take_answer(
+        self, number: int, wanted: Sequence[Wanted], until: float
+    ) -> list[Wanted] | None:
+        """Those of `wanted` that it has; None if there is no answer yet.
+
+        What is missing is recorded: a restarted server has lost everything.
+
+        Args:
+            number: Number of the question.
+            wanted: As in `ask`.
+            until: How long to wait for the answer, in seconds of `time.monotonic`.
+
+        """
+        answer = self.settings.lookup.take_answer(number, until)
+        if answer is None:
+            return None
+        # A question may be answered in part, or not at all.
+        self.presence.record_missing(
+            key for (key, _), is_there in zip(wanted, answer) if not is_there
+        )
+        return [each for each, is_there in zip(wanted, answer) if is_there]
+
+
+class PresenceIndex:
+    """Keys that a tier is known to have, or had recently.
+
+    Args:
+        max_keys: Most keys that are remembered. The oldest are dropped.
+
+    """
+
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._is_closed = False
+        self.keys: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
+        """Oldest first. Public, since testing a key must be cheap; change it with the
+        methods."""
+        self.listeners: list[Callable[[BlockHashWithGroupId], None]] = []
+        """Called with each key that is known from now on, or no longer, or whose state
+        is uncertain because a write of it failed."""
+
+    def mark_present(self, key: BlockHashWithGroupId) -> None:
+        """Record that the tier has `key`."""
+        if self._is_closed:
+            return
+        if key in self.keys:
+            self.keys.move_to_end(key)
+            return
+        self.keys[key] = None
+        self.notify(key)
+        if len(self.keys) > self._max_keys:
+            self.notify(self.keys.popitem(last=False)[0])
+
+    def mark_absent(self, key: BlockHashWithGroupId) -> None:
+        """Record that the tier lacks `key`, or has it only in part."""
+        self.keys.pop(key, None)
+        self.notify(key)
+
+    def record_missing(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Record that the tier answers that it does not have `keys`."""
+        known = self.keys
+        for key in keys:
+            # A hot path: each new block of each prompt.
+            if key in known:
+                self.mark_absent(key)
+
+    def notify(self, key: BlockHashWithGroupId) -> None:
+        """Call the listeners."""
+        for listener in self.listeners:
+            listener(key)
+
+    def close(self) -> None:
+        """Forget everything, since the tier is not used any more."""
+        self._is_closed = True
+        self.keys.clear()
+
+
+class Arrivals:
+    """Blocks that were read from tiers into slots, and that no request has hit yet.
+
+    Args:
+        max_keys: Most blocks that are remembered. Older ones have left the host.
+
+    """
+
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._tier_of: dict[BlockHashWithGroupId, Tier] = {}
+
+    def add(self, key: BlockHashWithGroupId, tier: Tier) -> None:
+        """Record that `key` was read from `tier`."""
+        self._tier_of[key] = tier
+        if len(self._tier_of) > self._max_keys:
+            del self._tier_of[next(iter(self._tier_of))]
+
+    def record_hit(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Count those of `keys` that a request hits for the first time."""
+        if self._tier_of:
+            for key in keys:
+                if (tier := self._tier_of.pop(key, None)) is not None:
+                    tier.num_hit += 1
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._tier_of.clear()
+
+
+class ReadCostModel:
+    """What reads from one secondary tier cost, and whether they are worth it.
+
+    Args:
         tier: The tier.
         costs: Costs of loads and of compute.
         stats: Counts late requests.
@@ -67,15 +182,11 @@ class ReadCostModel:
 
     def __init__(
         self,
-        index: int,
         tier: SecondaryTier,
         costs: Costs,
         stats: SecondaryStats,
         tuning: SchedulingTuning,
     ) -> None:
-        self.index = index
-        self.deadline_s = tier.deadline_s
-        """How long a request waits for it; at most half of it for an answer."""
         self._stats = stats
         self._tier = tier
         self._costs = costs
@@ -96,6 +207,10 @@ class ReadCostModel:
         self._closed_until = 0.0
         self._was_dear = False
         self._told_at = -math.inf
+
+    def is_used(self, now: float) -> bool:
+        """Whether the tier is read from."""
+        return self.is_open(now) and self.is_worth_it
 
     def is_open(self, now: float) -> bool:
         """Whether it is used. After it was too slow, it is not for a while."""
@@ -139,14 +254,9 @@ class ReadCostModel:
             gain_s -= self._waits.beyond_s(num_blocks, self._costs.clock())
         return gain_s
 
-    def ask(self, wanted: Sequence[Wanted]) -> int:
-        """Ask which of these exist. Returns the number of the question."""
+    def record_question(self) -> None:
+        """Record that the tier is asked."""
         self._asked_at = self._costs.clock()
-        return self._tier.lookup.ask(object_keys([key for key, _ in wanted]))
-
-    def take_answer(self, number: int, until: float) -> list[bool] | None:
-        """Whether each block of a question exists; None if there is no answer yet."""
-        return self._tier.lookup.take_answer(number, until)
 
     @property
     def is_known(self) -> bool:
@@ -258,7 +368,7 @@ class ReadCostModel:
             return 0
         if not self.is_known:
             return sys.maxsize
-        return max(0, math.ceil(self.deadline_s / self._fetch_s) - 1 - num_before)
+        return max(0, math.ceil(self._tier.deadline_s / self._fetch_s) - 1 - num_before)
 
     def record_late(self, since: float, now: float) -> None:
         """Record that a request, waiting since `since`, goes on without its blocks."""
@@ -278,7 +388,7 @@ class ReadCostModel:
             "disk or server, or raise deadline_ms in secondary_tiers.",
             self._tier.name,
             self._tuning.max_late_fetches,
-            self.deadline_s * 1e3,
+            self._tier.deadline_s * 1e3,
             self._tuning.retry_store_s,
         )
 
