@@ -27,7 +27,7 @@ class WatchedHints:
 
     def _watch_uses(self) -> None:
         releasing, users = self._releasing, self._users
-        computed, hit = releasing._sole_users.record_computed, releasing.record_hit
+        computed, hit = releasing._sole_users.record_computed, releasing.on_hit
         put_first = releasing._put_first
 
         def watched_computed(key: Hashable, owner: Hashable) -> None:
@@ -38,15 +38,15 @@ class WatchedHints:
             users.setdefault(key, set()).add(owner)
             self._begin_anew(key)
 
-        def watched_hit(request: Any, groups: Any, managers: Any) -> None:
-            hit(request, groups, managers)
+        def watched_hit(request: Any, used: Any) -> None:
+            hit(request, used)
             speaks = releasing.has_hints(request)
             speaker = releasing.follow(request) if speaks else None
             user = None if speaker is None else speaker.owner
-            for block in (block for group in groups for block in group):
-                if block.block_hash in users:
-                    users[block.block_hash].add(user)
-                    self._begin_anew(block.block_hash)
+            for key in used.keys:
+                if key in users:
+                    users[key].add(user)
+                    self._begin_anew(key)
 
         def watched_put_first(owner: bytes, keys: Any) -> None:
             for key in keys:
@@ -59,7 +59,7 @@ class WatchedHints:
                     del users[key]
 
         releasing._sole_users.record_computed = watched_computed  # type: ignore[method-assign]
-        releasing.record_hit = watched_hit  # type: ignore[method-assign]
+        releasing.on_hit = watched_hit  # type: ignore[method-assign]
         releasing._put_first = watched_put_first  # type: ignore[method-assign]
 
     def _begin_anew(self, key: Hashable) -> None:

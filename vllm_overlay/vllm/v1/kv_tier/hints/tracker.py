@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from vllm.logger import init_logger
@@ -28,6 +28,7 @@ from vllm.v1.kv_tier.hints.schema import Hints, are_in
 from vllm.v1.kv_tier.releases import kv_transfer_params
 from vllm.v1.kv_tier.scheduler.free_blocks import FreeBlocks
 from vllm.v1.kv_tier.scheduler.host_writer import HostWriter
+from vllm.v1.kv_tier.scheduler.kv_groups import UsedBlocks
 from vllm.v1.kv_tier.scheduler.load_admission import Prefetches
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.stats import KVTierStats
@@ -172,8 +173,6 @@ class Prewarms:
         self._stats = stats
         self._clock = clock
         self._lacked = float("-inf")
-        # Since when prewarms wait.
-        self._held: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         # Weak references, so that finished requests are not kept alive.
         self.pending: OrderedDict[Hashable, ref[Request]] = OrderedDict()
         """Blocks that were not used yet. Public, since testing whether there are any
@@ -183,12 +182,14 @@ class Prewarms:
         """Note that a request cannot run, since the device lacks free blocks."""
         self._lacked = self._clock()
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether `request`, a prewarm, must leave free blocks to others."""
+    def must_wait(self, hinted: "HintedRequest") -> bool:
+        """Whether a prewarm must leave free blocks to others."""
         now = self._clock()
         if now - self._lacked >= PAUSE_S:
             return False
-        return now - self._held.setdefault(request, now) < PATIENCE_S
+        if hinted.held_since is None:
+            hinted.held_since = now
+        return now - hinted.held_since < PATIENCE_S
 
     def begin(self, request: Request) -> Portions:
         """Register `request`, which only prewarms its prompt.
@@ -323,14 +324,21 @@ _TURNS_BYTES = 1 << 24
 """Bytes for the numbers of requests of conversations, some 50,000 of them."""
 
 
-class HintedRequest(NamedTuple):
-    """A request with hints."""
+@dataclass(eq=False, slots=True)
+class HintedRequest:
+    """A request with hints, and what they have led to so far."""
 
     hints: Hints
     owner: bytes
     """Its conversation, or one of its own if it names none."""
     tenant: Hashable
     """Its name if that has a quota, else a digest."""
+    held_since: float | None = None
+    """Since when it waits as a prewarm."""
+    loadable: tuple[int, frozenset[BlockHash]] = (-1, frozenset())
+    """What it may load: number of blocks, and their hashes."""
+    num_loaded_ahead: int = 0
+    """Blocks that were loaded ahead for it, until it runs."""
 
 
 _UNKNOWN = HintedRequest(Hints(), b"", None)
@@ -386,11 +394,6 @@ class ConversationTracker:
         # Keys to process, and how many more of them in this step.
         self._work: deque[tuple[Portions, Callable[[list[Any]], None]]] = deque()
         self._room = KEYS_PER_STEP
-        # What each request may load: number of blocks, and their hashes.
-        self._loadable: WeakKeyDictionary[Request, tuple[int, frozenset[BlockHash]]]
-        self._loadable = WeakKeyDictionary()
-        # Number of blocks loaded ahead for requests with a cap, until they run.
-        self._loaded_ahead: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         # Requests free their blocks when they end.
         self._some_were_freed = False
         self.is_listening = bool(self._quotas)
@@ -517,8 +520,7 @@ class ConversationTracker:
             and not request.is_finished()
         ]
         for request, hinted in running:
-            hints = replace(hinted.hints, release=True)
-            self._hinted[request] = hinted = hinted._replace(hints=hints)
+            hinted.hints = replace(hinted.hints, release=True)
             self._last[request.request_id] = ref(request), hinted
         before = self._stats.released_blocks
         num_left = self._release(owner)
@@ -543,7 +545,7 @@ class ConversationTracker:
         hinted = self.follow(request)
         if hinted is None or not hinted.hints.prewarm:
             return False
-        return self.prewarms.must_wait(request)
+        return self.prewarms.must_wait(hinted)
 
     def make_load_filter(self, request: Request) -> Callable[[BlockHash], bool] | None:
         """Which blocks may be loaded for a request with hints; None for all.
@@ -563,23 +565,24 @@ class ConversationTracker:
                 break
             num_blocks += 1
         # Blocks that were loaded ahead for it count as device blocks.
-        num_blocks += max(0, limit - self._loaded_ahead.get(request, 0))
-        num_before, allowed = self._loadable.get(request, (-1, frozenset()))
+        num_blocks += max(0, limit - hinted.num_loaded_ahead)
+        num_before, allowed = hinted.loadable
         if num_before != num_blocks:
             allowed = frozenset(hashes[:num_blocks])
-            self._loadable[request] = num_blocks, allowed
+            hinted.loadable = num_blocks, allowed
         # In some releases the hash of a large block concatenates those of its parts.
         size = len(hashes[0])
         return lambda block_hash: block_hash[-size:] in allowed
 
     def count_loads_ahead(self, request: Request, num_blocks: int) -> None:
         """Count blocks that are loaded ahead for waiting `request`, which has a cap."""
-        loaded = self._loaded_ahead
-        loaded[request] = loaded.get(request, 0) + num_blocks
+        if (hinted := self.follow(request)) is not None:
+            hinted.num_loaded_ahead += num_blocks
 
     def end_loads_ahead(self, request: Request) -> None:
         """Note that `request`, which has a cap, runs."""
-        self._loaded_ahead.pop(request, None)
+        if (hinted := self.follow(request)) is not None:
+            hinted.num_loaded_ahead = 0
 
     def record_computed(
         self,
@@ -601,16 +604,10 @@ class ConversationTracker:
                 block.block_id for block in blocks[num_stored:] if not block.is_null
             )
 
-    def record_hit(
-        self,
-        request: Request,
-        groups: Sequence[Sequence[KVCacheBlock]],
-        managers: Iterable[Any],
-    ) -> None:
-        """Record that `request` is admitted and hit device blocks in `groups`."""
+    def on_hit(self, request: Request, used: UsedBlocks) -> None:
+        """A request is admitted with device blocks."""
         if self.deferred.runs:
-            for group in groups:
-                self.deferred.flush(group)
+            self.deferred.flush(used.blocks)
         hinted = self.follow(request) if self.has_hints(request) else None
         owner = None if hinted is None else hinted.owner
         host_writer, retention = self._host_writer, self.retention
@@ -622,20 +619,18 @@ class ConversationTracker:
             return
         # Other requests that limit storing do not lift the limit.
         lifts = hinted is None or hinted.hints.offload_limit is None
-        for group, manager in zip(groups, managers, strict=True):
-            if host_writer.released or host_writer.forbidden:
-                ids = [block.block_id for block in group]
-                host_writer.released.difference_update(ids)
-                if lifts:
-                    host_writer.forbidden.difference_update(ids)
-            if self._sole_users or pending:
-                keys = [block.block_hash for block in group]
-                self._sole_users.record_hit(keys, owner)
-                self.prewarms.record_hit(request, keys)
-            if hinted is None:
-                retention.record_plain_use(group)
-            else:
-                self._record_use(request, hinted, group, 0, manager.block_size)
+        if host_writer.released or host_writer.forbidden:
+            ids = [block.block_id for block in used.blocks]
+            host_writer.released.difference_update(ids)
+            if lifts:
+                host_writer.forbidden.difference_update(ids)
+        if self._sole_users or pending:
+            self._sole_users.record_hit(used.keys, owner)
+            self.prewarms.record_hit(request, used.keys)
+        if hinted is None:
+            retention.record_plain_use(used.blocks)
+        else:
+            self._record_use(request, hinted, used.blocks, 0, used.block_size)
 
     def record_taken(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Note that `blocks` are about to get new content."""

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.eviction.policies import make_policy
 from vllm.v1.kv_tier.scheduler.costs import clean_window
+from vllm.v1.kv_tier.scheduler.kv_groups import UsedBlocks
 from vllm.v1.kv_tier.tuning import SchedulingTuning
+from vllm.v1.request import Request
 
 if TYPE_CHECKING:
     from vllm.v1.kv_tier.layout import KVTierLayout
@@ -37,6 +39,10 @@ class Admission:
 
     admits_all = False
     """Whether `admits` is true for every key."""
+
+    def on_hit(self, request: Request, used: UsedBlocks) -> None:
+        """A request uses blocks."""
+        self.record_hit(used.keys)
 
     def record_hit(self, keys: Collection[Hashable]) -> None:
         """Record hits of the blocks of `keys`."""

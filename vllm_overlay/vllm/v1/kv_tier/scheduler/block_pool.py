@@ -40,6 +40,7 @@ from vllm.v1.kv_tier.scheduler.host_writer import (
     StoreTiming,
     WriteThrough,
 )
+from vllm.v1.kv_tier.scheduler.kv_groups import HitListener
 from vllm.v1.kv_tier.scheduler.load_admission import LoadAdmission, Prefetches
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
 from vllm.v1.kv_tier.scheduler.promotion import Loader, Promotion
@@ -86,12 +87,11 @@ class TieredBlockPool(BlockPool):
         self.host_writer = writer = HostWriter(
             self, self.host, builder, self.admission, stats
         )
-        self._writes_through = config.debug.store_policy == "write_through"
         self.prefetches = prefetches = Prefetches(self.costs, tuning)
         common = self, self.free, self.host
         timing: StoreTiming = (
             WriteThrough(builder, writer)
-            if self._writes_through
+            if config.debug.store_policy == "write_through"
             else Cleaner(*common, builder, writer, self.costs, tuning)
         )
         self.store_timing = timing
@@ -99,7 +99,7 @@ class TieredBlockPool(BlockPool):
         self.retention = retention = RetentionManager(
             *common, prefetches, self.admission, self.costs, num_keys, quotas, stats
         )
-        self.conversations = conversations = ConversationTracker(
+        self.conversations = ConversationTracker(
             *common, writer, prefetches, retention, num_keys, stats
         )
         num_spare = int(tuning.spare * self.num_gpu_blocks)
@@ -108,10 +108,10 @@ class TieredBlockPool(BlockPool):
         )
         loader = Loader(*common, builder, prefetches, self.costs, timing, stats, tuning)
         self.secondary = make_secondary_manager(layout, self, self.host, self.costs)
-        deciding = loader, waits, prefetches, timing, self.admission
         self._promotion = Promotion(
-            self, builder, *deciding, self.secondary, conversations, stats, tuning
+            self, builder, loader, waits, prefetches, stats, tuning
         )
+        self._promotion.listeners += self._hit_listeners()
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
         self.void_plan = 0
@@ -125,6 +125,17 @@ class TieredBlockPool(BlockPool):
         self._load_filter: Callable[[BlockHash], bool] | None = None
         # That request, if `_load_filter` is set.
         self._capped: Request | None = None
+
+    def _hit_listeners(self) -> list[HitListener]:
+        listeners: list[HitListener] = [self.conversations]
+        if self.admission is not None:
+            listeners.append(self.admission)
+            if isinstance(self.store_timing, WriteThrough):
+                # The hit may be the use from which on a block is stored.
+                listeners.append(self.store_timing)
+        if self.secondary is not None:
+            listeners.append(self.secondary)
+        return listeners
 
     # ------------------------------------------------------------------ a step
 
@@ -369,8 +380,8 @@ class TieredBlockPool(BlockPool):
         self._builder.mark_hashed(block)
         if self.admission is not None:
             self.admission.record_use(key)
-        if self._writes_through:
-            self.store_timing.record_used((block,))
+        if isinstance(timing := self.store_timing, WriteThrough):
+            timing.record_hashed(block)
 
     # ------------------------------------------------------------ what is void
 

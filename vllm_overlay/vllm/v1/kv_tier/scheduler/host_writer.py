@@ -31,10 +31,12 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.scheduler.admission import Admission
 from vllm.v1.kv_tier.scheduler.costs import Costs, clean_window
 from vllm.v1.kv_tier.scheduler.free_blocks import FreeBlocks
+from vllm.v1.kv_tier.scheduler.kv_groups import UsedBlocks
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
 from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.kv_tier.tuning import SchedulingTuning
+from vllm.v1.request import Request
 
 
 class HostWriter:
@@ -183,9 +185,6 @@ class HostWriter:
 class StoreTiming(Protocol):
     """Stores blocks before their eviction."""
 
-    def record_used(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Record that blocks got a key, or were hit."""
-
     def record_allocated(self, num_blocks: int) -> None:
         """Record that this step allocates blocks to compute."""
 
@@ -225,8 +224,13 @@ class WriteThrough:
         # Blocks that were hashed or hit since the last `write`.
         self._fresh: list[KVCacheBlock] = []
 
-    def record_used(self, blocks: Iterable[KVCacheBlock]) -> None:
-        self._fresh.extend(blocks)
+    def record_hashed(self, block: KVCacheBlock) -> None:
+        """Record that `block` got a key."""
+        self._fresh.append(block)
+
+    def on_hit(self, request: Request, used: UsedBlocks) -> None:
+        """A request uses blocks, which may be admitted to the host now."""
+        self._fresh.extend(b for b in used.blocks if b.block_hash is not None)
 
     def record_allocated(self, num_blocks: int) -> None:
         pass
@@ -296,9 +300,6 @@ class Cleaner:
         self._num_clean = 0
         self._clean_steps = 0
         self._backlog = 0
-
-    def record_used(self, blocks: Iterable[KVCacheBlock]) -> None:
-        pass
 
     def record_allocated(self, num_blocks: int) -> None:
         self._num_allocated += num_blocks

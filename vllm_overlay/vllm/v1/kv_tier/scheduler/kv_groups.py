@@ -7,9 +7,10 @@ multiples.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_tier import releases
 from vllm.v1.request import Request
@@ -36,6 +37,32 @@ def hashes_of_blocks(
 
     blocks = BlockHashListWithBlockSize(request.block_hashes, hash_size, block_size)
     return blocks  # type: ignore[return-value]
+
+
+class UsedBlocks:
+    """The blocks of one group that an admitted request hits, on the device by now.
+
+    Args:
+        blocks: From the first block of the request on; null blocks where it needs none.
+        block_size: Tokens of a block.
+
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock], block_size: int) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+
+    @cached_property
+    def keys(self) -> list[BlockHashWithGroupId]:
+        """Keys of the hashed ones."""
+        return [key for block in self.blocks if (key := block.block_hash) is not None]
+
+
+class HitListener(Protocol):
+    """Notified of the blocks that requests use, once each has its device block."""
+
+    def on_hit(self, request: Request, used: UsedBlocks) -> None:
+        """`request` is admitted with `used`. Called for each group."""
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,12 @@ from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_tier.hints.tracker import ConversationTracker
-from vllm.v1.kv_tier.scheduler.admission import Admission
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.free_blocks import FreeBlocks
 from vllm.v1.kv_tier.scheduler.host_writer import StoreTiming
+from vllm.v1.kv_tier.scheduler.kv_groups import HitListener, UsedBlocks
 from vllm.v1.kv_tier.scheduler.load_admission import Admit, LoadAdmission, Prefetches
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
-from vllm.v1.kv_tier.scheduler.secondary.manager import SecondaryTierManager
 from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.kv_tier.tuning import SchedulingTuning
@@ -204,10 +202,6 @@ class Promotion:
         loader: Loads blocks.
         waiting: Decides which requests wait.
         prefetches: Blocks that are being prefetched.
-        writer: Notified of hits.
-        admission: Counts uses; None if it is not needed.
-        secondary: The secondary tiers, notified of hits.
-        conversations: Notified of hits.
         stats: Counts hits.
         tuning: When prefetches are worth it.
 
@@ -220,10 +214,6 @@ class Promotion:
         loader: Loader,
         waiting: LoadAdmission,
         prefetches: Prefetches,
-        writer: StoreTiming,
-        admission: Admission | None,
-        secondary: SecondaryTierManager | None,
-        conversations: ConversationTracker,
         stats: KVTierStats,
         tuning: SchedulingTuning,
     ) -> None:
@@ -232,10 +222,8 @@ class Promotion:
         self._loader = loader
         self._load_admission = waiting
         self._prefetches = prefetches
-        self._timing = writer
-        self._admission = admission
-        self._secondary = secondary
-        self._conversations = conversations
+        self.listeners: list[HitListener] = []
+        """Notified of the blocks that admitted requests use."""
         self._stats = stats
         self._min_prefetch = tuning.min_prefetch
         self._max_prefetch = max(tuning.min_prefetch, tuning.max_prefetch)
@@ -282,7 +270,7 @@ class Promotion:
         if self._copies_too_early(managers, computed_blocks, num_local_tokens):
             return None
         if not self._prefetches and not has_slots(computed_blocks):
-            self._count_uses(request, managers, computed_blocks)
+            self._notify(request, managers, computed_blocks)
             self._stats.record_hit(request, num_local_tokens, 0)
             return computed_blocks
         hit = take_apart(
@@ -301,7 +289,7 @@ class Promotion:
         # The forward pass waits for the plan that loads them.
         self._builder.wait_for_prefetches(last_prefetch)
         self._prefetches.claim(hit.blocks)
-        self._count_uses(request, managers, hit.groups)
+        self._notify(request, managers, hit.groups)
         self._stats.record_hit(request, num_local_tokens, num_host_tokens)
         return tuple(hit.groups)
 
@@ -407,20 +395,14 @@ class Promotion:
             for manager, group in zip(managers, hit.groups, strict=True)
         )
 
-    def _count_uses(
+    def _notify(
         self,
         request: Request,
         managers: Sequence[Any],
         groups: Sequence[Sequence[KVCacheBlock]],
     ) -> None:
-        """Record that `request` is admitted with the hit `groups`."""
-        self._conversations.record_hit(request, groups, managers)
-        if self._admission is None and self._secondary is None:
-            return
-        for group in groups:
-            keys = [key for block in group if (key := block.block_hash) is not None]
-            if self._admission is not None:
-                self._admission.record_hit(keys)
-                self._timing.record_used(b for b in group if b.block_hash is not None)
-            if self._secondary is not None:
-                self._secondary.record_hit(keys)
+        """Notify the listeners that `request` is admitted with the hit `groups`."""
+        for manager, group in zip(managers, groups, strict=True):
+            used = UsedBlocks(group, manager.block_size)
+            for listener in self.listeners:
+                listener.on_hit(request, used)

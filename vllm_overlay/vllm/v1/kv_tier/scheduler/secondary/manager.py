@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.layout import SecondaryLayout
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.scheduler.costs import Costs
+from vllm.v1.kv_tier.scheduler.kv_groups import UsedBlocks
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.secondary.reader import SecondaryReader
 from vllm.v1.kv_tier.scheduler.secondary.tier import Arrivals, Tier
@@ -27,6 +28,7 @@ from vllm.v1.kv_tier.scheduler.secondary.writer import SecondaryWriter
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.stats import SecondaryStats
 from vllm.v1.kv_tier.tuning import SchedulingTuning
+from vllm.v1.request import Request
 
 if TYPE_CHECKING:
     from vllm.v1.kv_tier.layout import KVTierLayout
@@ -149,8 +151,9 @@ class SecondaryTierManager:
             writer.is_writing(key) for writer in self.writers
         )
 
-    def record_hit(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Record that a request is admitted with device blocks of `keys`."""
+    def on_hit(self, request: Request, used: UsedBlocks) -> None:
+        """A request is admitted with blocks whose slots, if any, may be due now."""
+        keys = used.keys
         self._table.keep_passed(keys)
         for writer in self.writers:
             writer.record_hit(keys)
