@@ -93,7 +93,7 @@ def skip_steps_that_failed(patch: pytest.MonkeyPatch) -> None:
 
 def keep_marks_of_what_is_used(patch: pytest.MonkeyPatch) -> None:
     """A conversation that goes on is treated as one that is over."""
-    patch.setattr(ConversationTracker, "record_hit", lambda self, *of_request: None)
+    patch.setattr(ConversationTracker, "on_hit", lambda self, *of_request: None)
 
 
 def release_what_others_use(patch: pytest.MonkeyPatch) -> None:
