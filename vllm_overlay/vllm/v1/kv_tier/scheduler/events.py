@@ -175,6 +175,7 @@ class TierEvents:
                 self._finds[MEDIUM_STORAGE, locality] = secondary.finder(locality)
             secondary.subscribe(self.on_secondary_change)
             secondary.on_found = self.on_secondary_found
+            secondary.on_detached = self.on_secondary_detached
             self._is_moving = secondary.is_moving
         self._published: dict[Place, set[BlockHashWithGroupId]] = {
             place: set() for place in self._finds
@@ -293,6 +294,16 @@ class TierEvents:
                 self._touched.update(dict.fromkeys(told))
             del queue[num_events:]
 
+    def on_secondary_detached(self) -> None:
+        """Note that secondary tiers are not used any more.
+
+        They may have millions of keys, so the next steps remove them in parts.
+        """
+        for (medium, _), told in self._published.items():
+            if medium == MEDIUM_STORAGE:
+                self._touched.update(dict.fromkeys(told))
+        self._num_behind = len(self._anew) + len(self._touched)
+
     def record_partial(self, key: BlockHashWithGroupId) -> None:
         """Keep the event that `cache_partial_block` has emitted."""
         event = self._pool.kv_event_queue[-1]
@@ -326,7 +337,9 @@ class TierEvents:
             for i in range(num_cached_blocks)
         ]
         places = [self._place_of(key) for key in keys]
-        if _HOST not in places:
+        if all(place is self._device for place in places):
+            # They may not have been published again.
+            self._published[self._device].update(keys)
             return
         queue = self._pool.kv_event_queue
         del queue[num_events:]

@@ -127,6 +127,8 @@ class SecondaryTierManager:
         self.on_found = lambda request, keys, num_blocks, block_size: None
         """Called before keys of a request count as found: with the request, the keys,
         the number of its blocks up to the last of them, and the tokens of a block."""
+        self.on_detached: Callable[[], None] = lambda: None
+        """Called when the tiers are not used any more."""
 
     def record_output(self) -> None:
         """Note that the scheduler has taken the output of a step, with its report.
@@ -302,6 +304,7 @@ class SecondaryTierManager:
             writer.forget()
         self.reader.forget()
         self._not_hit.clear()
+        self.on_detached()
 
     def _weights_may_change(self, method: str) -> None:
         self.detach(f"{method} of the ranks was called, which may change weights")
