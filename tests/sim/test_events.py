@@ -268,18 +268,18 @@ def test_secondary_tiers_that_are_not_used_any_more_are_removed(
     tuning = replace(setup.tuning, fetch_part=1.0, assumed_prefill_s=1e3)
     setup = replace(setup, store_from_use=1, tuning=tuning)
     engine = FollowedEngine(setup)
+    secondary, num_compared = engine.pool.secondary, 0
+    assert secondary is not None
     try:
         while engine._num_steps < STEPS:
             action = random_action(rng)
             if not isinstance(action, Reset):
                 action.run(engine)
-            secondary, held = engine.pool.secondary, engine.follower.held("STORAGE")
-            assert secondary is not None
-            if len(held) > 20 and not secondary._jobs.is_detached:
+            if not num_compared and len(engine.follower.held("STORAGE")) > 20:
                 secondary.detach("weights may have changed")
                 num_compared = engine.num_compared
         engine.drain()
-        assert secondary._jobs.is_detached and not engine.follower.held("STORAGE")
+        assert num_compared and not engine.follower.held("STORAGE")
         assert engine.num_compared > num_compared + 20
     finally:
         engine.close()

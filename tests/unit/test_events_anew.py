@@ -239,8 +239,9 @@ def test_a_hit_that_is_told_before_the_rest_is_removed_with_its_blocks(
     behind.evict_all()
     # Such a hit is stored twice, so a follower that counts is of no use.
     known: set[Any] = set()
-    while told := behind.pool.take_events():
-        for event in told:
+    event: Any
+    while events := behind.pool.take_events():
+        for event in events:
             if event.medium == "GPU":
                 is_stored = isinstance(event, BlockStored)
                 change = known.update if is_stored else known.difference_update
