@@ -85,7 +85,7 @@ def odd_bodies(model: str) -> Iterator[tuple[str, str, bytes]]:
         "large hint": _PARAMS % (b"[" + b"[]," * 333_000 + b"0]"),
     }
     for what, fields in large.items():
-        for path in (COMPLETIONS, MESSAGES):
+        for path in (COMPLETIONS, MESSAGES, HINTS):
             # Never served: the endpoint refuses it, when it has parsed it.
             body = b'{"model":"no such model","max_tokens":"x",' + _MARK + b","
             yield f"1 MB: {what}", path, body + fields + b"}"

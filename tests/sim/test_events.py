@@ -253,6 +253,38 @@ def test_events_tell_what_is_known_of_tiers_below(layout: Layout, seed: int) -> 
             assert kinds[f"{kind} {medium}"] > 3, kinds
 
 
+@pytest.mark.skipif(
+    not hasattr(BlockPool, "emit_cached_block_events"),
+    reason="refused: this release describes only what it has computed",
+)
+@pytest.mark.parametrize("seed", [2, 3])
+def test_secondary_tiers_that_are_not_used_any_more_are_removed(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts, while everything goes on. Weights may have changed, for example."""
+    monkeypatch.setattr(tier_events, "REPUBLISHED_PER_STEP", 12)
+    rng = Random(100 + seed)
+    setup = replace(random_setup(rng), layout=BELOW[0], num_slots=12, below=(seed, 2))
+    tuning = replace(setup.tuning, fetch_part=1.0, assumed_prefill_s=1e3)
+    setup = replace(setup, store_from_use=1, tuning=tuning)
+    engine = FollowedEngine(setup)
+    secondary, num_compared = engine.pool.secondary, 0
+    assert secondary is not None
+    try:
+        while engine._num_steps < STEPS:
+            action = random_action(rng)
+            if not isinstance(action, Reset):
+                action.run(engine)
+            if not num_compared and len(engine.follower.held("STORAGE")) > 20:
+                secondary.detach("weights may have changed")
+                num_compared = engine.num_compared
+        engine.drain()
+        assert num_compared and not engine.follower.held("STORAGE")
+        assert engine.num_compared > num_compared + 20
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("layout", FOLLOWED[:3], ids=repr)
 def test_who_comes_too_late_for_a_replay_is_told_all(
     layout: Layout, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm.v1.kv_tier.config import KVTierConfig
-from vllm.v1.kv_tier.elastic import device_memory
+from vllm.v1.kv_tier.elastic import device_memory, kvcached
 from vllm.v1.kv_tier.elastic.kvcached import (
     KvcachedMemory,
     _runs,
@@ -156,6 +156,53 @@ def test_memory_of_a_library_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="kvcached on a GPU, which cannot be loaded"):
         KvcachedMemory(1, 1, torch.device("cuda", 0))
     assert shared_limit(1) is None
+
+
+class Library:
+    """kvcached's library: it maps page by page, and raises where there is no memory."""
+
+    def __init__(self) -> None:
+        self.free = 0
+        self.mapped: set[int] = set()
+
+    def init_kvcached(self, device: str, page_bytes: int, contiguous: bool) -> None:
+        pass
+
+    def create_kv_tensors(self, num_bytes: int, *others: Any) -> list[torch.Tensor]:
+        return [torch.zeros(num_bytes, dtype=torch.int8)]
+
+    def map_to_kv_tensors(self, offsets: list[int], group: int) -> bool:
+        for offset in offsets:
+            assert offset not in self.mapped, "an error in its log"
+            if not self.free:
+                raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")
+            self.free -= 1
+            self.mapped.add(offset)
+        return True
+
+    def unmap_from_kv_tensors(self, offsets: list[int], group: int) -> bool:
+        assert self.mapped >= set(offsets), "an error in its log"
+        self.mapped -= set(offsets)
+        self.free += len(offsets)
+        return True
+
+
+def test_pages_for_which_memory_ends_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine has taken the rest meanwhile, and would wait for it."""
+    library = Library()
+    monkeypatch.setattr(kvcached, "_load", lambda: library)
+    monkeypatch.setattr(kvcached, "_is_taken", False)
+    monkeypatch.setattr(kvcached, "Finalize", lambda *args, **kwargs: None)
+    for name in ("Stream", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    memory = KvcachedMemory(8 << 20, 1, torch.device("cuda", 0))
+    monkeypatch.setattr(memory, "_clear", lambda pages: None)
+    library.free = 3
+    assert not memory.map([0, 1, 2, 3])
+    assert (library.free, library.mapped) == (3, set())
+    library.free = 4
+    assert memory.map([0, 1, 2, 3])
+    assert len(library.mapped) == 4
 
 
 @pytest.mark.parametrize(

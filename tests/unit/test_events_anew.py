@@ -10,6 +10,7 @@ import pytest
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_tier.scheduler.events import REPUBLISHED_PER_STEP
 
 from .test_events import BLOCK, Publisher, hashes, request
@@ -225,3 +226,24 @@ def test_blocks_of_several_sessions_are_told_apart() -> None:
     tier.told()
     tier.evict_all()
     assert stored(tier.told(), "CPU") == [hashes(first), hashes(second)[2:]]
+
+
+@pytest.mark.skipif(
+    not hasattr(BlockPool, "emit_cached_block_events"), reason="hits are not told again"
+)
+def test_a_hit_that_is_told_before_the_rest_is_removed_with_its_blocks(
+    behind: Publisher,
+) -> None:
+    long = request(LONG)
+    behind.pool.emit_cached_block_events(long, len(long.block_hashes), BLOCK, 0)
+    behind.evict_all()
+    # Such a hit is stored twice, so a follower that counts is of no use.
+    known: set[Any] = set()
+    event: Any
+    while events := behind.pool.take_events():
+        for event in events:
+            if event.medium == "GPU":
+                is_stored = isinstance(event, BlockStored)
+                change = known.update if is_stored else known.difference_update
+                change(event.block_hashes)
+    assert not known

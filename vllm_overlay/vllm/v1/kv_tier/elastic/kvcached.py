@@ -85,17 +85,19 @@ class KvcachedMemory:
 
         """
         torch.cuda.set_device(self._device)
-        is_mapped = False
+        mapped: list[int] = []
         with self._lock:
             try:
-                is_mapped = self._vmm.map_to_kv_tensors(self._offsets(pages), _GROUP)
-                if is_mapped:
-                    self._clear(pages)
-                return is_mapped
+                # One by one, since the library leaves mapped what it mapped before it
+                # runs out of memory.
+                for offset in self._offsets(pages):
+                    self._vmm.map_to_kv_tensors([offset], _GROUP)
+                    mapped.append(offset)
+                self._clear(pages)
+                return True
             except RuntimeError as e:
                 logger.debug("KV tier: no device memory now: %s", e)
-                if is_mapped:
-                    self._vmm.unmap_from_kv_tensors(self._offsets(pages), _GROUP)
+                self._vmm.unmap_from_kv_tensors(mapped, _GROUP)
                 return False
 
     def _clear(self, pages: Sequence[int]) -> None:

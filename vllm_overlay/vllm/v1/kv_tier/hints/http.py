@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier.hints.conversation_api import check, tell_all
+from vllm.v1.kv_tier.hints.conversation_api import from_body, tell_all
 from vllm.v1.kv_tier.hints.request_context import RequestContext, request_context
 from vllm.v1.kv_tier.hints.schema import KEY, Hints
 from vllm.v1.kv_tier.hints.translation import (
@@ -47,7 +47,7 @@ async def serve_conversation_hints(request: Request) -> JSONResponse:
     The answer has the number of released blocks, and of engines.
     """
     try:
-        said = check(msgspec.json.decode(await request.body()))
+        said = from_body(await request.body())
     except (ValueError, RecursionError) as e:
         return _refusal(AFTERWARDS, str(e))
     return JSONResponse(await tell_all(request.app.state.engine_client, said))

@@ -118,6 +118,8 @@ class SecondaryTierManager:
             tuning,
         )
         layout.rank_calls.may_change = self._weights_may_change
+        self.on_detached: Callable[[], None] = lambda: None
+        """Called when the tiers are not used any more."""
 
     def record_output(self) -> None:
         """Note that the scheduler has taken the output of a step, with its report.
@@ -244,6 +246,7 @@ class SecondaryTierManager:
             writer.forget()
         self.reader.forget()
         self._arrivals.clear()
+        self.on_detached()
 
     def _weights_may_change(self, method: str) -> None:
         self.detach(f"{method} of the ranks was called, which may change weights")
