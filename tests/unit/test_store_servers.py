@@ -4,7 +4,9 @@
 import contextlib
 import importlib
 import logging
+import os
 import re
+import resource
 import shutil
 import socket
 import ssl
@@ -337,6 +339,22 @@ def test_a_server_without_room_is_read_on(
     store._writing._next_try_s = 0
     assert store.put(KEYS[2:4], [row(2), row(3)]) == [True, True]
     store.close()
+
+
+def test_a_process_with_many_open_files(open_server: Valkey) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 4096), limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        store = check_redis(open_server).open(NAMESPACE, 0, ROW_BYTES)
+        for _ in range(2):
+            assert store.put(KEYS[:1], [row(0)]) == [True]
+            assert store.exists(KEYS[:1]) == [True]
+        store.close()
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_objects_that_the_server_forgets(open_server: Valkey) -> None:

@@ -74,7 +74,10 @@ class Wire:
     @property
     def is_stale(self) -> bool:
         """Whether the server has closed the connection or sent unexpected data."""
-        return bool(self._received or select.select([self._socket], [], [], 0)[0])
+        # Not `select`, which refuses the descriptors of a process with many open files.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(self._received or poll.poll(0))
 
     def close(self) -> None:
         self._connection.disconnect()
