@@ -2,6 +2,7 @@
 """Settings of stores in servers: what is wrong says so at start, with the mend."""
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from vllm.v1.kv_tier.stores import breaker
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.fs import FsConfig
 from vllm.v1.kv_tier.stores.redis import RedisConfig
@@ -26,7 +28,7 @@ from vllm.v1.kv_tier.stores.settings import parse_tiers
 
 from ..settings import store_config, with_debug
 from .store_servers import Mooncake, Valkey, free_port
-from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, row
+from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, logged_by, row
 
 REDIS: dict[str, Any] = {"type": "redis", "url": "redis://a:1"}
 MOONCAKE: dict[str, Any] = {"type": "mooncake", "master": "a:1"}
@@ -338,6 +340,48 @@ def test_a_server_without_room_is_read_on(
     assert len(said) == 1 and "OOM" in said[0]
     store._writing._next_try_s = 0
     assert store.put(KEYS[2:4], [row(2), row(3)]) == [True, True]
+    store.close()
+
+
+@pytest.mark.parametrize("ttl", [{}, {"ttl_s": 100}])
+def test_a_server_that_refuses_writes_is_read_on(
+    open_server: Valkey, ttl: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = check_redis(open_server, **ttl).open("b" * 32, 0, ROW_BYTES)
+    assert store.put(KEYS[:3], [row(0), row(1), row(2)]) == [True] * 3
+    damaged = open_server.object_name("b" * 32, 0, KEYS[1])
+    open_server.client.set(damaged, b"torn")
+    try:
+        open_server.client.replicaof("127.0.0.1", free_port())
+        assert store.put(KEYS[2:4], [row(2), row(3)]) == [not ttl, False]
+        places = [empty() for _ in range(3)]
+        # The damaged one cannot be removed.
+        assert store.get(KEYS[:3], places) == [True, False, True]
+        assert (places[0], places[2]) == (row(0), row(2))
+        assert store.exists(KEYS[:4]) == [True, True, True, False]
+    finally:
+        open_server.client.replicaof("NO", "ONE")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "READONLY" in said and "nothing more is written" in said
+    store.close()
+
+
+def test_writes_that_are_refused_in_part_are_logged_once(open_server: Valkey) -> None:
+    config = store_config(with_debug(open_server.entry, num_connections=1))
+    store = config.open("a" * 32, 0, ROW_BYTES)
+    names = [open_server.object_name("a" * 32, 0, key) for key in KEYS[:16:2]]
+    allow = functools.partial(
+        open_server.client.execute_command, "ACL SETUSER", "default"
+    )
+    try:
+        allow("resetkeys", "%R~*", *(f"~{name}" for name in names))
+        with logged_by(breaker.__name__) as lines:
+            rows = [row(i) for i in range(16)]
+            assert store.put(KEYS[:16], rows) == [True, False] * 8
+        assert len(lines) == 1 and "NOPERM" in lines[0]
+        assert store.put(KEYS[:16], rows) == [False] * 16
+    finally:
+        allow("resetkeys", "allkeys")
     store.close()
 
 

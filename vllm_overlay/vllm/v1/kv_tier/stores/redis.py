@@ -17,7 +17,7 @@ import re
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field
 from time import monotonic
 from typing import Annotated, Any
@@ -453,21 +453,18 @@ class RedisStore(BlockStore):
     ) -> list[bool]:
         names = [self._name(key) for key in keys]
         # Existing objects are marked as recently used, and not sent again.
-        ttl = (
-            None
-            if self._config.debug.ttl_s is None
-            else b"%d" % self._config.debug.ttl_s
-        )
-        touch = [b"TOUCH"] if ttl is None else [b"EXPIRE"]
-        after = [] if ttl is None else [ttl]
-        answers = wire.ask(command(*touch, name, *after) for name in names)
+        answers = wire.ask(command(b"TOUCH", name) for name in names)
         missing = [i for i, is_there in enumerate(answers) if not is_there]
-        end = b"\r\n"
-        if ttl is not None:
-            end += b"$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+        changed = missing
+        parts, end = 3, b"\r\n"
+        if (seconds := self._config.debug.ttl_s) is not None:
+            ttl = b"%d" % seconds
+            parts, end = 5, b"\r\n$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+            there = [i for i, is_there in enumerate(answers) if is_there]
+            wire.send(b"".join(command(b"EXPIRE", names[i], ttl) for i in there))
+            changed = there + missing
         for i in missing:
             name, size = names[i], self._format.size(keys[i])
-            parts = 3 if ttl is None else 5
             begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
             wire.send(
                 begin % (parts, len(name), name, size)
@@ -475,13 +472,16 @@ class RedisStore(BlockStore):
             )
             wire.send(rows[i])
             wire.send(end)
-        for i, answer in zip(missing, wire.lines(len(missing))):
-            answers[i] = answer == b"+OK"
-            if answers[i]:
-                self._writing.record_success()
-            else:
-                said = answer.decode(errors="replace").lstrip("-")
-                self._writing.record_failure(self._config.without_secrets(said))
+        refused = None
+        for i, answer in zip(changed, wire.lines(len(changed))):
+            answers[i] = answer in (b"+OK", b":1")
+            if answer not in (b"+OK", b":1", b":0"):
+                refused = answer.decode(errors="replace").lstrip("-")
+        # Once for all, since a server may refuse some and accept others.
+        if refused is not None:
+            self._writing.record_failure(self._config.without_secrets(refused))
+        elif changed:
+            self._writing.record_success()
         return answers
 
     def _get(
@@ -496,7 +496,9 @@ class RedisStore(BlockStore):
             if is_right is False:
                 damaged.append(command(b"UNLINK", self._name(key)))
         if damaged:
-            wire.ask(damaged)
+            # A server that refuses writes is still read.
+            with suppress(Refused):
+                wire.ask(damaged)
         return answers
 
     def _take(
