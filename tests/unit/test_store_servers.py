@@ -504,6 +504,26 @@ def test_an_engine_that_gives_memory() -> None:
         servers.close()
 
 
+def test_an_object_that_another_engine_is_writing_is_a_miss() -> None:
+    servers = Mooncake()
+    try:
+        servers.start()
+        store: Any = store_config(servers.entry).open(NAMESPACE, 0, ROW_BYTES)
+        memory = memoryview(bytearray(4 * ROW_BYTES))
+        rows = [memory[i * ROW_BYTES : (i + 1) * ROW_BYTES] for i in range(4)]
+        store.register(memory)
+        assert store.put(KEYS[:1], rows[:1]) == [True]
+        name = servers.object_name(NAMESPACE, 0, KEYS[1])
+        size = store._format.size(KEYS[1])
+        assert servers.client().batch_put_session_start([name], [size]) == [0]
+        assert store.exists(KEYS[:2]) == [True, False]
+        assert store.get(KEYS[:2], rows[2:]) == [True, False]
+        assert not store._breaker.is_open
+        store.close()
+    finally:
+        servers.close()
+
+
 class OwnConfig(FsConfig):
     """What somebody else might write."""
 

@@ -244,8 +244,9 @@ _PART = MAX_BATCH // 8
 # Mooncake has its own threads, and two calls at once slow each other down. So one
 # thread calls while the other one makes checksums.
 _NUM_THREADS = 2
-# Mooncake's error codes: object missing, lease expired before it was read; no memory.
-_MISSES = _NOT_THERE, _LEASE_OVER = (-704, -707)
+# Mooncake's error codes: object missing, another engine is writing it, lease expired
+# before it was read; no memory.
+_MISSES = _NOT_THERE, _NOT_READY, _LEASE_OVER = (-704, -703, -707)
 _NO_ROOM = -200
 
 
