@@ -79,6 +79,8 @@ class Client:
         # Without a master, setup would take a minute and a half.
         with socket.create_connection(config.address, config.timeout_s) as connection:
             hostname = config.debug.local_hostname or connection.getsockname()[0]
+        self._timeout_s = config.timeout_s
+        self._num_single = MAX_BATCH
         self._free: queue.SimpleQueue[list[memoryview]] = queue.SimpleQueue()
         self.calls = import_client()()
         code = self.calls.setup(
@@ -111,6 +113,32 @@ class Client:
         finally:
             self._free.put(places)
 
+    def move(
+        self,
+        call: Callable[..., list[int]],
+        names: Sequence[str],
+        addresses: list[list[int]],
+        sizes: list[list[int]],
+    ) -> list[int]:
+        """Run a call for several buffers, and return its codes.
+
+        The handshake with a node that has stalled takes a minute, which cannot be set,
+        and is repeated for each object of a call. So a new client moves its first
+        objects in calls of their own, and gives up after one that is too slow.
+        """
+        codes: list[int] = []
+        while self._num_single > 0 and (n := len(codes)) < len(names):
+            begun = monotonic()
+            part = slice(n, n + 1)
+            codes += call(names[part], addresses[part], sizes[part])
+            self._num_single -= 1
+            if codes[-1] < 0 and monotonic() - begun >= self._timeout_s:
+                return codes + codes[-1:] * (len(names) - len(codes))
+        rest = slice(len(codes), None)
+        if names[rest]:
+            codes += call(names[rest], addresses[rest], sizes[rest])
+        return codes
+
     def register(self, memory: memoryview) -> None:
         """Register memory for transfers.
 
@@ -140,6 +168,7 @@ def _set_deadlines(seconds: int) -> None:
         ("MC_TCP_LANES_PER_PEER", MAX_BATCH // 2),
         ("MC_RPC_TIMEOUT_MS", seconds * 1000),
         ("MC_RPC_CONNECT_TIMEOUT_MS", seconds * 1000),
+        ("MC_HANDSHAKE_CONNECT_TIMEOUT", seconds),
         ("MC_STORE_CLIENT_SETUP_RETRIES", 1),
     ):
         if os.environ.setdefault(name, str(value)) != str(value):
@@ -444,8 +473,10 @@ class MooncakeStore(BlockStore):
             with client.headers() as places:
                 for place, header in zip(places, headers):
                     place[: len(header)] = header
-                return client.calls.batch_put_from_multi_buffers(
-                    names, *buffers(places, headers, rows)
+                return client.move(
+                    client.calls.batch_put_from_multi_buffers,
+                    names,
+                    *buffers(places, headers, rows),
                 )
 
         codes = self._call(put, [0, _NO_ROOM]) or []
@@ -473,8 +504,10 @@ class MooncakeStore(BlockStore):
 
         def get(client: Client) -> list[int]:
             with client.headers() as places:
-                codes = client.calls.batch_get_into_multi_buffers(
-                    names, *buffers(places, headers, rows)
+                codes = client.move(
+                    client.calls.batch_get_into_multi_buffers,
+                    names,
+                    *buffers(places, headers, rows),
                 )
                 for place, header in zip(places, headers):
                     header[:] = place[: len(header)]
