@@ -157,12 +157,11 @@ def test_a_call_that_does_not_end_is_waited_for_by_nobody_new(
         shared.drop(hanging)
         with pytest.raises(OSError, match="does not end"), shared.use():
             pytest.fail("it is used")
-        shared.close()
-        assert not hanging.calls.is_closed
     assert hanging.calls.is_closed
     with shared.use() as client:
         assert client is not hanging
-    shared.close()
+        shared.close()
+        assert not client.calls.is_closed
 
 
 def test_a_client_whose_call_raises_is_closed(entry: Any) -> None:
@@ -187,6 +186,18 @@ def test_deadlines_that_are_set_stay_and_are_named(
         and "MC_RPC_TIMEOUT_MS is set to 60000 instead of 1000" in lines[0]
     )
     shared.close()
+
+
+def test_a_job_that_still_runs_connects_no_client_after_the_end(entry: Any) -> None:
+    store = entry.open(NAMESPACE, 0, ROW_BYTES)
+    store.register(empty())
+    assert store.exists(KEYS[:1]) == [False]
+    store.close()
+    assert store.exists(KEYS[:1]) == [False]
+    with pytest.raises(OSError, match="closed"), store._client.use():
+        pytest.fail("it is used")
+    assert [each.is_closed for each in Calls.made] == [True]
+    assert not store._breaker.is_open
 
 
 def test_a_node_that_stalls_at_first_is_waited_for_once(entry: Any) -> None:

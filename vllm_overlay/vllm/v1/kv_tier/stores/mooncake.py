@@ -211,6 +211,8 @@ class SharedClient:
         self._dropped: Client | None = None
         self._num_users = 0
         self._changed = threading.Condition()
+        self.is_closed = False
+        """Whether no client is connected any more."""
 
     @contextmanager
     def use(self) -> Iterator[Client]:
@@ -223,6 +225,8 @@ class SharedClient:
         with self._changed:
             if not self._changed.wait_for(lambda: self._dropped is None, CLOSE_S):
                 raise OSError("a call does not end, and its client cannot be closed")
+            if self.is_closed:
+                raise OSError("it is closed")
             if self._client is None:
                 client = Client(self._config)
                 if self.memory is not None:
@@ -252,6 +256,8 @@ class SharedClient:
 
     def close(self) -> None:
         with self._changed:
+            # A job that still runs must not connect another client between its calls.
+            self.is_closed = True
             # If a call hangs, the client stays open; the process ends anyway.
             if self._changed.wait_for(lambda: not self._num_users, CLOSE_S):
                 client, self._client = self._client, None
@@ -554,7 +560,7 @@ class MooncakeStore(BlockStore):
         After negative codes other than the harmless ones, the client is closed before
         this returns.
         """
-        if not self._breaker.allows():
+        if self._client.is_closed or not self._breaker.allows():
             return None
         try:
             with self._client.use() as client:
