@@ -27,7 +27,7 @@ from vllm.v1.kv_tier.stores.redis import RedisConfig
 from vllm.v1.kv_tier.stores.settings import parse_tiers
 
 from ..settings import store_config, with_debug
-from .store_servers import Mooncake, Valkey, free_port
+from .store_servers import Mooncake, Valkey, free_port, until
 from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, logged_by, row
 
 REDIS: dict[str, Any] = {"type": "redis", "url": "redis://a:1"}
@@ -341,6 +341,23 @@ def test_a_server_without_room_is_read_on(
     store._writing._next_try_s = 0
     assert store.put(KEYS[2:4], [row(2), row(3)]) == [True, True]
     store.close()
+
+
+def test_a_node_of_a_cluster_is_refused_whatever_name_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    server = Valkey("--cluster-enabled", "yes", "--dir", str(tmp_path))
+    try:
+        server.start()
+        run = server.client.execute_command
+        run("CONFIG SET", "cluster-require-full-coverage", "no")
+        # By chance, the name that is written first is one of this node.
+        run("CLUSTER ADDSLOTS", run("CLUSTER KEYSLOT", f"kvtier:probe:{os.getpid()}"))
+        until(lambda: run("CLUSTER INFO")["cluster_state"] == "ok")
+        with pytest.raises(ValueError, match="is not a cluster"):
+            check_redis(server)
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("ttl", [{}, {"ttl_s": 100}])

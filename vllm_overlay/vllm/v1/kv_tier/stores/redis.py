@@ -136,6 +136,7 @@ class Wire:
 
 _WINDOW_BYTES = 8 << 20
 _WRITE_PAUSE_S = 60.0
+_NUM_PROBES = 32
 _Operation = Callable[[Wire], list[bool]]
 # No part of the URL can contain the start of the next one, so a password is never taken
 # for another part.
@@ -286,7 +287,10 @@ class RedisConfig(StoreConfig):
             (answer,) = wire.lines(1)
             if answer != b"+OK":
                 raise Refused(answer.decode(errors="replace"))
-            wire.ask([command(b"EXISTS", probe), command(b"UNLINK", probe)])
+            # A node of a cluster has some names only, and refuses the others.
+            names = [b"%b:%d" % (probe, i) for i in range(_NUM_PROBES)]
+            wire.ask(command(b"EXISTS", name) for name in names)
+            wire.ask([command(b"UNLINK", probe)])
         finally:
             wire.close()
 
