@@ -131,7 +131,8 @@ class Client:
             begun = monotonic()
             part = slice(n, n + 1)
             codes += call(names[part], addresses[part], sizes[part])
-            self._num_single -= 1
+            # A miss does not reach a node.
+            self._num_single -= codes[-1] >= 0
             if codes[-1] < 0 and monotonic() - begun >= self._timeout_s:
                 return codes + codes[-1:] * (len(names) - len(codes))
         rest = slice(len(codes), None)
