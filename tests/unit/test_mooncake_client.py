@@ -4,13 +4,14 @@ which thread comes first matters, and a wrong one ends the process."""
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from vllm.v1.kv_tier.stores import mooncake
-from vllm.v1.kv_tier.stores.mooncake import SharedClient
+from vllm.v1.kv_tier.stores.mooncake import MAX_BATCH, SharedClient
 
 from ..settings import store_config
 from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, logged_by
@@ -22,12 +23,15 @@ class Calls:
     made: list["Calls"]
     num_refused = 0
     num_failing = 0
+    num_slow = 0
+    answer = 0
 
     def __init__(self) -> None:
         Calls.made.append(self)
         self.memory: list[int] = []
         self.is_closed = self.was_closed_in_use = False
         self.num_inside = 0
+        self.num_of_call: list[int] = []
 
     def setup(self, *arguments: object) -> int:
         return 0
@@ -46,6 +50,20 @@ class Calls:
             raise RuntimeError("its own")
         return [0] * len(names)
 
+    def batch_get_into_multi_buffers(
+        self, names: list[str], addresses: object, sizes: list[list[int]]
+    ) -> list[int]:
+        # A node that has stalled takes its time for each object.
+        self.num_of_call.append(len(names))
+        if Calls.num_slow:
+            Calls.num_slow -= 1
+            time.sleep(1.1 * len(names))
+            return [-800] * len(names)
+        return [Calls.answer] * len(names)
+
+    def get_size(self, name: str) -> int:
+        return -900
+
     def close(self) -> None:
         assert not self.is_closed
         self.was_closed_in_use |= bool(self.num_inside)
@@ -54,7 +72,8 @@ class Calls:
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    Calls.made, Calls.num_refused, Calls.num_failing = [], 0, 0
+    Calls.made, Calls.num_refused, Calls.num_failing, Calls.num_slow = [], 0, 0, 0
+    Calls.answer = 0
     monkeypatch.setattr(mooncake, "import_client", lambda: Calls)
     for name in list(os.environ):
         if name.startswith("MC_"):
@@ -142,12 +161,11 @@ def test_a_call_that_does_not_end_is_waited_for_by_nobody_new(
         shared.drop(hanging)
         with pytest.raises(OSError, match="does not end"), shared.use():
             pytest.fail("it is used")
-        shared.close()
-        assert not hanging.calls.is_closed
     assert hanging.calls.is_closed
     with shared.use() as client:
         assert client is not hanging
-    shared.close()
+        shared.close()
+        assert not client.calls.is_closed
 
 
 def test_a_client_whose_call_raises_is_closed(entry: Any) -> None:
@@ -172,3 +190,39 @@ def test_deadlines_that_are_set_stay_and_are_named(
         and "MC_RPC_TIMEOUT_MS is set to 60000 instead of 1000" in lines[0]
     )
     shared.close()
+
+
+def test_a_job_that_still_runs_connects_no_client_after_the_end(entry: Any) -> None:
+    store = entry.open(NAMESPACE, 0, ROW_BYTES)
+    store.register(empty())
+    assert store.exists(KEYS[:1]) == [False]
+    store.close()
+    assert store.exists(KEYS[:1]) == [False]
+    with pytest.raises(OSError, match="closed"), store._client.use():
+        pytest.fail("it is used")
+    assert [each.is_closed for each in Calls.made] == [True]
+    assert not store._breaker.is_open
+
+
+def test_a_node_that_stalls_at_first_is_waited_for_once(entry: Any) -> None:
+    store = entry.open(NAMESPACE, 0, ROW_BYTES)
+    store.register(empty())
+    Calls.num_slow = 1
+    begun = time.monotonic()
+    assert store.get(KEYS[:8], [empty() for _ in range(8)]) == [False] * 8
+    assert time.monotonic() - begun < 3
+    assert [(each.num_of_call, each.is_closed) for each in Calls.made] == [([1], True)]
+    assert store._breaker.is_open
+    store.close()
+
+
+def test_a_client_moves_many_objects_at_once_after_the_first(entry: Any) -> None:
+    with SharedClient(entry).use() as client:
+        # A miss says nothing about the nodes.
+        for n, answer in ((9, -704), (MAX_BATCH - 2, 0), (MAX_BATCH, 0), (9, -704)):
+            Calls.answer = answer
+            call = client.calls.batch_get_into_multi_buffers
+            codes = client.move(call, ["name"] * n, [[]] * n, [[]] * n)
+            assert codes == [answer] * n
+    singles = [1] * (9 + MAX_BATCH)
+    assert client.calls.num_of_call == [*singles, MAX_BATCH - 2, 9]

@@ -2,9 +2,12 @@
 """Settings of stores in servers: what is wrong says so at start, with the mend."""
 
 import contextlib
+import functools
 import importlib
 import logging
+import os
 import re
+import resource
 import shutil
 import socket
 import ssl
@@ -17,14 +20,15 @@ from typing import Any
 
 import pytest
 
+from vllm.v1.kv_tier.stores import breaker
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.stores.fs import FsConfig
 from vllm.v1.kv_tier.stores.redis import RedisConfig
 from vllm.v1.kv_tier.stores.settings import parse_tiers
 
 from ..settings import store_config, with_debug
-from .store_servers import Mooncake, Valkey, free_port
-from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, row
+from .store_servers import Mooncake, Valkey, free_port, until
+from .stores import KEYS, NAMESPACE, ROW_BYTES, empty, logged_by, row
 
 REDIS: dict[str, Any] = {"type": "redis", "url": "redis://a:1"}
 MOONCAKE: dict[str, Any] = {"type": "mooncake", "master": "a:1"}
@@ -339,6 +343,81 @@ def test_a_server_without_room_is_read_on(
     store.close()
 
 
+def test_a_node_of_a_cluster_is_refused_whatever_name_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    server = Valkey("--cluster-enabled", "yes", "--dir", str(tmp_path))
+    try:
+        server.start()
+        run = server.client.execute_command
+        run("CONFIG SET", "cluster-require-full-coverage", "no")
+        # By chance, the name that is written first is one of this node.
+        run("CLUSTER ADDSLOTS", run("CLUSTER KEYSLOT", f"kvtier:probe:{os.getpid()}"))
+        until(lambda: run("CLUSTER INFO")["cluster_state"] == "ok")
+        with pytest.raises(ValueError, match="is not a cluster"):
+            check_redis(server)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("ttl", [{}, {"ttl_s": 100}])
+def test_a_server_that_refuses_writes_is_read_on(
+    open_server: Valkey, ttl: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = check_redis(open_server, **ttl).open("b" * 32, 0, ROW_BYTES)
+    assert store.put(KEYS[:3], [row(0), row(1), row(2)]) == [True] * 3
+    damaged = open_server.object_name("b" * 32, 0, KEYS[1])
+    open_server.client.set(damaged, b"torn")
+    try:
+        open_server.client.replicaof("127.0.0.1", free_port())
+        assert store.put(KEYS[2:4], [row(2), row(3)]) == [not ttl, False]
+        places = [empty() for _ in range(3)]
+        # The damaged one cannot be removed.
+        assert store.get(KEYS[:3], places) == [True, False, True]
+        assert (places[0], places[2]) == (row(0), row(2))
+        assert store.exists(KEYS[:4]) == [True, True, True, False]
+    finally:
+        open_server.client.replicaof("NO", "ONE")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "READONLY" in said and "nothing more is written" in said
+    store.close()
+
+
+def test_writes_that_are_refused_in_part_are_logged_once(open_server: Valkey) -> None:
+    config = store_config(with_debug(open_server.entry, num_connections=1))
+    store = config.open("a" * 32, 0, ROW_BYTES)
+    names = [open_server.object_name("a" * 32, 0, key) for key in KEYS[:16:2]]
+    allow = functools.partial(
+        open_server.client.execute_command, "ACL SETUSER", "default"
+    )
+    try:
+        allow("resetkeys", "%R~*", *(f"~{name}" for name in names))
+        with logged_by(breaker.__name__) as lines:
+            rows = [row(i) for i in range(16)]
+            assert store.put(KEYS[:16], rows) == [True, False] * 8
+        assert len(lines) == 1 and "NOPERM" in lines[0]
+        assert store.put(KEYS[:16], rows) == [False] * 16
+    finally:
+        allow("resetkeys", "allkeys")
+    store.close()
+
+
+def test_a_process_with_many_open_files(open_server: Valkey) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 4096), limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        store = check_redis(open_server).open(NAMESPACE, 0, ROW_BYTES)
+        for _ in range(2):
+            assert store.put(KEYS[:1], [row(0)]) == [True]
+            assert store.exists(KEYS[:1]) == [True]
+        store.close()
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_objects_that_the_server_forgets(open_server: Valkey) -> None:
     config = check_redis(open_server, ttl_s=100)
     store = config.open("c" * 32, 0, ROW_BYTES)
@@ -438,6 +517,26 @@ def test_an_engine_that_gives_memory() -> None:
                     store._breaker._next_try_s = store._writing._next_try_s = None
                 assert store.get(KEYS[:1], rows[1:]) == [True] and rows[1] == row(0)
             store.close()
+    finally:
+        servers.close()
+
+
+def test_an_object_that_another_engine_is_writing_is_a_miss() -> None:
+    servers = Mooncake()
+    try:
+        servers.start()
+        store: Any = store_config(servers.entry).open(NAMESPACE, 0, ROW_BYTES)
+        memory = memoryview(bytearray(4 * ROW_BYTES))
+        rows = [memory[i * ROW_BYTES : (i + 1) * ROW_BYTES] for i in range(4)]
+        store.register(memory)
+        assert store.put(KEYS[:1], rows[:1]) == [True]
+        name = servers.object_name(NAMESPACE, 0, KEYS[1])
+        size = store._format.size(KEYS[1])
+        assert servers.client().batch_put_session_start([name], [size]) == [0]
+        assert store.exists(KEYS[:2]) == [True, False]
+        assert store.get(KEYS[:2], rows[2:]) == [True, False]
+        assert not store._breaker.is_open
+        store.close()
     finally:
         servers.close()
 

@@ -79,6 +79,8 @@ class Client:
         # Without a master, setup would take a minute and a half.
         with socket.create_connection(config.address, config.timeout_s) as connection:
             hostname = config.debug.local_hostname or connection.getsockname()[0]
+        self._timeout_s = config.timeout_s
+        self._num_single = MAX_BATCH
         self._free: queue.SimpleQueue[list[memoryview]] = queue.SimpleQueue()
         self.calls = import_client()()
         code = self.calls.setup(
@@ -111,6 +113,33 @@ class Client:
         finally:
             self._free.put(places)
 
+    def move(
+        self,
+        call: Callable[..., list[int]],
+        names: Sequence[str],
+        addresses: list[list[int]],
+        sizes: list[list[int]],
+    ) -> list[int]:
+        """Run a call for several buffers, and return its codes.
+
+        The handshake with a node that has stalled takes a minute, which cannot be set,
+        and is repeated for each object of a call. So a new client moves its first
+        objects in calls of their own, and gives up after one that is too slow.
+        """
+        codes: list[int] = []
+        while self._num_single > 0 and (n := len(codes)) < len(names):
+            begun = monotonic()
+            part = slice(n, n + 1)
+            codes += call(names[part], addresses[part], sizes[part])
+            # A miss does not reach a node.
+            self._num_single -= codes[-1] >= 0
+            if codes[-1] < 0 and monotonic() - begun >= self._timeout_s:
+                return codes + codes[-1:] * (len(names) - len(codes))
+        rest = slice(len(codes), None)
+        if names[rest]:
+            codes += call(names[rest], addresses[rest], sizes[rest])
+        return codes
+
     def register(self, memory: memoryview) -> None:
         """Register memory for transfers.
 
@@ -140,6 +169,7 @@ def _set_deadlines(seconds: int) -> None:
         ("MC_TCP_LANES_PER_PEER", MAX_BATCH // 2),
         ("MC_RPC_TIMEOUT_MS", seconds * 1000),
         ("MC_RPC_CONNECT_TIMEOUT_MS", seconds * 1000),
+        ("MC_HANDSHAKE_CONNECT_TIMEOUT", seconds),
         ("MC_STORE_CLIENT_SETUP_RETRIES", 1),
     ):
         if os.environ.setdefault(name, str(value)) != str(value):
@@ -182,6 +212,8 @@ class SharedClient:
         self._dropped: Client | None = None
         self._num_users = 0
         self._changed = threading.Condition()
+        self.is_closed = False
+        """Whether no client is connected any more."""
 
     @contextmanager
     def use(self) -> Iterator[Client]:
@@ -194,6 +226,8 @@ class SharedClient:
         with self._changed:
             if not self._changed.wait_for(lambda: self._dropped is None, CLOSE_S):
                 raise OSError("a call does not end, and its client cannot be closed")
+            if self.is_closed:
+                raise OSError("it is closed")
             if self._client is None:
                 client = Client(self._config)
                 if self.memory is not None:
@@ -223,6 +257,8 @@ class SharedClient:
 
     def close(self) -> None:
         with self._changed:
+            # A job that still runs must not connect another client between its calls.
+            self.is_closed = True
             # If a call hangs, the client stays open; the process ends anyway.
             if self._changed.wait_for(lambda: not self._num_users, CLOSE_S):
                 client, self._client = self._client, None
@@ -244,8 +280,9 @@ _PART = MAX_BATCH // 8
 # Mooncake has its own threads, and two calls at once slow each other down. So one
 # thread calls while the other one makes checksums.
 _NUM_THREADS = 2
-# Mooncake's error codes: object missing, lease expired before it was read; no memory.
-_MISSES = _NOT_THERE, _LEASE_OVER = (-704, -707)
+# Mooncake's error codes: object missing, another engine is writing it, lease expired
+# before it was read; no memory.
+_MISSES = _NOT_THERE, _NOT_READY, _LEASE_OVER = (-704, -703, -707)
 _NO_ROOM = -200
 
 
@@ -443,8 +480,10 @@ class MooncakeStore(BlockStore):
             with client.headers() as places:
                 for place, header in zip(places, headers):
                     place[: len(header)] = header
-                return client.calls.batch_put_from_multi_buffers(
-                    names, *buffers(places, headers, rows)
+                return client.move(
+                    client.calls.batch_put_from_multi_buffers,
+                    names,
+                    *buffers(places, headers, rows),
                 )
 
         codes = self._call(put, [0, _NO_ROOM]) or []
@@ -472,8 +511,10 @@ class MooncakeStore(BlockStore):
 
         def get(client: Client) -> list[int]:
             with client.headers() as places:
-                codes = client.calls.batch_get_into_multi_buffers(
-                    names, *buffers(places, headers, rows)
+                codes = client.move(
+                    client.calls.batch_get_into_multi_buffers,
+                    names,
+                    *buffers(places, headers, rows),
                 )
                 for place, header in zip(places, headers):
                     header[:] = place[: len(header)]
@@ -520,7 +561,7 @@ class MooncakeStore(BlockStore):
         After negative codes other than the harmless ones, the client is closed before
         this returns.
         """
-        if not self._breaker.allows():
+        if self._client.is_closed or not self._breaker.allows():
             return None
         try:
             with self._client.use() as client:

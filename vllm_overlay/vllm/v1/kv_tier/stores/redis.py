@@ -17,7 +17,7 @@ import re
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field
 from time import monotonic
 from typing import Annotated, Any
@@ -74,7 +74,10 @@ class Wire:
     @property
     def is_stale(self) -> bool:
         """Whether the server has closed the connection or sent unexpected data."""
-        return bool(self._received or select.select([self._socket], [], [], 0)[0])
+        # Not `select`, which refuses the descriptors of a process with many open files.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(self._received or poll.poll(0))
 
     def close(self) -> None:
         self._connection.disconnect()
@@ -133,6 +136,7 @@ class Wire:
 
 _WINDOW_BYTES = 8 << 20
 _WRITE_PAUSE_S = 60.0
+_NUM_PROBES = 32
 _Operation = Callable[[Wire], list[bool]]
 # No part of the URL can contain the start of the next one, so a password is never taken
 # for another part.
@@ -283,7 +287,10 @@ class RedisConfig(StoreConfig):
             (answer,) = wire.lines(1)
             if answer != b"+OK":
                 raise Refused(answer.decode(errors="replace"))
-            wire.ask([command(b"EXISTS", probe), command(b"UNLINK", probe)])
+            # A node of a cluster has some names only, and refuses the others.
+            names = [b"%b:%d" % (probe, i) for i in range(_NUM_PROBES)]
+            wire.ask(command(b"EXISTS", name) for name in names)
+            wire.ask([command(b"UNLINK", probe)])
         finally:
             wire.close()
 
@@ -450,21 +457,18 @@ class RedisStore(BlockStore):
     ) -> list[bool]:
         names = [self._name(key) for key in keys]
         # Existing objects are marked as recently used, and not sent again.
-        ttl = (
-            None
-            if self._config.debug.ttl_s is None
-            else b"%d" % self._config.debug.ttl_s
-        )
-        touch = [b"TOUCH"] if ttl is None else [b"EXPIRE"]
-        after = [] if ttl is None else [ttl]
-        answers = wire.ask(command(*touch, name, *after) for name in names)
+        answers = wire.ask(command(b"TOUCH", name) for name in names)
         missing = [i for i, is_there in enumerate(answers) if not is_there]
-        end = b"\r\n"
-        if ttl is not None:
-            end += b"$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+        changed = missing
+        parts, end = 3, b"\r\n"
+        if (seconds := self._config.debug.ttl_s) is not None:
+            ttl = b"%d" % seconds
+            parts, end = 5, b"\r\n$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+            there = [i for i, is_there in enumerate(answers) if is_there]
+            wire.send(b"".join(command(b"EXPIRE", names[i], ttl) for i in there))
+            changed = there + missing
         for i in missing:
             name, size = names[i], self._format.size(keys[i])
-            parts = 3 if ttl is None else 5
             begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
             wire.send(
                 begin % (parts, len(name), name, size)
@@ -472,13 +476,16 @@ class RedisStore(BlockStore):
             )
             wire.send(rows[i])
             wire.send(end)
-        for i, answer in zip(missing, wire.lines(len(missing))):
-            answers[i] = answer == b"+OK"
-            if answers[i]:
-                self._writing.record_success()
-            else:
-                said = answer.decode(errors="replace").lstrip("-")
-                self._writing.record_failure(self._config.without_secrets(said))
+        refused = None
+        for i, answer in zip(changed, wire.lines(len(changed))):
+            answers[i] = answer in (b"+OK", b":1")
+            if answer not in (b"+OK", b":1", b":0"):
+                refused = answer.decode(errors="replace").lstrip("-")
+        # Once for all, since a server may refuse some and accept others.
+        if refused is not None:
+            self._writing.record_failure(self._config.without_secrets(refused))
+        elif changed:
+            self._writing.record_success()
         return answers
 
     def _get(
@@ -493,7 +500,9 @@ class RedisStore(BlockStore):
             if is_right is False:
                 damaged.append(command(b"UNLINK", self._name(key)))
         if damaged:
-            wire.ask(damaged)
+            # A server that refuses writes is still read.
+            with suppress(Refused):
+                wire.ask(damaged)
         return answers
 
     def _take(
