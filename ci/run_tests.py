@@ -260,8 +260,13 @@ def sim(run: Run) -> Counts:
     )
 
 
+TWO_ENGINES = ["-n", "2", "--dist", "loadfile"]
+"""For tests of engines: one that starts leaves a core to another one. Tests of a file
+share engines."""
+
+
 def e2e(run: Run) -> Counts:
-    return pytest(run, "e2e", "tests/e2e")
+    return pytest(run, "e2e", "tests/e2e", more_flags=TWO_ENGINES)
 
 
 TURN = ["tests/e2e/test_answers.py", "tests/e2e/test_faults.py"]
@@ -286,7 +291,7 @@ def older(run: Run) -> Counts:
     counts = run.patchtool("env", tag)
     if not counts.failed:
         other = Run(run.layout, tag, first=False)
-        ran = pytest(other, "older", *TURN)
+        ran = pytest(other, "older", *TURN, more_flags=TWO_ENGINES)
         say(f'ci/tested.toml, ["{tag}"]: turn = "{time.strftime("%Y-%m-%d")}: {ran}"')
         counts += ran
     return counts
