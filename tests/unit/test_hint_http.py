@@ -19,10 +19,10 @@ from vllm.v1.kv_tier.hints.http import (
     MESSAGES,
     PATHS,
     HintsOfRequests,
+    breakpoints,
     serve_conversation_hints,
 )
-from vllm.v1.kv_tier.hints.request_context import NOTHING, request_context
-from vllm.v1.kv_tier.hints.translation import breakpoints
+from vllm.v1.kv_tier.hints.schema import NOTHING, request_context
 
 CHAT = "/v1/chat/completions"
 

@@ -9,9 +9,14 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.hints.conversation_api import check, tell_all, tell_one
-from vllm.v1.kv_tier.hints.request_context import request_context
-from vllm.v1.kv_tier.hints.schema import KEY, Hints, for_tier
-from vllm.v1.kv_tier.hints.translation import from_envelope
+from vllm.v1.kv_tier.hints.schema import (
+    KEY,
+    VERSION,
+    Hints,
+    for_tier,
+    request_context,
+    shown,
+)
 from vllm.v1.kv_tier.layout import BACKEND
 
 if TYPE_CHECKING:
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 PARAMS = "kv_transfer_params"
+ACTION = KEY
+"""`action_type` of the tier's actions in upstream's `KvHintsEnvelope`."""
 
 
 class HintError(releases.VLLMValidationError, ValueError):
@@ -75,6 +82,35 @@ def with_hints(
     if prewarms:
         params.max_tokens, params.min_tokens = 1, 0
     return params
+
+
+def from_envelope(envelope: Any) -> dict[str, Any]:
+    """Hints in upstream's `KvHintsEnvelope`, as fields of the schema.
+
+    The tier's actions have type `ACTION`, and the fields of
+    `kv_transfer_params.kv_tier` as payload. Other actions are ignored.
+
+    Raises:
+        ValueError: A payload does not match the schema, or has another version.
+
+    """
+    hints: dict[str, Any] = {}
+    for action in envelope.actions if envelope is not None else ():
+        if action.action_type != ACTION:
+            continue
+        name = action.action_id
+        if action.action_version != str(VERSION):
+            raise ValueError(
+                f"kv_hints: action {shown(name)}: action_version must be '{VERSION}', "
+                f"got {shown(action.action_version)}."
+            )
+        payload = {} if action.payload is None else action.payload
+        try:
+            Hints.from_params({KEY: payload})
+        except ValueError as e:
+            raise ValueError(f"kv_hints: action {shown(name)}: {e}") from None
+        hints.update(payload)
+    return hints
 
 
 def add_hint_routes(app: Any, args: Any) -> None:

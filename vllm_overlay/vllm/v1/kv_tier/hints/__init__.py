@@ -2,6 +2,6 @@
 """What clients say of the KV of their requests: the schema, the APIs that carry it, and
 what the scheduler makes of it.
 
-`schema` imports nothing of the tier. `http`, `translation`, `request_context` and
-`conversation_api` run in the process that takes requests and import no scheduler.
+`schema` imports nothing of the tier. `http` and `conversation_api` run in the process
+that takes requests and import no scheduler.
 """

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from vllm.v1.kv_tier.hints.schema import KEY, Hints, is_text, shown
-from vllm.v1.kv_tier.hints.translation import MAX_HINT
+from vllm.v1.kv_tier.hints.schema import KEY, MAX_HINT, Hints, is_text, shown
 
 UTILITY = "hint_kv_tier"
 """Method of upstream's `EngineCore` that receives them."""

@@ -11,7 +11,8 @@ pins a block or changes an answer.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from reprlib import Repr
 from typing import Any
@@ -28,6 +29,8 @@ MAX_RANGES = 8
 """Most ranges that a request can retain."""
 NO_HINT = 50
 """Priority without a hint."""
+MAX_HINT = 1 << 16
+"""Most bytes of a hint over HTTP, about ten times as many as the schema allows."""
 CAPS = ("max_load_tokens", "max_offload_tokens")
 """Fields next to `kv_tier` that upstream's connectors read. The tier reads them too."""
 
@@ -318,3 +321,25 @@ def are_in(params: object) -> bool:
 def for_tier(params: Mapping[str, Any]) -> dict[str, Any]:
     """The tier's fields of a request's `kv_transfer_params`."""
     return {name: params[name] for name in (KEY, *CAPS) if name in params}
+
+
+@dataclass(frozen=True)
+class RequestContext:
+    """Hints of the HTTP request that is being served."""
+
+    hints: dict[str, Any] = field(default_factory=dict)
+    """Hints from other APIs, as checked fields of `Hints`."""
+    checked: Mapping[str, Any] = field(default_factory=dict)
+    """The tier's fields of `kv_transfer_params`, checked."""
+
+
+NOTHING = RequestContext()
+
+request_context: ContextVar[RequestContext] = ContextVar(
+    "kv_tier_request", default=NOTHING
+)
+"""Passes the hints to the engine's input processor.
+
+Not every API of every release has a field that reaches the engine. An endpoint works in
+the context of its request, or in tasks that inherit it, so a context variable does.
+"""

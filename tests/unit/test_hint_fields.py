@@ -8,16 +8,15 @@ import pytest
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_tier import frontend
+from vllm.v1.kv_tier.frontend import from_envelope
 from vllm.v1.kv_tier.hints.conversation_api import check
-from vllm.v1.kv_tier.hints.request_context import RequestContext, request_context
-from vllm.v1.kv_tier.hints.schema import KEY, Hints
-from vllm.v1.kv_tier.hints.translation import (
+from vllm.v1.kv_tier.hints.http import (
     Breakpoint,
     breakpoints,
-    from_envelope,
     from_openai,
     retain,
 )
+from vllm.v1.kv_tier.hints.schema import KEY, Hints, RequestContext, request_context
 from vllm.v1.kv_tier.releases import VLLMValidationError
 
 DAY = 86400
@@ -28,40 +27,40 @@ HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({}, RequestContext()),
+        ({}, {}),
         (
             {"prompt_cache_retention": "in_memory", "prompt_cache_key": "k"},
-            RequestContext(),
+            {},
         ),
-        ({"prompt_cache_retention": "in-memory"}, RequestContext()),
-        ({"prompt_cache_retention": "24h"}, RequestContext({"retain": retain(DAY)})),
-        ({"prompt_cache_options": None}, RequestContext()),
-        ({"prompt_cache_options": {"mode": "explicit"}}, RequestContext()),
+        ({"prompt_cache_retention": "in-memory"}, {}),
+        ({"prompt_cache_retention": "24h"}, {"retain": retain(DAY)}),
+        ({"prompt_cache_options": None}, {}),
+        ({"prompt_cache_options": {"mode": "explicit"}}, {}),
         (
             {"prompt_cache_options": {"ttl": "30m"}},
-            RequestContext({"retain": retain(1800)}),
+            {"retain": retain(1800)},
         ),
         (
             {"prompt_cache_options": {"ttl": "12h"}},
-            RequestContext({"retain": retain(DAY / 2)}),
+            {"retain": retain(DAY / 2)},
         ),
         (
             {"prompt_cache_options": {"prewarm": True}},
-            RequestContext({"prewarm": True, "retain": retain(1800)}),
+            {"prewarm": True, "retain": retain(1800)},
         ),
         (
             {
                 "prompt_cache_options": {"ttl": "30m", "prewarm": False},
                 "prompt_cache_retention": "24h",
             },
-            RequestContext({"retain": retain(DAY)}),
+            {"retain": retain(DAY)},
         ),
     ],
 )
-def test_fields_of_openai(body: dict[str, Any], expected: RequestContext) -> None:
+def test_fields_of_openai(body: dict[str, Any], expected: dict[str, Any]) -> None:
     found = from_openai(body)
     assert found == expected
-    Hints.from_params({KEY: found.hints})
+    Hints.from_params({KEY: found})
 
 
 @pytest.mark.parametrize(
