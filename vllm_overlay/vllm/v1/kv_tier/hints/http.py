@@ -40,6 +40,12 @@ LARGE = 1 << 16
 """Least bytes of a body that is read in a thread."""
 
 
+class _ConversationHint(msgspec.Struct, forbid_unknown_fields=True):
+    conversation: str | None = None
+    cache_salt: str | None = None
+    release: bool | None = None
+
+
 async def serve_conversation_hints(request: Request) -> JSONResponse:
     """Handle a hint that a conversation is over.
 
@@ -47,10 +53,23 @@ async def serve_conversation_hints(request: Request) -> JSONResponse:
     The answer has the number of released blocks, and of engines.
     """
     try:
-        said = check(msgspec.json.decode(await request.body()))
+        said = check(_conversation_hint(await request.body()))
     except (ValueError, RecursionError) as e:
         return _refusal(AFTERWARDS, str(e))
     return JSONResponse(await tell_all(request.app.state.engine_client, said))
+
+
+def _conversation_hint(body: bytes) -> object:
+    if len(body) >= LARGE:
+        # Stops at the first other value, since parsing 1 MB takes up to half a second.
+        try:
+            msgspec.json.decode(body, type=_ConversationHint)
+        except ValueError as e:
+            raise ValueError(
+                f"A body of {LARGE} bytes or more must have only strings in conversation "
+                f"and cache_salt, and true in release: {str(e)[:200]}."
+            ) from None
+    return msgspec.json.decode(body)
 
 
 class HintsOfRequests:

@@ -75,7 +75,7 @@ def fields_in(body: bytes) -> dict[str, Any]:
         if name in found:
             found[name] = _value(found[name], name)
     for name in _LISTS:
-        if name in found:
+        if name in found and has_control(found[name]):
             found[name] = list_in(found[name])
     return found
 
