@@ -48,4 +48,6 @@ class LoopLag:
 
     async def _beat(self) -> None:
         while True:
-            self._longest = max(self._longest, await stretch())
+            # A request may set it back meanwhile.
+            last = await stretch()
+            self._longest = max(self._longest, last)

@@ -14,7 +14,6 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from soak.loop_lag import stretch
-
 from vllm.v1.kv_tier.hints.http import (
     AFTERWARDS,
     COUNT,
