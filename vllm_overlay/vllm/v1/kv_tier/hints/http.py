@@ -66,8 +66,8 @@ def _conversation_hint(body: bytes) -> object:
             msgspec.json.decode(body, type=_ConversationHint)
         except ValueError as e:
             raise ValueError(
-                f"A body of {LARGE} bytes or more must have only strings in conversation "
-                f"and cache_salt, and true in release: {str(e)[:200]}."
+                f"A body of {LARGE} bytes or more must have only strings in "
+                f"conversation and cache_salt, and true in release: {str(e)[:200]}."
             ) from None
     return msgspec.json.decode(body)
 
