@@ -134,7 +134,9 @@ def flags(
     return found
 
 
-def environment() -> dict[str, str]:
+def environment(logs: bool = True) -> dict[str, str]:
+    """Of a server. Upstream logs bodies that it refuses: hostile ones make 8 GB in a
+    quarter of an hour."""
     paths = [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -144,6 +146,7 @@ def environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONHASHSEED": "0",
+        **({} if logs else {"VLLM_LOGGING_LEVEL": "CRITICAL"}),
     }
 
 
@@ -218,12 +221,14 @@ class Soak:
         self.note(f"wrote {path}")
         return report
 
-    def _serve(self, model: Path, name: str, num_blocks: int, slots: int) -> Server:
+    def _serve(
+        self, model: Path, name: str, num_blocks: int, slots: int, logs: bool = True
+    ) -> Server:
         log = self.out / f"{name}.log"
         below = self.faults.entries if self.faults is not None and slots else []
         found = flags(self.out, num_blocks, slots, below)
         self.note(f"starting the {name}")
-        return Server(model, found, environment(), log)
+        return Server(model, found, environment(logs), log)
 
     async def _load(
         self, server: Server, conversations: list[Conversation]
@@ -306,7 +311,8 @@ class Soak:
         report: dict[str, Any] = {}
         looks: list[dict[str, Look]] = []
         for name, num_slots in (("reference", 0), ("server", self.sizes.host_slots)):
-            server = self._serve(model, name, self.sizes.device_blocks, num_slots)
+            num_blocks = self.sizes.device_blocks
+            server = self._serve(model, name, num_blocks, num_slots, logs=False)
             try:
                 looks.append(asyncio.run(self._press(server, name, report)))
                 server.get("/health")
@@ -328,11 +334,11 @@ class Soak:
         looks = await hostile.look()
         self.note(f"{len(looks)} odd requests in a quiet moment")
         seconds, warm_up = self.sizes.seconds, 60 * self.sizes.warm_up_minutes
-        await hostile.press(time.monotonic() + warm_up)
+        await hostile.press(time.monotonic() + warm_up, looks)
         self.note(f"{hostile.served} requests served, to warm up")
         loaded = Hostile(server.url, MODEL)
         watch, ends = Watch(server), time.monotonic() + seconds
-        await asyncio.gather(loaded.press(ends), watch.run(ends))
+        await asyncio.gather(loaded.press(ends, looks), watch.run(ends))
         self.note(f"{loaded.served} requests served")
         memory = {
             process: watch.sizes(server.pid_of(title))
