@@ -4,9 +4,9 @@
 Names and salts that nobody has had before, salts of 1 MiB, prewarms whose clients hang
 up, and `odd_requests`: deep JSON, numbers and characters that no message between
 processes can carry, bodies of 1 MB that are costly to parse. No request may be answered
-with a status of 500 or above that a server without a tier does not answer, too, none
-may block the event loop for `MAX_LAG_MS` longer than it does there, and memory stays
-as it is.
+with a status of 500 or above where a server without a tier answers otherwise, none may
+block the event loop for `MAX_LAG_MS` longer than it does there, and no process may grow
+by `GROWTH` more.
 """
 
 import asyncio
@@ -42,6 +42,7 @@ TIMES = 5
 """How often a large body is sent to measure how long it blocks the event loop."""
 TIMEOUT_S = 120.0
 TOO_LONG_MS = 1000.0
+"""A request that blocks the event loop for so long is no part of the load."""
 AGAIN = 30
 """How many requests later some come again: not a multiple of `EVERY`."""
 EVERY = 7

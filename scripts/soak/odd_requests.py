@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 
 MiB = 1 << 20
-LARGE = 900_000
+LARGE = 800_000
 """Bytes of a body whose time in the event loop is measured."""
 SALT = 128
 """Characters of a salt that newer releases take at most."""
