@@ -2,97 +2,83 @@
 """Clients who send what nobody should: `make soak ARGS=--hostile`.
 
 Names and salts that nobody has had before, salts of 1 MiB, prewarms whose clients hang
-up, deep JSON, numbers and characters that no message between processes can carry, and
-bodies of 1 MB that are costly to parse. No request may be answered with a status of 500
-or above that a server without a tier answers otherwise, none may hold up the event loop
-longer than `MAX_LAG_MS` beyond what it does there, and memory stays as it is.
+up, and `odd_requests`: deep JSON, numbers and characters that no message between
+processes can carry, bodies of 1 MB that are costly to parse. No request may be answered
+with a status of 500 or above where a server without a tier answers otherwise, none may
+block the event loop for `MAX_LAG_MS` longer than it does there, and no process may grow
+by `GROWTH` more.
 """
 
 import asyncio
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import count
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count, cycle
+from statistics import median
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 from .loop_lag import PATH as LOOP_LAG
+from .odd_requests import (
+    HINTS,
+    LARGE,
+    PATHS,
+    SALT,
+    MiB,
+    Request,
+    odd_requests,
+    ordinary,
+)
 
 MAX_LAG_MS = 20.0
 GROWTH = 0.01
-"""How much more memory each process may have at the end."""
-MiB = 1 << 20
-LARGE = 100_000
-"""Bytes of a body that is sent several times."""
-SALT = 128
-"""Characters of a salt that newer releases take at most."""
-HINTS = "/v1/kv_tier/hints"
-COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
-PATHS = (COMPLETIONS, CHAT, MESSAGES, "/v1/responses")
-
-_MARK = b'"cache_control":{"type":"ephemeral"}'
-_PARAMS = b'"kv_transfer_params":{"kv_tier":%s}'
-
-
-def odd_hints() -> list[bytes]:
-    """Values of `kv_transfer_params.kv_tier` that are refused."""
-    deep = b"[" * 300 + b"]" * 300
-    return [
-        *(b"5", b"[1]", b'"a"', b"true", deep, b'{"release":1}', b'{"x":1}'),
-        *(b'{"conversation":"\\ud800"}', b'{"tenant":"a\\udfff"}', b'{"version":9}'),
-        b'{"retain":{"priority":80,"ttl":1' + b"0" * 400 + b"}}",
-        b'{"retain":{"priority":80,"ttl":1e300}}',
-        b'{"retain":{"priority":80,"ttl":NaN}}',
-        b'{"retain":{"priority":80,"ttl":Infinity}}',
-        b'{"retain":{"priority":80,"end":9223372036854775808}}',
-        b'{"max_load_tokens":36893488147419103232}',
-        b'{"conversation":"' + b"c" * MiB + b'"}',
-        b'{"retain":[' + b"{}," * 100_000 + b"{}]}",
-    ]
+"""How much more than without a tier each process may grow. There, too, bodies of 1 MB
+leave holes in the memory of an API server that Python's allocator does not give back.
+"""
+TIMES = 5
+"""How often a large body is sent to measure how long it blocks the event loop."""
+TIMEOUT_S = 120.0
+TOO_LONG_MS = 1000.0
+"""A request that blocks the event loop for so long is no part of the load."""
+AGAIN = 30
+"""How many requests later some come again: not a multiple of `EVERY`."""
+EVERY = 7
+PAUSE_S = 0.1
+"""Between odd requests of a kind, so that others are served."""
+TIMED_OUT = "timed out"
 
 
-def odd_bodies(model: str) -> Iterator[tuple[str, str, bytes]]:
-    """Name, path and body of requests that nobody should send, but of which each may
-    come at any time."""
-    name = json.dumps(model).encode()
-    begin = b'{"model":%s,"max_tokens":1,"prompt":"t9",' % name
-    for i, hint in enumerate(odd_hints()):
-        for path in PATHS:
-            yield f"hint {i}", path, begin + _PARAMS % hint + b"}"
-    for value in (b"5", b"[]", b'"kv_tier"', b'[{"a":1}]', b'{"kv_tier":null}'):
-        body = begin + b'"kv_transfer_params":' + value + b"}"
-        yield f"params {value!r}", COMPLETIONS, body
-        xargs = b'"vllm_xargs":{"kv_transfer_params":' + value + b"}}"
-        yield f"xargs {value!r}", COMPLETIONS, begin + xargs
-    for value in (b'{"release":true}', b"[]", b"{", b"5", b'"\\ud800"'):
-        yield f"afterwards {value!r}", HINTS, value
-    told = b'{"release":true,"conversation":%s}'
-    for value in (b'"\\ud800"', b"1" + b"0" * 5000, b"[" * 99_999 + b"]" * 99_999):
-        yield "afterwards", HINTS, told % value
-    large = {
-        "small lists": b'"x":[' + b"[]," * 333_000 + b"0]",
-        "small objects": b'"x":[' + b'{"a":0},' * 125_000 + b"0]",
-        "many fields": b",".join(b'"k%d":0' % i for i in range(90_000)),
-        "deep": b'"x":' + b"[" * 500_000 + b"]" * 500_000,
-        "blocks": b'"messages":[{"role":"user","content":['
-        + b'{"type":"text","text":"a"},' * 37_000
-        + b'{"type":"text","text":"b",%s}]}]' % _MARK,
-        "breakpoints": b'"messages":[{"role":"user","content":['
-        + b'{"type":"text","text":"a",%s},' % _MARK * 14_000
-        + b'{"type":"text","text":"b"}]}]',
-        "large hint": _PARAMS % (b"[" + b"[]," * 333_000 + b"0]"),
-    }
-    for what, fields in large.items():
-        for path in (COMPLETIONS, MESSAGES, HINTS):
-            # Never served: the endpoint refuses it, when it has parsed it.
-            body = b'{"model":"no such model","max_tokens":"x",' + _MARK + b","
-            yield f"1 MB: {what}", path, body + fields + b"}"
+@dataclass(frozen=True)
+class Look:
+    """What one request did in a quiet moment.
+
+    Attributes:
+        outcome: Status of the answer, or what came instead.
+        median_ms: How long the event loop was blocked at a stretch.
+        worst_ms: As above, the worst of some times.
+
+    """
+
+    outcome: int | str
+    median_ms: float = 0.0
+    worst_ms: float = 0.0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the answer was a failure of the server, or none came."""
+        return isinstance(self.outcome, str) or self.outcome >= 500
+
+    @property
+    def is_left_out(self) -> bool:
+        """Of a load. `worse` judges whether it is the tier's fault."""
+        return self.is_broken or self.median_ms > TOO_LONG_MS
 
 
 class Hostile:
-    """Clients of one server, for an `async with` statement.
+    """Clients of one server. Each request has a connection of its own.
 
     Args:
         url: Of the server.
@@ -102,96 +88,218 @@ class Hostile:
     """
 
     def __init__(self, url: str, model: str, **headers: str) -> None:
+        address = urlsplit(url)
+        self._host, self._port = address.hostname, address.port
         self._model = model
-        self._numbers = count(1)
-        self.counts: Counter[str] = Counter()
-        """Answers by their status."""
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            timeout=300,
-            trust_env=False,
-            headers={"Content-Type": "application/json", **headers},
-        )
+        self._headers = [f"{name}: {value}".encode() for name, value in headers.items()]
+        first = time.monotonic_ns()
+        # Prewarms have numbers, and so names and salts, of their own.
+        self._numbers, self._prewarms = count(first), count(-first, -1)
+        self._counts: defaultdict[str, Counter[int | str]] = defaultdict(Counter)
+        self.broken: Counter[str] = Counter()
+        """Requests that were answered with 500 or above, with the status."""
 
-    async def __aenter__(self) -> "Hostile":
-        return self
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Requests by kind and status, or by what came instead of an answer."""
+        return {
+            kind: {str(outcome): counts[outcome] for outcome in sorted(counts, key=str)}
+            for kind, counts in sorted(self._counts.items())
+        }
 
-    async def __aexit__(self, *exception: object) -> None:
-        await self._http.aclose()
+    @property
+    def served(self) -> int:
+        """Requests that were answered with 200."""
+        return sum(counts[200] for counts in self._counts.values())
 
-    async def send(self, path: str, body: bytes) -> int:
-        """Returns the status of the answer."""
-        answer = await self._http.post(path, content=body)
-        self.counts[f"{answer.status_code}"] += 1
-        return answer.status_code
+    # ----------------------------------------------------------------- requests
 
-    async def _complete(self, body: bytes) -> None:
-        self.counts["served"] += await self.send(COMPLETIONS, body) == 200
+    async def send(self, request: Request) -> int | str:
+        """Returns the status of the answer, or what came instead."""
+        outcome, _ = await self._ask(request)
+        self._counts[request.kind][outcome] += 1
+        if isinstance(outcome, int) and outcome >= 500:
+            self.broken[f"{request} {outcome}"] += 1
+        return outcome
+
+    async def abandon(self, request: Request, after_s: float) -> None:
+        """Send a request, and hang up after some time."""
+        outcome, _ = await self._ask(request, timeout_s=after_s)
+        if outcome == TIMED_OUT:
+            outcome = "given up"
+        self._counts[request.kind][outcome] += 1
+
+    async def _ask(
+        self, request: Request, method: str = "POST", timeout_s: float | None = None
+    ) -> tuple[int | str, bytes]:
+        """Status and content of the answer, or what came instead. Never raises for what
+        a server or a busy machine may do."""
+        try:
+            return await asyncio.wait_for(
+                self._exchange(request, method),
+                TIMEOUT_S if timeout_s is None else timeout_s,
+            )
+        except asyncio.TimeoutError:
+            return TIMED_OUT, b""
+        except (OSError, EOFError, ValueError, IndexError) as error:
+            return f"no answer: {type(error).__name__}", b""
+
+    async def _exchange(self, request: Request, method: str) -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            lines = [
+                f"{method} {request.path} HTTP/1.1".encode(),
+                b"Host: server",
+                b"Connection: close",
+                b"Content-Length: %d" % len(request.body),
+                *self._headers,
+                *request.headers,
+            ]
+            if not any(h.startswith(b"Content-Type") for h in request.headers):
+                lines.append(b"Content-Type: application/json")
+            writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + request.body)
+            # A server may answer before it has read all.
+            with suppress(ConnectionError):
+                await writer.drain()
+            head = await reader.readuntil(b"\r\n\r\n")
+            return int(head.split()[1]), await reader.read()
+        finally:
+            writer.transport.abort()
 
     async def longest_ms(self) -> float:
-        """The longest stretch of the server's event loop since the last call; 0.0 if it
-        does not tell."""
-        answer = await self._http.get(LOOP_LAG)
-        return answer.json()["longest_ms"] if answer.status_code == 200 else 0.0
+        """The longest stretch of the server's event loop since the last call; 0.0 if
+        the server does not measure it."""
+        request = Request("", "", LOOP_LAG, b"")
+        status, content = await self._ask(request, "GET")
+        return json.loads(content)["longest_ms"] if status == 200 else 0.0
 
-    async def look(self) -> dict[str, tuple[int, float]]:
-        """Send each of `odd_bodies`, one after another. Returns the status, and how
-        long the event loop was busy at a stretch, by name and path."""
+    # --------------------------------------------------------------------- load
+
+    async def look(self, times: int = TIMES) -> dict[str, Look]:
+        """Send each of `odd_requests`, one after another; the large ones some times."""
         found = {}
-        for name, path, body in odd_bodies(self._model):
+        for request in odd_requests(self._model):
             longest = []
-            # What Python's collector of garbage takes is not each time in it.
-            for _ in range(3 if len(body) > LARGE else 1):
+            for _ in range(times if len(request.body) > LARGE else 1):
                 await self.longest_ms()
-                status = await self.send(path, body)
+                outcome = await self.send(request)
                 longest.append(await self.longest_ms())
-            found[f"{name} {path}"] = status, min(longest)
+            found[str(request)] = Look(outcome, median(longest), max(longest))
         return found
 
-    async def press(self, ends: float) -> None:
-        """Send what is served, from names nobody has had before, until `ends`."""
+    async def press(self, ends: float, looks: dict[str, Look] | None = None) -> None:
+        """Clients of all kinds until `ends` (`time.monotonic()`).
+
+        Args:
+            ends: When to stop.
+            looks: What `look` found. Requests that upstream answers with 500, after
+                which it keeps their state for ever, or that block it for seconds, are
+                left out: they would hide what the tier does.
+
+        """
+        kinds: defaultdict[str, list[Request]] = defaultdict(list)
+        for request in odd_requests(self._model):
+            if not (looks and looks[str(request)].is_left_out):
+                kinds[request.kind].append(request)
+        clients = [self._be_served(ends) for _ in range(4)]
+        clients += [self._prewarm(ends) for _ in range(2)]
+        clients += [self._send_all(cycle(some), ends) for some in kinds.values()]
+        await asyncio.gather(*clients)
+
+    async def _send_all(self, requests: Iterator[Request], ends: float) -> None:
+        for request in requests:
+            if time.monotonic() > ends:
+                return
+            await self.send(request)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _be_served(self, ends: float) -> None:
+        """Requests, most of them with names and salts that nobody has had before."""
         while time.monotonic() < ends:
-            await asyncio.gather(*(self._press_once() for _ in range(4)))
+            number = next(self._numbers)
+            if number % EVERY == 0:
+                # Comes again, after the device has evicted it: loads need memory, too.
+                number -= AGAIN
+            some: list[dict[str, Any]] = [
+                {"retain": {"priority": 90, "ttl": 2**53 - 1}},
+                {"retain": [{"priority": 1}, {"priority": 99, "end": 40}]},
+                {"max_load_tokens": number, "release": True},
+                {},
+                {},
+            ]
+            request = self._new("unique names", number, some[number % 5])
+            await self.send(request)
+            if number % 5 == 4:
+                over = {"conversation": self._name(number), "release": True}
+                over["cache_salt"] = f"{number}".ljust(MiB if number % 2 else 9, "s")
+                body = json.dumps(over).encode()
+                await self.send(Request("unique names", "", HINTS, body))
 
-    async def _press_once(self) -> None:
-        number = next(self._numbers)
-        # Releases that have a limit refuse the larger ones.
-        is_large = number % 8 == 0
-        salt = f"{number}".ljust(MiB if is_large else SALT, "s")
-        name = f"{number}".ljust(250, "c")
+    async def _prewarm(self, ends: float) -> None:
+        """Prewarms whose clients hang up at once, or while they are computed."""
+        while time.monotonic() < ends:
+            number = next(self._prewarms)
+            request = self._new("aborted prewarms", number, {"prewarm": True})
+            await self.abandon(request, number % 6 * 0.01)
+
+    @staticmethod
+    def _name(number: int) -> str:
+        return f"{number}".ljust(250, "c")
+
+    def _new(self, kind: str, number: int, hints: dict[str, Any]) -> Request:
+        name = self._name(number)
+        fields = {
+            "cache_salt": f"{number}".ljust(SALT, "s"),
+            "kv_transfer_params": {
+                "kv_tier": {"conversation": name, "tenant": name[::-1], **hints}
+            },
+        }
         prompt = " ".join(f"t{300 + (number * 7 + i) % 600}" for i in range(100))
-        hints: dict[str, Any] = {"conversation": name, "tenant": name[::-1]}
-        body = {"model": self._model, "max_tokens": 1, "cache_salt": salt}
-        body |= {"prompt": prompt, "kv_transfer_params": {"kv_tier": hints}}
-        kind = number % 5
-        if kind == 0:
-            hints["prewarm"] = True
-        elif kind == 1:
-            hints["retain"] = {"priority": 90, "ttl": 2**53 - 1}
-        elif kind == 2:
-            hints["retain"] = {"priority": 1}
-        elif kind == 3:
-            hints |= {"max_load_tokens": number, "release": True}
-        sent = self._complete(json.dumps(body).encode())
-        try:
-            # Prewarms are given up at once.
-            await asyncio.wait_for(sent, 0.02 if kind == 0 else 300)
-        except asyncio.TimeoutError:
-            self.counts["given up"] += 1
-        if kind == 4:
-            over = {"conversation": name, "cache_salt": salt, "release": True}
-            await self.send(HINTS, json.dumps(over).encode())
+        path = PATHS[number % len(PATHS)]
+        body = (
+            ordinary(path, self._model, prompt) + b"," + json.dumps(fields)[1:].encode()
+        )
+        return Request(kind, "", path, body)
 
 
-def worse(
-    found: dict[str, tuple[int, float]], without: dict[str, tuple[int, float]]
-) -> list[str]:
+def worse(found: dict[str, Look], without: dict[str, Look]) -> list[str]:
     """What a server with a tier answers worse than one without."""
     bad = []
-    for name, (status, lag) in found.items():
-        other, other_lag = without.get(name, (0, 0.0))
-        if status >= 500 and status != other:
-            bad.append(f"{name}: status {status}, without a tier {other}")
-        if lag > other_lag + MAX_LAG_MS:
-            bad.append(f"{name}: busy for {lag:.0f} ms, without {other_lag:.0f} ms")
+    for name, look in found.items():
+        other = without.get(name, Look(0))
+        if look.is_broken and look.outcome != other.outcome:
+            bad.append(f"{name}: {look.outcome}, without a tier {other.outcome}")
+        if look.median_ms > other.median_ms + MAX_LAG_MS:
+            bad.append(
+                f"{name}: blocked the event loop for {look.median_ms:.0f} ms (median), "
+                f"without a tier for {other.median_ms:.0f} ms"
+            )
+    return bad
+
+
+def what_failed(
+    server: dict[str, Any], without: dict[str, Any], is_long: bool
+) -> list[str]:
+    """What the report of a server with a tier has that one without does not excuse.
+
+    Args:
+        server: Of the server.
+        without: Of the server without a tier.
+        is_long: Whether memory has had the time to show a leak.
+
+    """
+    bad = [
+        f"the server {name} served no request"
+        for name, report in (("with a tier", server), ("without a tier", without))
+        if not report["served"]
+    ]
+    bad += sorted(server["broken"])
+    bad += server["faults"]
+    for process, grown in server["growth"].items():
+        other = without["growth"][process]
+        if is_long and grown > max(other, 0) + GROWTH:
+            bad.append(
+                f"memory of the {process} grew by {100 * grown:.2f}%, without a tier "
+                f"by {100 * other:.2f}%"
+            )
     return bad

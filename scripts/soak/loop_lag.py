@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the event loop of an API server is busy at a stretch.
+"""How long the event loop of an API server is blocked at a stretch.
 
     vllm serve … --middleware soak.loop_lag.LoopLag
 
-`GET /loop_lag` answers with the longest stretch since the last call, in milliseconds of
-the loop's own thread, so that other processes of the machine do not count.
+`GET /loop_lag` answers with the longest stretch since the last call, in milliseconds.
 """
 
 import asyncio
-from time import thread_time
+from time import perf_counter, process_time
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 PATH = "/loop_lag"
 _BEAT_S = 0.001
+
+
+async def stretch(beat_s: float = _BEAT_S) -> float:
+    """Sleep for `beat_s`. Returns for how many seconds longer the loop was blocked.
+
+    That is at most the processor time that the process used meanwhile, in all of its
+    threads: a thread that keeps the interpreter lock blocks the loop, and what other
+    processes of the machine take does not count.
+    """
+    begin, used = perf_counter(), process_time()
+    await asyncio.sleep(beat_s)
+    return min(perf_counter() - begin - beat_s, process_time() - used)
 
 
 class LoopLag:
@@ -26,7 +37,7 @@ class LoopLag:
         self._longest = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, and see to the beats."""
+        """Serve a request, and start the beats."""
         if self._beats is None:
             self._beats = asyncio.create_task(self._beat())
         if scope["type"] == "http" and scope["path"] == PATH:
@@ -37,6 +48,6 @@ class LoopLag:
 
     async def _beat(self) -> None:
         while True:
-            begin = thread_time()
-            await asyncio.sleep(_BEAT_S)
-            self._longest = max(self._longest, thread_time() - begin)
+            # A request may set it back meanwhile.
+            last = await stretch()
+            self._longest = max(self._longest, last)

@@ -4,8 +4,11 @@
 import asyncio
 import re
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from tests.e2e.server import Server
 
@@ -29,7 +32,7 @@ class Memory:
     rss: int
     pss: int
     by_process: dict[str, int]
-    """`pss` by process id and name."""
+    """`rss` by process id and name. Its `pss` changes with other processes."""
 
 
 @dataclass
@@ -48,7 +51,9 @@ class Watch:
 
     async def run(self, ends: float) -> None:
         while time.monotonic() < ends:
-            await asyncio.to_thread(self.look)
+            # On a busy machine metrics may come too late. Clients see a dead server.
+            with suppress(OSError):
+                await asyncio.to_thread(self.look)
             await asyncio.sleep(self.every_s)
 
     def look(self) -> None:
@@ -81,6 +86,15 @@ class Watch:
                 return wrong
             time.sleep(0.5)
 
+    def sizes(self, pid: int) -> list[int]:
+        """Bytes of a process, of all samples in which it ran."""
+        return [
+            size
+            for memory in self.samples
+            for name, size in memory.by_process.items()
+            if name.split()[0] == f"{pid}"
+        ]
+
     def mean(self, first_s: float, last_s: float) -> Memory:
         """Mean of the samples of a span."""
         some = [m for m in self.samples if first_s <= m.seconds <= last_s]
@@ -97,6 +111,16 @@ class Watch:
         )
 
 
+def growth(sizes: Sequence[float]) -> float:
+    """How much larger the last third of `sizes` is than the first, as a part of it.
+
+    Compares medians, since requests that are being served take memory for a moment. A
+    linear leak shows two thirds of what it adds in all.
+    """
+    third = max(len(sizes) // 3, 1)
+    return median(sizes[-third:]) / median(sizes[:third]) - 1
+
+
 def memory_of(server: Server, seconds: float = 0.0) -> Memory:
     """What the processes of a server take now."""
     rss, pss, by_process = 0, 0, {}
@@ -110,5 +134,5 @@ def memory_of(server: Server, seconds: float = 0.0) -> Memory:
         if found:
             rss += int(found["Rss"]) * KiB
             pss += int(found["Pss"]) * KiB
-            by_process[f"{pid} {name}"] = int(found["Pss"]) * KiB
+            by_process[f"{pid} {name}"] = int(found["Rss"]) * KiB
     return Memory(seconds, rss, pss, by_process)

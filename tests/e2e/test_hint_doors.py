@@ -9,7 +9,6 @@ import json
 import random
 import time
 import urllib.error
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -19,7 +18,9 @@ import openai
 import pytest
 
 from soak.hostile import Hostile
+from soak.watch import Watch, growth
 
+from . import planted
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS, GiB
 from .model import make_tokenizer
 from .server import Server
@@ -149,7 +150,7 @@ def doors(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doo
     folder = tmp_path_factory.mktemp("doors")
     (folder / "template").write_text(TEMPLATE)
     flags = [*SERVE, *CORE, *SIZE, "--chat-template", str(folder / "template")]
-    flags += ["--api-key", "secret"]
+    flags += ["--api-key", "secret", "--middleware", "tests.e2e.planted.Planted"]
     env = {**server_environment(), "VLLM_LOGGING_LEVEL": "DEBUG"}
     server = Server(llama, flags, env, folder / "log")
     yield Doors(server)
@@ -397,27 +398,61 @@ def test_prewarm_computes_and_keeps(doors: Doors) -> None:
     assert answer.choices[0].text.startswith(warmed.choices[0].text)
 
 
-def test_clients_who_send_what_nobody_should(doors: Doors) -> None:
+# ------------------------------------------------------------- hostile clients
+
+
+def press(doors: Doors, seconds: float, **headers: str) -> tuple[Hostile, float]:
+    """Clients of all hostile kinds, and by how much the server's processes grew: the
+    most of all, as a part of what they had."""
+    headers["Authorization"] = "Bearer secret"
+    hostile = Hostile(doors.server.url, doors.server.model, **headers)
+    watch = Watch(doors.server, every_s=0.2)
+
+    async def both() -> None:
+        ends = time.monotonic() + seconds
+        await asyncio.gather(hostile.press(ends), watch.run(ends))
+
+    asyncio.run(both())
+    assert watch.faults == []
+    pids = map(doors.server.pid_of, ("APIServer", "EngineCore"))
+    return hostile, max(growth(watch.sizes(pid)) for pid in pids)
+
+
+GROWTH = 0.03
+"""Of a few seconds: processes are still warming up. `make soak` asks for less."""
+
+
+def test_hostile_clients_are_refused_and_memory_stays(doors: Doors) -> None:
     """A short version of `make soak ARGS=--hostile`."""
-
-    async def press() -> tuple[dict[str, tuple[int, float]], Counter[str]]:
-        server, secret = doors.server, {"Authorization": "Bearer secret"}
-        async with Hostile(server.url, server.model, **secret) as hostile:
-            found = await hostile.look()
-            await hostile.press(time.monotonic() + 3)
-            return found, hostile.counts
-
-    found, counts = asyncio.run(press())
+    secret = {"Authorization": "Bearer secret"}
+    hostile = Hostile(doors.server.url, doors.server.model, **secret)
+    looks = asyncio.run(hostile.look(times=1))
     # Other endpoints refuse these bodies for what else is missing, in their own way.
     ours = {
-        name: status
-        for name, (status, _) in found.items()
+        name: look.outcome
+        for name, look in looks.items()
         if name.endswith((" /v1/completions", HINTS))
     }
-    assert not {name: status for name, status in ours.items() if status >= 500}
-    hints = {status for name, status in ours.items() if name.startswith("hint ")}
+    hints = {outcome for name, outcome in ours.items() if ": hint " in name}
     assert hints == {400}
-    assert counts["served"] > 3
+    press(doors, 8)
+    pressed, grown = press(doors, 12)
+    assert pressed.served > 10
+    assert pressed.counts["aborted prewarms"]["given up"] > 0
+    assert pressed.broken.keys() <= hostile.broken.keys()
+    assert grown < GROWTH
     doors.server.get("/health")
     assert doors.hits("completions", prompt := doors.prompt()) == 0
     assert doors.hits("completions", prompt) == FULL
+
+
+def test_a_leak_is_noticed_by_the_test_of_hostile_clients(doors: Doors) -> None:
+    _, grown = press(doors, 6, **{planted.HEADER: planted.LEAK})
+    assert grown > 2 * GROWTH
+
+
+def test_an_answer_of_500_is_noticed_by_the_test_of_hostile_clients(
+    doors: Doors,
+) -> None:
+    pressed, _ = press(doors, 1, **{planted.HEADER: planted.ERROR})
+    assert "unique names: /v1/completions 500" in pressed.broken

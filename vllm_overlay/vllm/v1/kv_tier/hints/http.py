@@ -119,7 +119,7 @@ def fields_in(body: bytes) -> dict[str, Any]:
         if name in found:
             found[name] = _value(found[name], name)
     for name, entry in _LISTS.items():
-        if name in found:
+        if name in found and has_control(found[name]):
             found[name] = list_in(found[name], entry)
     return found
 
