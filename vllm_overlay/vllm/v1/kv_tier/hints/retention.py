@@ -10,6 +10,7 @@ them another round in the queue.
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -308,10 +309,13 @@ class RetentionManager:
 
     def end_request(self, request_id: str) -> Portions:
         """End a request. Returns its keys of low priority, for `put_first`."""
-        lows = self._low.pop(request_id, {})
+        # Not `sorted`, which takes 35 ms for a prompt of a million tokens.
+        by_priority: list[list[Hashable]] = [[] for _ in range(NO_HINT)]
+        for key, priority in self._low.pop(request_id, {}).items():
+            by_priority[priority].append(key)
         # The beginning of a prefix is useful without its end, but not vice versa; what
         # is moved to the front last is evicted first.
-        keys = sorted(lows, key=lows.__getitem__, reverse=True)
+        keys = [*chain.from_iterable(reversed(by_priority))]
         return Portions(keys, self.key_hints.is_low)
 
     def put_first(self, keys: Sequence[Hashable]) -> None:
