@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.v1.kv_tier.stores import disk_quota, fs
+from vllm.v1.kv_tier.stores import breaker, disk_quota
 from vllm.v1.kv_tier.stores.disk_quota import (
     COUNTER,
     LOOK,
@@ -206,7 +206,7 @@ def test_a_damaged_counter_is_counted_anew(root: Path, content: bytes) -> None:
 
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
-    with logged_by(fs.__name__) as lines:
+    with logged_by(breaker.__name__) as lines:
         yield lines
 
 
@@ -227,14 +227,15 @@ def test_a_full_disk_stops_writing_for_a_minute(
         for i in range(1, 5):
             assert store.put([KEYS[i]], [row(i)]) == [False]
     assert len(calls) == 1 and len(logged) == 1
-    assert f"nothing more is written to {root}: its disk is full" in logged[0]
+    assert f"{root} is in trouble (its disk is full; free space" in logged[0]
+    assert "nothing more is written to it" in logged[0]
     assert not list(root.rglob("*.tmp"))
     assert store.put([KEYS[1]], [row(1)]) == [False]
     assert store.get([KEYS[0]], [empty()]) == [True]
-    monkeypatch.setattr(fs.time, "monotonic", lambda: clock() + 61)
+    monkeypatch.setattr(store._writing, "_clock", lambda: clock() + 61)
     assert store.put([KEYS[1]], [row(1)]) == [True]
     assert store.put([KEYS[2]], [row(2)]) == [True]
-    assert logged[1:] == [f"KV tier: {root} can be written to again."]
+    assert logged[1:] == [f"KV tier: {root} works again."]
     store.close()
 
 
@@ -442,7 +443,7 @@ def test_a_lock_that_nobody_gives_back_stops_writing_only(
     late.close()
     os.close(held)
     clock = time.monotonic
-    monkeypatch.setattr(fs.time, "monotonic", lambda: clock() + 61)
+    monkeypatch.setattr(store._writing, "_clock", lambda: clock() + 61)
     assert store.put([KEYS[3]], [row(3)]) == [True]
     store.close()
 
@@ -654,7 +655,7 @@ def test_a_read_only_file_system_stops_writing_only(
         assert there, "no other key in these folders"
         assert [store.put([KEYS[i]], [row(i)]) for i in there[:1] * 2] == [[False]] * 2
         assert store.get(KEYS[:5], [empty() for _ in many]) == [True] * 5
-        assert len(logged) == 1 and "(Read-only file system)" in logged[0]
+        assert len(logged) == 1 and "Read-only file system" in logged[0]
     finally:
         for path in mounted:
             subprocess.run(["umount", "-l", str(path)], check=True)

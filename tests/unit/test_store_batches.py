@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.v1.kv_tier.stores import fs
+from vllm.v1.kv_tier.stores import breaker
 
 from .stores import KEYS, OBJECT_BYTES, OWN_BYTES, empty, logged_by, open_fs, row, total
 
@@ -72,7 +72,7 @@ def test_a_disk_that_fills_up_amid_a_batch(
 
     many = range(40)
     before = open_files(root)
-    with monkeypatch.context() as patch, logged_by(fs.__name__) as logged:
+    with monkeypatch.context() as patch, logged_by(breaker.__name__) as logged:
         patch.setattr(os, "writev", fills_up)
         answers = store.put([KEYS[i] for i in many], [row(i) for i in many])
     assert sum(answers) == 3 and len(calls) < 40 and len(logged) == 1

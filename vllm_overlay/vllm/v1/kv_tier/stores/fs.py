@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.options import SETTINGS, Above0, Count, Text, Whole
 from vllm.v1.kv_tier.stores.base import BlockStore, MemoryFile
+from vllm.v1.kv_tier.stores.breaker import Breaker
 from vllm.v1.kv_tier.stores.disk_quota import COUNTER, Locked, NoSpace, used_bytes
 from vllm.v1.kv_tier.stores.file_processes import (
     MAX_PROCESSES,
@@ -31,64 +32,26 @@ from vllm.v1.kv_tier.stores.threads import MAX_THREADS
 
 logger = init_logger(__name__)
 
-_PAUSE_S = 60.0
-_FREE_SPACE = "Free space there, or set max_gib to what it can hold."
+_WRITE_PAUSE_S = 60.0
+_FREE = "free space there, or set max_gib to what it can hold"
 
 
-class WritePauses:
-    """Pauses of a rank's writes. Each change logs one line.
-
-    Args:
-        root: The directory.
-
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._lock = threading.Lock()
-        self._until: float | None = None
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether a write failed less than a minute ago."""
-        return self._until is not None and time.monotonic() < self._until
-
-    def record_failure(self, error: OSError) -> None:
-        """Record a failed write: none is tried for a while."""
-        if isinstance(error, NoSpace):
-            reason = "max_gib, or files that are not KV, leave no room for a block"
-            fix = _FREE_SPACE
-        elif isinstance(error, Locked):
-            reason = "a stalled process holds its lock"
-            fix = f"End it: fuser -v {self._root / COUNTER} lists the candidates."
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason, fix = "its disk is full", _FREE_SPACE
-        else:
-            reason = f"a write failed ({error.strerror})"
-            fix = (
-                f"It must be a directory with mode 700 in which user {os.geteuid()} "
-                "can write."
-            )
-        with self._lock:
-            is_new = self._until is None
-            self._until = time.monotonic() + _PAUSE_S
-        if is_new:
-            logger.warning(
-                "KV tier: nothing more is written to %s: %s. Its files are still read, "
-                "and writing is tried again once a minute. %s",
-                self._root,
-                reason,
-                fix,
-            )
-
-    def record_success(self) -> None:
-        """Record a successful write."""
-        with self._lock:
-            # A write that began before the pause proves nothing.
-            if self._until is None or time.monotonic() < self._until:
-                return
-            self._until = None
-        logger.info("KV tier: %s can be written to again.", self._root)
+def _trouble(root: str, error: OSError) -> str:
+    """Why a write failed, and what to do."""
+    if isinstance(error, NoSpace):
+        return "max_gib, or files that are not KV, leave no room for a block; " + _FREE
+    if isinstance(error, Locked):
+        counter = os.path.join(root, COUNTER)
+        return (
+            "a stalled process holds its lock; end it: "
+            f"fuser -v {counter} lists the candidates"
+        )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "its disk is full; " + _FREE
+    return (
+        f"a write failed: {error.strerror}; it must be a directory with mode 700 in "
+        f"which user {os.geteuid()} can write"
+    )
 
 
 GiB = 1 << 30
@@ -258,7 +221,11 @@ class FsStore(BlockStore):
             config.root_dir, config.max_bytes, namespace, rank, slot_bytes
         )
         self._files = Files(self._place, config.debug.num_threads)
-        self._pauses = WritePauses(Path(config.root_dir))
+        self._writing = Breaker(
+            config.root_dir,
+            "nothing more is written to it, and its files are still read",
+            _WRITE_PAUSE_S,
+        )
         self._deadline_s = config.debug.deadline_ms / 1e3
         # A writing and a reading thread may use it at once.
         self._lock = threading.Lock()
@@ -291,11 +258,12 @@ class FsStore(BlockStore):
         self._wait = wait
 
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        written = self._put(keys, rows, not self._pauses.is_paused)
+        written = self._put(keys, rows, self._writing.allows())
         if written.error is not None:
-            self._pauses.record_failure(written.error)
+            reason = _trouble(self._config.root_dir, written.error)
+            self._writing.record_failure(reason)
         elif written.num_new:
-            self._pauses.record_success()
+            self._writing.record_success()
         with self._lock:
             self._evicted_bytes += written.evicted_bytes
         return written.done
