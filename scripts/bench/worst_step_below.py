@@ -7,7 +7,9 @@ memory that is given back.
 As `worst_step.py`, which says what is timed.
 """
 
+import gc
 import sys
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +64,6 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
     from tests.unit.below import Below, Request
 
     below = Below(64, 1000, max_looks=8_192)
-    started()
     below.tier.pool.costs.clock = lambda: 0.0
     below.store.answers.clear()
     requests = []
@@ -70,6 +71,8 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
         request = Request("")
         request.block_hashes = [_hash(n * 1000 + i) for i in range(200)]
         requests.append(request)
+    # Python's garbage collector goes through their hashes without a tier, too.
+    started()
     for _ in range(60):
         yield True
         below.tier.begin()
@@ -78,6 +81,39 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
         below.tier.end()
     yield False
     below.store.answers.set()
+
+
+@situation
+def long_prompts_that_are_stored(num_slots: int) -> Steps:
+    """A store has all blocks of prompts of a million tokens."""
+    from tests.unit.below import Below, Request
+
+    tuning = {"max_fetches": 4096, "max_heard": 4096, "answer_wait_s": 5e-3}
+    below = Below(64, num_slots, max_looks=8_192, max_known=10**6, tuning=tuning)
+    for n in range(3):
+        hashes = [_hash(n * 100_000 + i) for i in range(62_500)]
+        keys = {bytes(make_block_hash_with_group_id(h, 0)) for h in hashes}
+        below.store.keys |= keys
+        request = Request("")
+        request.block_hashes = hashes
+        started()
+        is_waiting = True
+        while is_waiting:
+            yield True
+            below.tier.begin()
+            is_waiting = below.pool.is_loading(request, True)  # type: ignore[arg-type]
+            below.tier.end()
+            yield False
+            # The thread that asks.
+            time.sleep(0.01)
+        assert len(below.pool.secondary.reader.found) == 62_500  # type: ignore[union-attr]
+        yield True
+        # It is aborted.
+        del request
+        yield False
+        below.tier.begin()
+        below.tier.end()
+        gc.unfreeze()
 
 
 @situation
