@@ -418,9 +418,10 @@ KEPT_PART = 1 / 2
 _MAX_ROUNDS = 64
 """Most keys that are kept in a row instead of being evicted, to bound the work of a
 step. After that many, one is evicted anyway."""
-_MAX_LOOKS = 2048
+_MAX_LOOKS = 1024
 """Most keys that a step looks at beyond its victims: kept, expired, or no longer low.
-After that, keys are evicted in the policy's order."""
+After that, keys are evicted in the policy's order. Each takes some microseconds, and a
+step that allocates hundreds of blocks still looks at several for each."""
 
 
 class Share:
