@@ -4,7 +4,7 @@ memory that is given back.
 
     PYTHONPATH=.:scripts python scripts/bench/worst_step_below.py [NAME …]
 
-As `worst_step.py`, which says what is timed.
+Runs the situations of `worst_step.py`, too, which says what is timed.
 """
 
 import gc
@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from bench.worst_step import SITUATIONS, Steps, main, situation, started
+from bench.worst_step import Steps, main, situation, started
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepReport
-
-SITUATIONS.clear()
 
 
 def _hash(i: int) -> BlockHash:
@@ -88,8 +86,7 @@ def long_prompts_that_are_stored(num_slots: int) -> Steps:
     """A store has all blocks of prompts of a million tokens."""
     from tests.unit.below import Below, Request
 
-    tuning = {"max_fetches": 4096, "max_heard": 4096, "answer_wait_s": 5e-3}
-    below = Below(64, num_slots, max_looks=8_192, max_known=10**6, tuning=tuning)
+    below = Below(64, num_slots, max_looks=8_192, max_known=10**6)
     for n in range(3):
         hashes = [_hash(n * 100_000 + i) for i in range(62_500)]
         keys = {bytes(make_block_hash_with_group_id(h, 0)) for h in hashes}
