@@ -151,7 +151,7 @@ bench-scheduler: env ## what the tier adds to a scheduler step, against upstream
 
 .PHONY: worst-step
 worst-step: env ## the longest scheduler step where clients do their worst, 200,000 slots [TAG= ARGS=]
-	@PYTHONPATH=.:scripts build/env/$(TAG)/bin/python scripts/bench/worst_step.py $(ARGS)
+	@PYTHONPATH=.:scripts build/env/$(TAG)/bin/python scripts/bench/worst_step_below.py $(ARGS)
 
 bench-off-path: env ## a scheduler step, patched with the tier off against upstream [TAG=]
 	@build/env/$(TAG)/bin/python scripts/bench/off_path.py --tag $(TAG)

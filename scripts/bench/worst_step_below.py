@@ -4,19 +4,19 @@ memory that is given back.
 
     PYTHONPATH=.:scripts python scripts/bench/worst_step_below.py [NAME …]
 
-As `worst_step.py`, which says what is timed.
+Runs the situations of `worst_step.py`, too, which says what is timed.
 """
 
+import gc
 import sys
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from bench.worst_step import SITUATIONS, Steps, main, situation, started
+from bench.worst_step import Steps, main, situation, started
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepReport
-
-SITUATIONS.clear()
 
 
 def _hash(i: int) -> BlockHash:
@@ -62,7 +62,6 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
     from tests.unit.below import Below, Request
 
     below = Below(64, 1000, max_looks=8_192)
-    started()
     below.tier.pool.costs.clock = lambda: 0.0
     below.store.answers.clear()
     requests = []
@@ -70,6 +69,8 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
         request = Request("")
         request.block_hashes = [_hash(n * 1000 + i) for i in range(200)]
         requests.append(request)
+    # Python's garbage collector goes through their hashes without a tier, too.
+    started()
     for _ in range(60):
         yield True
         below.tier.begin()
@@ -78,6 +79,38 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
         below.tier.end()
     yield False
     below.store.answers.set()
+
+
+@situation
+def long_prompts_that_are_stored(num_slots: int) -> Steps:
+    """A store has all blocks of prompts of a million tokens."""
+    from tests.unit.below import Below, Request
+
+    below = Below(64, num_slots, max_looks=8_192, max_known=10**6)
+    for n in range(3):
+        hashes = [_hash(n * 100_000 + i) for i in range(62_500)]
+        keys = {bytes(make_block_hash_with_group_id(h, 0)) for h in hashes}
+        below.store.keys |= keys
+        request = Request("")
+        request.block_hashes = hashes
+        started()
+        is_waiting = True
+        while is_waiting:
+            yield True
+            below.tier.begin()
+            is_waiting = below.pool.is_loading(request, True)  # type: ignore[arg-type]
+            below.tier.end()
+            yield False
+            # The thread that asks.
+            time.sleep(0.01)
+        assert len(below.pool.secondary.reader.found) == 62_500  # type: ignore[union-attr]
+        yield True
+        # It is aborted.
+        del request
+        yield False
+        below.tier.begin()
+        below.tier.end()
+        gc.unfreeze()
 
 
 @situation
@@ -93,7 +126,10 @@ def all_fetches_end_at_once(num_slots: int) -> Steps:
     request = Request("")
     request.block_hashes = hashes
     below.tier.begin()
-    below.asked(request)
+    while below.pool.is_loading(request, True):  # type: ignore[arg-type]
+        below.tier.end()
+        time.sleep(0.001)
+        below.tier.begin()
     hit = [below.pool.get_cached_block(h, [0])[0] for h in hashes]  # type: ignore[index]
     jobs = []
     yield True

@@ -38,13 +38,16 @@ MAX_SCRIPTS = 1000
 
 def with_below(script: Script, seed: int, delay: int, num_ranks: int = 1) -> Script:
     """Few slots, so that much comes back from below. Resets leave it alone. In most of
-    them steps leave some of what begins and ends to the next ones."""
+    them steps leave some of what begins and ends to the next ones, and in some also of
+    what they look up and hear."""
     tuning = replace(
         script.setup.tuning,
         fetch_part=1.0,
         assumed_prefill_s=1e3,
         max_fetches=(1, 2, 4096)[seed % 3],
         max_ended=(1, 2, 4096)[seed // 3 % 3],
+        max_looks=(4096, 3, 1)[seed // 9 % 3],
+        max_heard=(4096, 1, 3)[seed // 9 % 3],
     )
     setup = replace(
         script.setup,

@@ -74,6 +74,14 @@ SETUPS = {
         kv_events=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         tuning=_SLOW,
     ),
+    "below in parts": Setup(
+        _LAYOUT,
+        2,
+        8,
+        below=(1, 3),
+        load_time=1,
+        tuning=replace(_SLOW, max_looks=2, max_heard=1),
+    ),
     "hybrid": Setup(LAYOUTS[-1], 4, 10, below=(1, 2), load_time=1, tuning=_SLOW),
 }
 HINTS = (
@@ -111,8 +119,12 @@ def states(engine: Engine) -> set[str]:
         found.add(request.status.name)
         if pool.secondary is not None:
             wait = pool.secondary.reader._waits.get(request)
-            if wait is not None and wait.state.name != "OVER":
+            if wait is not None and wait.state.name == "TO_LOOK_UP":
+                found.add("looked up in part")
+            elif wait is not None and wait.state.name != "OVER":
                 found.add("asked" if wait.questions else "answered")
+                if wait.answers:
+                    found.add("answered in part")
                 if wait.jobs:
                     found.add("fetching")
         if pool.load_admission.is_loading(request):
@@ -149,6 +161,8 @@ def check(engine: Engine, new: dict[str, int]) -> None:
     engine.settle()
     engine.finished.clear()
     gc.collect()
+    # The next steps let go of what they had found.
+    engine.settle(0)
     assert not any(request() for request in requests), "a request is kept"
     assert not left(engine, CACHED_OR_MEASURED, new)
     pool = engine._pool
@@ -239,7 +253,9 @@ def test_every_state_is_one_in_which_requests_are_aborted() -> None:
         "WAITING",
         "RUNNING",
         "PREEMPTED",
+        "looked up in part",
         "asked",
+        "answered in part",
         "answered",
         "fetching",
         "loading ahead",

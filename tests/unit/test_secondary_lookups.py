@@ -3,6 +3,7 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -78,14 +79,15 @@ def test_the_look_up_of_a_prompt_is_no_part_of_the_wait_for_an_answer() -> None:
     below = Below(answer_wait_s=0.5)
     below.store.keys = {key("a")}
     below.store.answers.clear()
-    missing = below.pool.secondary.reader._missing  # type: ignore[union-attr]
+    lookup = below.pool.secondary.reader._lookup  # type: ignore[union-attr]
+    find_missing = lookup.find_missing
 
-    def slow(request: Request, may_load: None) -> list[Wanted]:
+    def slow(*args: Any) -> tuple[int, list[Wanted]]:
         time.sleep(0.6)
         threading.Timer(0.05, below.store.answers.set).start()
-        return missing(request, may_load)  # type: ignore[arg-type]
+        return find_missing(*args)
 
-    below.pool.secondary.reader._missing = slow  # type: ignore[method-assign, union-attr, assignment]
+    lookup.find_missing = slow  # type: ignore[method-assign]
     below.tier.begin()
     request = Request("ab")
     assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
@@ -276,3 +278,94 @@ def test_only_a_step_that_runs_nothing_makes_writes_leave_the_way() -> None:
         below.tier.begin()
         assert below.pool.is_loading(Request("a"), False)  # type: ignore[arg-type]
         assert below.pool.take_plan(is_idle).asks_secondary is is_idle
+
+
+def fetched(max_looks: int, max_heard: int, num_tiers: int) -> tuple[list[str], int]:
+    """What is fetched from each tier for a prompt of which the host has a part, and in
+    how many steps."""
+    below = Below(
+        num_blocks=64,
+        num_slots=64,
+        max_looks=max_looks,
+        tuning={"max_heard": max_heard},
+        answer_wait_s=10.0,
+        num_tiers=num_tiers,
+    )
+    below.tier.demoted("be")
+    below.store.keys = {key(name) for name in "acdfgik"}
+    below.second.keys = {key(name) for name in "hj"}
+    request = Request("abcdefghijklm")
+    below.tier.requests.append(request)  # type: ignore[arg-type]
+    num_steps = 1
+    below.tier.begin()
+    while below.pool.is_loading(request, False):  # type: ignore[arg-type]
+        below.tier.end()
+        below.tier.begin()
+        num_steps += 1
+    plan = below.is_held_back(request, "abcdefg" if num_tiers == 1 else "abcdefghijk")
+    fetches = [job for job in plan.secondary if not job.is_put]
+    keys = [
+        [chr(each[0]) for job in fetches if job.tier == tier for each in job.keys]
+        for tier in range(num_tiers)
+    ]
+    return ["".join(each) for each in keys], num_steps
+
+
+@pytest.mark.parametrize("there", [["acdfg"], ["acdfgik", "hj"]])
+def test_a_prompt_in_parts_gets_what_it_gets_at_once(there: list[str]) -> None:
+    assert fetched(1000, 1000, len(there)) == (there, 1)
+    # 13 blocks are looked up, and answers come for the 11 that the host lacks.
+    for max_looks, max_heard, at_least in ((4, 1000, 4), (1000, 2, 6), (1, 1, 20)):
+        in_parts, num_steps = fetched(max_looks, max_heard, len(there))
+        assert in_parts == there and num_steps >= at_least
+
+
+def test_a_step_asks_for_so_many_blocks_only() -> None:
+    """Behind those of a long prompt, the others ask in the next steps."""
+    below = Below(max_looks=4)
+    below.store.answers.clear()
+    requests = [Request("abcdefgh"), Request("ij"), Request("kl")]
+    reader = below.backing.reader  # type: ignore[union-attr]
+    nums_asked = []
+    for _ in range(5):
+        below.tier.begin()
+        assert all(below.pool.is_loading(each, True) for each in requests)  # type: ignore[arg-type]
+        nums_asked.append(reader.num_asked)
+        below.tier.end()
+    assert nums_asked == [0, 1, 2, 0, 0]
+    below.store.answers.set()
+
+
+def test_an_answer_that_is_taken_in_in_parts_is_not_late() -> None:
+    below = Below(deadline_s=5.0, answer_wait_s=10.0, tuning={"max_heard": 1})
+    below.store.keys = {key(name) for name in "abc"}
+    request = Request("abc")
+    below.tier.begin()
+    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    below.tier.end()
+    below.tier.now = 4.0
+    for is_waiting in (True, False):
+        below.tier.begin()
+        assert below.pool.is_loading(request, False) is is_waiting  # type: ignore[arg-type]
+        if is_waiting:
+            below.tier.end()
+    assert [below.where(name) for name in "abc"] == ["below"] * 3
+    assert not below.stats().late_requests
+    below.tier.end()
+
+
+@pytest.mark.parametrize("when", ["looked up", "taken in"])
+def test_a_prompt_in_parts_waits_no_more_once_tiers_are_detached(when: str) -> None:
+    max_looks, max_heard = (2, 1000) if when == "looked up" else (1000, 1)
+    tuning = {"max_heard": max_heard}
+    below = Below(max_looks=max_looks, answer_wait_s=10.0, tuning=tuning)
+    below.store.keys = {key(name) for name in "abcdef"}
+    request = Request("abcdef")
+    below.tier.begin()
+    assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    below.tier.end()
+    below.pool.reset_prefix_cache()
+    below.tier.begin()
+    assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
+    assert below.where("a") == "nowhere"
+    below.tier.end()

@@ -287,8 +287,8 @@ def test_nothing_is_remembered_of_what_a_request_found(end: str) -> None:
     else:
         # The first block is missing, so the hit ends before the others.
         below.tier.promote([], request=request)
-    assert not found
     below.tier.end()
+    assert not found
 
 
 def test_a_request_that_shares_what_another_found_keeps_it() -> None:
@@ -302,6 +302,7 @@ def test_a_request_that_shares_what_another_found_keeps_it() -> None:
     del first
     assert below.where("b") == "below"
     del second
+    below.tier.end()
     assert below.where("b") == "nowhere"
 
 

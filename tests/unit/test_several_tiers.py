@@ -5,7 +5,7 @@ import pytest
 
 from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduler.secondary.jobs import labels
-from vllm.v1.kv_tier.scheduler.secondary.reader import SecondaryReader
+from vllm.v1.kv_tier.scheduler.secondary.prompts import PromptLookup
 
 from .below import Below, Request, key
 from .tier import BLOCK
@@ -216,7 +216,7 @@ def test_who_is_left_alone_costs_no_scan_of_the_prompt(
         assert below.pool.is_loading(request, False)  # type: ignore[arg-type]
         below.tier.now += 5.1
         assert not below.pool.is_loading(request, False)  # type: ignore[arg-type]
-    monkeypatch.setattr(SecondaryReader, "_missing", None)
+    monkeypatch.setattr(PromptLookup, "find_missing", None)
     assert not below.pool.is_loading(Request("b"), False)  # type: ignore[arg-type]
     assert below.stats().is_closed
     below.tier.now += 31

@@ -129,8 +129,13 @@ class SchedulingTuning:
     while others wait."""
 
     max_looks: int = 8_192
-    """Most blocks of prompts that a step looks up for secondary tiers, unless a single
-    prompt has more. Running requests wait for some milliseconds."""
+    """Most blocks of prompts that a step looks up for secondary tiers, and after which
+    it asks for no further request. Running requests wait for some milliseconds. The
+    next steps look up the rest of a long prompt."""
+
+    max_heard: int = 2_048
+    """Blocks of answers that a step takes in. Each takes about two microseconds; the
+    next steps take in the rest."""
 
     answer_wait_s: float = 5e-3
     """Seconds that a step which runs nothing waits for answers. Local files and servers

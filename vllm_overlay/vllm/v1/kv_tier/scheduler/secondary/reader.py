@@ -9,17 +9,14 @@ from enum import Enum, auto
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
-    get_block_hash,
-    make_block_hash_with_group_id,
 )
 from vllm.v1.kv_tier.layout import SecondaryLayout
 from vllm.v1.kv_tier.scheduler.costs import Costs
-from vllm.v1.kv_tier.scheduler.kv_groups import hashes_of_blocks
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
-from vllm.v1.kv_tier.scheduler.secondary.tier import Arrivals, Tier, Wanted
+from vllm.v1.kv_tier.scheduler.secondary.prompts import LoadFilter, PromptLookup
+from vllm.v1.kv_tier.scheduler.secondary.tier import Answer, Arrivals, Tier, Wanted
 from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.request import Request
@@ -69,8 +66,8 @@ class FoundBlocks:
     """The blocks of secondary tiers that lookups find, by weak references.
 
     Args:
-        max_taken: Most forgotten blocks that are removed in a step. At least as many as
-            a step finds, so that they do not pile up.
+        max_taken: Most forgotten and released blocks that a step lets go. At least as
+            many as a step finds, so that they do not pile up.
 
     """
 
@@ -78,11 +75,11 @@ class FoundBlocks:
         self._max_taken = max_taken
         self._blocks: WeakValueDictionary[BlockHashWithGroupId, SecondaryBlock]
         self._blocks = WeakValueDictionary()
-        # Forgotten blocks that are still in `_blocks`.
-        self._forgotten: deque[Sequence[SecondaryBlock]] = deque()
+        # Forgotten and released blocks, which may still be in `_blocks`.
+        self._gone: deque[Sequence[SecondaryBlock]] = deque()
 
     def __len__(self) -> int:
-        """Blocks, with those that are forgotten and not removed yet."""
+        """Blocks, with those that are forgotten or released, and not let go yet."""
         return len(self._blocks)
 
     def get(self, key: BlockHashWithGroupId) -> SecondaryBlock | None:
@@ -104,25 +101,30 @@ class FoundBlocks:
         """Let no lookup find `blocks`. The sequence must not change afterwards."""
         for block in blocks:
             block.is_found = False
+        self.release(blocks)
+
+    def release(self, blocks: Sequence[SecondaryBlock]) -> None:
+        """Let go of `blocks` in the next steps, since freeing all blocks of a long
+        prompt takes too long for one. The sequence must not change afterwards."""
         if blocks:
-            self._forgotten.append(blocks)
+            self._gone.append(blocks)
 
     def begin_step(self) -> None:
-        """Remove some of what is forgotten."""
+        """Let go of some of what is forgotten or released."""
         num_left = self._max_taken
-        while self._forgotten and num_left > 0:
-            blocks = self._forgotten.popleft()
+        while self._gone and num_left > 0:
+            blocks = self._gone.popleft()
             for block in blocks[:num_left]:
-                if self._blocks.get(block.key) is block:
+                if not block.is_found and self._blocks.get(block.key) is block:
                     del self._blocks[block.key]
             if len(blocks) > num_left:
-                self._forgotten.appendleft(blocks[num_left:])
+                self._gone.appendleft(blocks[num_left:])
             num_left -= len(blocks)
 
     def clear(self) -> None:
         """Let lookups find nothing."""
         self._blocks.clear()
-        self._forgotten.clear()
+        self._gone.clear()
 
 
 def before_secondary(
@@ -138,13 +140,11 @@ def before_secondary(
     return tuple(cut)
 
 
-LoadFilter = Callable[[Request], Callable[[BlockHash], bool] | None]
-"""As `ConversationTracker.make_load_filter`."""
-
-
 class _State(Enum):
     """How far a request has come that secondary tiers may have blocks for."""
 
+    TO_LOOK_UP = auto()
+    """Steps look up which of its blocks are missing, each a part of a long prompt."""
     TO_ASK = auto()
     """Its blocks are not asked for yet: its turn comes in a later step."""
     ASKED = auto()
@@ -161,14 +161,21 @@ class _State(Enum):
 class _Wait:
     """A request that secondary tiers may have blocks for."""
 
+    blocks: FoundBlocks
+    """Lets go of what was found."""
     since: float
     state: _State
+    num_tokens: int = 0
+    """Tokens of its prompt whose blocks were looked up."""
     wanted: list[Wanted] = field(default_factory=list)
     """Blocks that it lacks, until there is an answer."""
     questions: dict[Tier, int] = field(default_factory=dict)
     """Open questions by tier."""
+    answers: dict[Tier, Answer] = field(default_factory=dict)
+    """Answers of which the next steps take in the rest."""
     found: list[SecondaryBlock] = field(default_factory=list)
-    """Blocks that were found. Only this, and jobs that fetch them, keep them alive."""
+    """Blocks that were found. This and jobs that fetch them keep them alive, and then
+    `blocks` for some steps."""
     jobs: dict[int, Tier] = field(default_factory=dict)
     """Jobs that it waits for."""
     rest: list[SecondaryBlock] = field(default_factory=list)
@@ -185,8 +192,13 @@ class _Wait:
     def end(self) -> None:
         """Let the request compute what it lacks."""
         self.state = _State.OVER
+        self.blocks.release(self.found)
         self.wanted, self.found, self.rest = [], [], []
-        self.questions, self.jobs = {}, {}
+        self.questions, self.answers, self.jobs = {}, {}, {}
+
+    def __del__(self) -> None:
+        # Its request was aborted.
+        self.blocks.release(self.found)
 
 
 class SecondaryReader:
@@ -218,14 +230,14 @@ class SecondaryReader:
         tuning: SchedulingTuning,
     ) -> None:
         self._layout = layout
-        self._hash_size = hash_size
         self._tiers = tiers
         self._table = table
         self._jobs = jobs
         self._costs = costs
-        self._is_cached = is_cached
         self._arrivals = arrivals
         self._tuning = tuning
+        sizes = layout.block_sizes
+        self._lookup = PromptLookup(sizes, hash_size, table, is_cached, tuning)
         self.found = FoundBlocks(tuning.max_looks)
         """Stored blocks in prompts of waiting requests, for as long as these wait."""
         self._fetched_by: dict[BlockHashWithGroupId, int] = {}
@@ -233,9 +245,8 @@ class SecondaryReader:
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
         self.num_asked = 0
         """Requests for which this step has asked."""
-        # Blocks of prompts that this step has looked up.
-        self._num_looks = 0
-        self._is_full = False
+        # Blocks for which this step has asked, and whose answers it has taken in.
+        self._num_wanted = self._num_heard = 0
         # Until when this step waits for answers.
         self._until = 0.0
         self.on_found: (
@@ -265,8 +276,9 @@ class SecondaryReader:
     def end_step(self) -> None:
         """Reset the limits of the step."""
         self._num_left = self._tuning.max_fetches
-        self.num_asked, self._num_looks, self._until = 0, 0, 0.0
-        self._is_full = False
+        self.num_asked, self._until = 0, 0.0
+        self._num_wanted = self._num_heard = 0
+        self._lookup.end_step()
 
     @property
     def num_awaited(self) -> int:
@@ -301,20 +313,16 @@ class SecondaryReader:
             return True
         now = self._costs.clock()
         if wait is None:
-            num_looks = self._num_blocks(request)
-            if not self._open_tiers(now) or not num_looks:
+            if not self._open_tiers(now) or not self._lookup.has_blocks(request):
                 return False
-            if self._num_looks and self._num_looks + num_looks > self._tuning.max_looks:
-                self._is_full = True
+            wait = self._waits[request] = _Wait(self.found, now, _State.TO_LOOK_UP)
+        if not self._jobs.is_detached:
+            if wait.state is _State.TO_LOOK_UP:
+                self._look_up_more(request, wait, loadable)
+            if wait.state is _State.TO_LOOK_UP or self._must_queue(wait):
                 return True
-            self._num_looks += num_looks
-            wanted = self._missing(request, loadable)
-            state = _State.TO_ASK if wanted else _State.OVER
-            wait = self._waits[request] = _Wait(now, state, wanted)
-        if wait.state is _State.TO_ASK and not self._jobs.is_detached:
-            if self._asks_no_more:
-                return True
-            self._ask(wait, now, is_idle)
+            if wait.state is _State.TO_ASK:
+                self._ask(wait, now, is_idle)
         if is_idle and not self._until:
             # Only after it has asked, since looking up a long prompt takes a while.
             self._until = time.monotonic() + self._tuning.answer_wait_s
@@ -329,10 +337,15 @@ class SecondaryReader:
         return self._awaits_jobs(wait, now)
 
     def _must_queue(self, wait: _Wait | None) -> bool:
-        """Whether the step looks up or asks for no more requests, as this one needs."""
-        if wait is None:
-            return self._is_full
-        return wait.state is _State.TO_ASK and self._asks_no_more
+        """Whether the step looks up or asks for no more blocks, as this one needs."""
+        if self._jobs.is_detached:
+            return False
+        if wait is None or wait.state is _State.TO_LOOK_UP:
+            return self._lookup.is_over
+        return wait.state is _State.TO_ASK and (
+            self.num_asked >= self._tuning.max_asks
+            or self._num_wanted >= self._tuning.max_looks
+        )
 
     def _awaits_jobs(self, wait: _Wait, now: float) -> bool:
         # Tiers that turn out slower than computing are not waited for.
@@ -366,16 +379,19 @@ class SecondaryReader:
     def _awaits_answers(self, request: Request, wait: _Wait, now: float) -> bool:
         self._take_answers(request, wait)
         wanted = wait.wanted
-        # Mostly others begin alike, and the last block tells.
+        # Mostly others begin alike, and the last block tells. A prompt with too many
+        # blocks for this step waits for its own answer.
         if (
             wait.questions
+            and self._num_heard + len(wanted) <= self._tuning.max_heard
             and self.found.get(wanted[-1][0]) is not None
-            and None not in (blocks := [self.found.get(key) for key, _ in wanted])
         ):
-            wait.questions.clear()
-            # Other requests have asked for them, and may be aborted.
-            wait.found = blocks  # type: ignore[assignment]
-        for tier in list(wait.questions):
+            self._num_heard += len(wanted)
+            if None not in (blocks := [self.found.get(key) for key, _ in wanted]):
+                wait.questions, wait.answers = {}, {}
+                # Other requests have asked for them, and may be aborted.
+                wait.found = blocks  # type: ignore[assignment]
+        for tier in [each for each in wait.questions if each not in wait.answers]:
             # The other half of the time is for fetching what other tiers have.
             if now >= wait.since + tier.settings.deadline_s / 2:
                 del wait.questions[tier]
@@ -385,15 +401,20 @@ class SecondaryReader:
         wait.state, wait.wanted = _State.ANSWERED, []
         return False
 
-    @property
-    def _asks_no_more(self) -> bool:
-        """Whether this step has asked for as many requests as it may."""
-        return self.num_asked >= self._tuning.max_asks and not self._jobs.is_detached
-
     def _open_tiers(self, now: float) -> list[Tier]:
         if self._jobs.is_detached:
             return []
         return [each for each in self._tiers if each.reads.is_used(now)]
+
+    def _look_up_more(
+        self, request: Request, wait: _Wait, loadable: LoadFilter | None
+    ) -> None:
+        """Look up as many more blocks of `request` as the step may."""
+        begin = wait.num_tokens
+        wait.num_tokens, missing = self._lookup.find_missing(request, begin, loadable)
+        wait.wanted += missing
+        if wait.num_tokens == self._lookup.num_tokens(request):
+            wait.state = _State.TO_ASK if wait.wanted else _State.OVER
 
     def _ask(self, wait: _Wait, now: float, is_idle: bool) -> None:
         wait.since = now
@@ -405,52 +426,42 @@ class SecondaryReader:
         if wait.questions:
             wait.state = _State.ASKED
             self.num_asked += 1
+            self._num_wanted += len(wait.wanted)
         else:
             self._give_up(wait)
 
-    def _num_blocks(self, request: Request) -> int:
-        """Number of full blocks of the prompt, over all groups."""
-        num_tokens = len(request.block_hashes) * self._hash_size
-        return sum(num_tokens // size for size in self._layout.block_sizes)
-
-    def _missing(self, request: Request, loadable: LoadFilter | None) -> list[Wanted]:
-        """Full blocks of a request that neither device nor host has."""
-        missing = []
-        on_host, on_device = self._table.get, self._is_cached
-        for group_id, size in enumerate(self._layout.block_sizes):
-            suffix = make_block_hash_with_group_id(BlockHash(b""), group_id)
-            hashes = hashes_of_blocks(request, self._hash_size, size)
-            # A hot path: every block of every prompt.
-            missing += [
-                (BlockHashWithGroupId(key), num_blocks * size)
-                for num_blocks, block_hash in enumerate(hashes, 1)
-                if on_host(key := block_hash + suffix) is None  # type: ignore[arg-type]
-                and not on_device(key)  # type: ignore[arg-type]
-            ]
-        if loadable is not None and (may_be := loadable(request)) is not None:
-            missing = [w for w in missing if may_be(get_block_hash(w[0]))]
-        if len(self._layout.block_sizes) > 1:
-            missing.sort(key=lambda wanted: wanted[1])
-        return missing
-
     def _take_answers(self, request: Request, wait: _Wait) -> None:
         for tier, question in list(wait.questions.items()):
-            there = tier.take_answer(question, wait.wanted, self._until)
-            if there is None:
-                continue
-            del wait.questions[tier]
-            for key, num_tokens in there:
-                block = self.found.get(key)
-                if block is None or tier.index < block.tier.index:
-                    block = self.found.add(SecondaryBlock(key, num_tokens, tier))
-                wait.found.append(block)
-            if not there:
-                continue
+            answer = wait.answers.get(tier)
+            if answer is None:
+                answer = tier.take_answer(question, wait.wanted, self._until)
+                if answer is None:
+                    continue
+                wait.answers[tier] = answer
+            num = max(0, self._tuning.max_heard - self._num_heard)
             if self.on_found is not None:
-                _, num_tokens = there[-1]
-                self.on_found(request, [key for key, _ in there], num_tokens)
-            for key, _ in there:
-                tier.presence.mark_present(key)
+                # Upstream describes a prefix as a whole, which each part would repeat.
+                num = answer.num_left
+            num_heard, there = answer.take(num)
+            self._num_heard += num_heard
+            self._add_found(request, wait, tier, there)
+            if not answer.num_left:
+                del wait.questions[tier], wait.answers[tier]
+
+    def _add_found(
+        self, request: Request, wait: _Wait, tier: Tier, there: Sequence[Wanted]
+    ) -> None:
+        """`tier` answers that it has these blocks of a request."""
+        for key, num_tokens in there:
+            block = self.found.get(key)
+            if block is None or tier.index < block.tier.index:
+                block = self.found.add(SecondaryBlock(key, num_tokens, tier))
+            wait.found.append(block)
+        if there and self.on_found is not None:
+            _, num_tokens = there[-1]
+            self.on_found(request, [key for key, _ in there], num_tokens)
+        for key, _ in there:
+            tier.presence.mark_present(key)
 
     def _give_up(self, wait: _Wait) -> None:
         # Including blocks that other requests found: a job that never ends must not
@@ -458,6 +469,7 @@ class SecondaryReader:
         late = [block for job in wait.jobs for block in self._blocks_of.get(job, ())]
         self.found.forget(wait.found)
         self.found.forget(late)
+        wait.found = []
         wait.end()
 
     def end_wait(self, request: Request) -> None:
@@ -602,7 +614,7 @@ class SecondaryReader:
         wait = self._waits.get(request)
         if wait is None or wait.state is _State.OVER:
             # Found by another request, after this one had asked.
-            wait = _Wait(self._costs.clock(), _State.FETCHING)
+            wait = _Wait(self.found, self._costs.clock(), _State.FETCHING)
             self._waits[request] = wait
         wait.state = _State.FETCHING
         tiers = {*jobs.values(), *(block.tier for block in rest)}

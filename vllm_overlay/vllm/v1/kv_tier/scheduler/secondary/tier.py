@@ -9,6 +9,7 @@ import math
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from statistics import median_high, median_low
 
 from vllm.logger import init_logger
@@ -64,10 +65,8 @@ class Tier:
 
     def take_answer(
         self, number: int, wanted: Sequence[Wanted], until: float
-    ) -> list[Wanted] | None:
-        """Those of `wanted` that it has; None if there is no answer yet.
-
-        What is missing is recorded: a restarted server has lost everything.
+    ) -> "Answer | None":
+        """The answer to a question; None if there is none yet.
 
         Args:
             number: Number of the question.
@@ -76,13 +75,7 @@ class Tier:
 
         """
         answer = self.settings.lookup.take_answer(number, until)
-        if answer is None:
-            return None
-        # A question may be answered in part, or not at all.
-        self.presence.record_missing(
-            key for (key, _), is_there in zip(wanted, answer) if not is_there
-        )
-        return [each for each, is_there in zip(wanted, answer) if is_there]
+        return None if answer is None else Answer(self.presence, wanted, answer)
 
 
 class PresenceIndex:
@@ -137,6 +130,43 @@ class PresenceIndex:
         """Forget everything, since the tier is not used any more."""
         self._is_closed = True
         self.keys.clear()
+
+
+class Answer:
+    """Which blocks a tier says it has. Steps take it in in parts.
+
+    Args:
+        presence: Keys that the tier is known to have.
+        wanted: Blocks for which it was asked.
+        is_there: Whether it has each of the first of them: a question may be answered
+            in part, or not at all.
+
+    """
+
+    def __init__(
+        self, presence: PresenceIndex, wanted: Sequence[Wanted], is_there: list[bool]
+    ) -> None:
+        self._presence = presence
+        self._pairs = zip(wanted, is_there)
+        self.num_left = min(len(wanted), len(is_there))
+        """Blocks that were not taken in."""
+
+    def take(self, num: int) -> tuple[int, list[Wanted]]:
+        """Take in the answer for up to `num` more blocks.
+
+        What is missing is recorded: a restarted server has lost everything.
+
+        Returns:
+            For how many, and those of them that the tier has.
+
+        """
+        num = min(num, self.num_left)
+        self.num_left -= num
+        pairs = list(islice(self._pairs, num))
+        self._presence.record_missing(
+            key for (key, _), is_there in pairs if not is_there
+        )
+        return num, [wanted for wanted, is_there in pairs if is_there]
 
 
 class Arrivals:
