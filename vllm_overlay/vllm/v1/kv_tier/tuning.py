@@ -133,7 +133,7 @@ class SchedulingTuning:
     it asks for no further request. Running requests wait for some milliseconds. The
     next steps look up the rest of a long prompt."""
 
-    max_heard: int = 2_048
+    max_heard: int = 4_096
     """Blocks of answers that a step takes in. Each takes about two microseconds; the
     next steps take in the rest."""
 

@@ -15,9 +15,8 @@ keys are evicted by priority, then by age.
 import heapq
 import math
 import struct
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from typing import Any
 
 from vllm.v1.kv_tier.eviction.base import (
     NO_HINT,
@@ -243,112 +242,42 @@ class ExpiryQueue:
         return old if old and not (young and young[0] < old[0]) else young
 
 
-class _Queue:
-    """Keys in order of insertion, each with its place.
-
-    A key that leaves only loses its place: its entry is dropped when it is the first,
-    or when additions, which look at two entries each, come to it. A table of the keys
-    would be rebuilt by Python every now and then, all of it in one step.
-
-    Args:
-        places: The place of each key, in this queue or another one.
-
-    """
-
-    __slots__ = ("_entries", "_looked_at", "_places", "num_keys")
-
-    def __init__(self, places: Mapping[Key, int]) -> None:
-        self.num_keys = 0
-        self._places = places
-        # Each entry is a key, and then its place: no tuple, see `ExpiryQueue`. The
-        # first ones, which were looked at, and the others.
-        self._looked_at: deque[Any] = deque()
-        self._entries: deque[Any] = deque()
-
-    def add(self, key: Key, place: int) -> None:
-        """Add `key` as the last one."""
-        self.num_keys += 1
-        entries, get = self._entries, self._places.get
-        entries.append(key)
-        entries.append(place)
-        for _ in range(2):
-            if not entries:
-                self._entries, self._looked_at = self._looked_at, entries
-                return
-            key, place = entries.popleft(), entries.popleft()
-            if get(key) == place:
-                self._looked_at.append(key)
-                self._looked_at.append(place)
-
-    def first(self) -> Key:
-        """The first key. There must be one."""
-        while True:
-            entries = self._looked_at or self._entries
-            if self._places.get(entries[0]) == entries[1]:
-                return entries[0]
-            entries.popleft()
-            entries.popleft()
-
-
-_PRIORITY_BITS, _TAG_BITS = 7, 32
-
-
 class ByPriority:
-    """Keys by priority, and in order of insertion within a priority.
+    """Keys by priority, and in order of insertion within a priority."""
 
-    Args:
-        places: The places of all keys, where several of these share a table.
-        tag: Number of this one among those.
-
-    """
-
-    def __init__(self, places: dict[Key, int] | None = None, tag: int = 0) -> None:
-        # Of each key: a number of its own, the tag, and the priority.
-        self._places: dict[Key, int] = {} if places is None else places
-        self._tag = tag
-        self._queues: dict[int, _Queue] = {}
-        self._num_keys = self._num_added = 0
+    def __init__(self) -> None:
+        self._priority: dict[Key, int] = {}
+        self._queues: dict[int, OrderedDict[Key, None]] = {}
 
     def __len__(self) -> int:
-        return self._num_keys
+        return len(self._priority)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._places
+        return key in self._priority
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._places)
+        return iter(self._priority)
 
     def add(self, key: Key, priority: int) -> None:
         """Add `key`, which must not be present, as the last of its priority."""
-        self._num_keys += 1
-        self._num_added += 1
-        number = self._num_added << _TAG_BITS | self._tag
-        place = self._places[key] = number << _PRIORITY_BITS | priority
-        if (queue := self._queues.get(priority)) is None:
-            queue = self._queues[priority] = _Queue(self._places)
-        queue.add(key, place)
+        self._priority[key] = priority
+        self._queues.setdefault(priority, OrderedDict())[key] = None
 
     def discard(self, key: Key) -> bool:
         """Remove `key`. Returns whether it was present."""
-        place = self._places.pop(key, None)
-        if place is None:
+        priority = self._priority.pop(key, None)
+        if priority is None:
             return False
-        self._num_keys -= 1
-        priority = place & (1 << _PRIORITY_BITS) - 1
         queue = self._queues[priority]
-        queue.num_keys -= 1
-        if not queue.num_keys:
+        del queue[key]
+        if not queue:
             del self._queues[priority]
         return True
 
-    def first(self) -> Key:
-        """The first key of the lowest priority. There must be one."""
-        # There are few different priorities.
-        return self._queues[min(self._queues)].first()
-
     def pop(self) -> Key:
         """Remove and return the first key of the lowest priority. There must be one."""
-        key = self.first()
+        # There are few different priorities.
+        key = next(iter(self._queues[min(self._queues)]))
         self.discard(key)
         return key
 
@@ -360,38 +289,32 @@ class ProtectedKeys:
     """
 
     def __init__(self) -> None:
-        self._places: dict[Key, int] = {}
+        self._owner: dict[Key, Hashable] = {}
         self._keys: OrderedDict[Hashable, ByPriority] = OrderedDict()
-        self._owners: dict[int, Hashable] = {}
-        self._num_tags = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._owner)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._places
+        return key in self._owner
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._places)
+        return iter(self._owner)
 
     def add(self, key: Key, priority: int, owner: Hashable) -> None:
         """Add `key`, which must not be present."""
-        if (keys := self._keys.get(owner)) is None:
-            self._num_tags += 1
-            self._owners[self._num_tags] = owner
-            keys = self._keys[owner] = ByPriority(self._places, self._num_tags)
-        keys.add(key, priority)
+        self._owner[key] = owner
+        self._keys.setdefault(owner, ByPriority()).add(key, priority)
 
     def discard(self, key: Key) -> bool:
         """Remove `key`. Returns whether it was present."""
-        if (place := self._places.get(key)) is None:
+        if key not in self._owner:
             return False
-        tag = place >> _PRIORITY_BITS & (1 << _TAG_BITS) - 1
-        owner = self._owners[tag]
+        owner = self._owner.pop(key)
         keys = self._keys[owner]
         keys.discard(key)
         if not keys:
-            del self._keys[owner], self._owners[tag]
+            del self._keys[owner]
         return True
 
     def pop(self) -> Key:
@@ -407,8 +330,10 @@ class ProtectedKeys:
                 break
             # Rotating the owners avoids a search for the largest.
             self._keys.move_to_end(owner)
-        key = keys.first()
-        self.discard(key)
+        key = keys.pop()
+        del self._owner[key]
+        if not keys:
+            del self._keys[owner]
         return key
 
 
@@ -418,10 +343,9 @@ KEPT_PART = 1 / 2
 _MAX_ROUNDS = 64
 """Most keys that are kept in a row instead of being evicted, to bound the work of a
 step. After that many, one is evicted anyway."""
-_MAX_LOOKS = 1024
+_MAX_LOOKS = 2048
 """Most keys that a step looks at beyond its victims: kept, expired, or no longer low.
-After that, keys are evicted in the policy's order. Each takes some microseconds, and a
-step that allocates hundreds of blocks still looks at several for each."""
+After that, keys are evicted in the policy's order."""
 
 
 class Share:
@@ -608,21 +532,19 @@ class Hinted(EvictionPolicy):
             expense.
 
         """
-        # A hot path: a step may look at thousands of keys.
-        about, share = self._hints.get(key), self._share_of.get(key)
+        about, share = self._hints.about(key), self._share_of.get(key)
         priority = NO_HINT
         if (
             about is not None
             and not self.orders_itself
-            and about[0] > NO_HINT
-            and about[1] > self._hints.clock()
+            and self._hints.is_retained(key)
         ):
-            priority, until, tenant, _ = about
-            if until < math.inf:
-                self._ends.set(key, until)
+            priority = about.priority
+            if about.until < float("inf"):
+                self._ends.set(key, about.until)
             if share is None:
                 self.kept[key] = None
-                self._kept.add(key, priority, tenant)
+                self._kept.add(key, priority, about.tenant)
                 return self._kept.pop() if len(self._kept) > self._max_kept else None
         elif share is None:
             return key
