@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
 )
 from vllm.v1.kv_tier.layout import SecondaryLayout
+from vllm.v1.kv_tier.releases import weak_reference_slots
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.secondary.prompts import LoadFilter, PromptLookup
@@ -36,7 +37,13 @@ class SecondaryBlock(KVCacheBlock):
     """
 
     # Weakly referenced; the request that found it keeps it alive.
-    __slots__ = ("__weakref__", "is_found", "key", "num_tokens", "tier")
+    __slots__ = (
+        *weak_reference_slots(KVCacheBlock),
+        "is_found",
+        "key",
+        "num_tokens",
+        "tier",
+    )
     block_id = -1
     ref_cnt = 0
     prev_free_block = next_free_block = None
