@@ -366,7 +366,8 @@ def test_a_wrong_stream_of_what_lies_below_is_noticed(
 ) -> None:
     monkeypatch.setattr(TierEvents, name, lambda *args: None)
     with pytest.raises((Mismatch, KeyError)):
-        for seed in (2, 3, 4):
+        # Few scripts find a block that has no description yet.
+        for seed in range(2, 22):
             run(BELOW[0], STEPS, seed=100 + seed, below=(seed, 2))
 
 
