@@ -281,15 +281,23 @@ def turn(layout: Layout) -> str:
     return older[int(result.stdout or 0) % len(older)]
 
 
-def older(run: Run) -> Counts:
-    """One older release end to end, by turns, in part. What to note in ci/tested.toml
-    is printed at the end."""
+def older_env(run: Run) -> Counts:
+    """Whether vLLM starts on one older release, by turns, and each prefix of its series
+    imports: a module of the overlay may need what only newer releases have."""
     if run.tag != run.layout.newest_tags()[0]:
         return Counts()
     tag = turn(run.layout)
     say(f"the turn of {tag}")
     counts = run.patchtool("env", tag)
-    if not counts.failed:
+    return counts if counts.failed else counts + run.patchtool("check", tag)
+
+
+def older(run: Run) -> Counts:
+    """The same end to end, in part. What to note in ci/tested.toml is printed at the
+    end."""
+    counts = older_env(run)
+    if run.tag == run.layout.newest_tags()[0] and not counts.failed:
+        tag = turn(run.layout)
         other = Run(run.layout, tag, first=False)
         ran = pytest(other, "older", *TURN, more_flags=TWO_ENGINES)
         say(f'ci/tested.toml, ["{tag}"]: turn = "{time.strftime("%Y-%m-%d")}: {ran}"')
@@ -364,6 +372,7 @@ STAGES: dict[str, Callable[[Run], Counts]] = {
     "lint": lint,
     "docs": docs,
     "patches": patches,
+    "older-env": older_env,
     "tooling": tooling,
     "scripts": scripts,
     "field": field,
