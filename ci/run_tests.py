@@ -218,8 +218,23 @@ def field(run: Run) -> Counts:
     return pytest(run, "field", "tests/field") if run.first else Counts()
 
 
+OF_RANKS = {
+    "unit": "buffer disk_quota file_processes rank_slots sharing_ranks store_contract",
+    "sim": "missed_fences sharing_streams streams",
+}
+"""Tests of a rank's and a store's own code, which take minutes and find the same on any
+release: they call nothing of upstream. Run on the first release."""
+
+
+def without_ranks(run: Run, name: str) -> list[str]:
+    if run.first:
+        return []
+    return [f"--ignore=tests/{name}/test_{each}.py" for each in OF_RANKS[name].split()]
+
+
 def unit(run: Run) -> Counts:
-    return pytest(run, "unit", "tests/unit", more_flags=SIDE_BY_SIDE)
+    flags = [*SIDE_BY_SIDE, *without_ranks(run, "unit")]
+    return pytest(run, "unit", "tests/unit", more_flags=flags)
 
 
 FAST = [
@@ -252,8 +267,7 @@ def sim(run: Run) -> Counts:
     """All scripts on the first release, and a part of them on the others."""
     if run.first:
         return pytest(run, "sim", "tests/sim", more_flags=SIDE_BY_SIDE)
-    # What is planted in a rank's own code is found on any release, after minutes.
-    flags = [*SIDE_BY_SIDE, "--ignore=tests/sim/test_missed_fences.py"]
+    flags = [*SIDE_BY_SIDE, *without_ranks(run, "sim")]
     examples = os.environ.get("KV_TIER_SIM_EXAMPLES", "150")
     return pytest(
         run, "sim", "tests/sim", more_flags=flags, KV_TIER_SIM_EXAMPLES=examples
