@@ -7,7 +7,7 @@ has the key.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby, islice
+from itertools import compress, groupby, islice
 from operator import attrgetter
 from typing import Any
 
@@ -355,9 +355,10 @@ class TierEvents:
             for i in range(num_cached_blocks)
         ]
         places = [self._place_of(key) for key in keys]
-        if all(place is self._device for place in places):
-            # They may not have been published again.
-            self._published[self._device].update(keys)
+        if _HOST not in places:
+            # Those on the device may not have been published again.
+            on_device = (p is self._device for p in places)
+            self._published[self._device].update(compress(keys, on_device))
             return
         queue = self._pool.kv_event_queue
         del queue[num_events:]
