@@ -227,6 +227,7 @@ release: they call nothing of upstream. Run on the first release."""
 
 
 def without_ranks(run: Run, name: str) -> list[str]:
+    """Flags of a stage that leave out `OF_RANKS` where another release runs them."""
     if run.first:
         return []
     return [f"--ignore=tests/{name}/test_{each}.py" for each in OF_RANKS[name].split()]
@@ -265,13 +266,11 @@ def fast(run: Run) -> Counts:
 
 def sim(run: Run) -> Counts:
     """All scripts on the first release, and a part of them on the others."""
-    if run.first:
-        return pytest(run, "sim", "tests/sim", more_flags=SIDE_BY_SIDE)
     flags = [*SIDE_BY_SIDE, *without_ranks(run, "sim")]
-    examples = os.environ.get("KV_TIER_SIM_EXAMPLES", "150")
-    return pytest(
-        run, "sim", "tests/sim", more_flags=flags, KV_TIER_SIM_EXAMPLES=examples
-    )
+    fewer = {}
+    if not run.first:
+        fewer["KV_TIER_SIM_EXAMPLES"] = os.environ.get("KV_TIER_SIM_EXAMPLES", "150")
+    return pytest(run, "sim", "tests/sim", more_flags=flags, **fewer)
 
 
 TWO_ENGINES = ["-n", "2", "--dist", "loadfile"]
@@ -287,34 +286,41 @@ TURN = ["tests/e2e/test_answers.py", "tests/e2e/test_faults.py"]
 """What runs on one older release in each submission: minutes, not the whole hour."""
 
 
-def turn(layout: Layout) -> str:
-    """The older release whose turn it is, by the number of commits; newest first."""
-    older = [tag for tag in layout.tags() if tag not in layout.newest_tags()][::-1]
+def turn(run: Run) -> Run | None:
+    """The older release whose turn it is, by the number of commits; newest first.
+
+    None except for the newest release, since each submission tests one.
+    """
+    layout, newest = run.layout, run.layout.newest_tags()
+    if run.tag != newest[0]:
+        return None
+    older = [tag for tag in layout.tags() if tag not in newest][::-1]
     command = ["git", "-C", str(layout.root), "rev-list", "--count", "HEAD"]
     result = subprocess.run(command, capture_output=True, text=True)
-    return older[int(result.stdout or 0) % len(older)]
+    tag = older[int(result.stdout or 0) % len(older)]
+    say(f"the turn of {tag}")
+    return Run(layout, tag, first=False)
 
 
 def older_env(run: Run) -> Counts:
     """Whether vLLM starts on one older release, by turns, and each prefix of its series
     imports: a module of the overlay may need what only newer releases have."""
-    if run.tag != run.layout.newest_tags()[0]:
+    if (other := turn(run)) is None:
         return Counts()
-    tag = turn(run.layout)
-    say(f"the turn of {tag}")
-    counts = run.patchtool("env", tag)
-    return counts if counts.failed else counts + run.patchtool("check", tag)
+    counts = env(other)
+    return counts if counts.failed else counts + patches(other)
 
 
 def older(run: Run) -> Counts:
-    """The same end to end, in part. What to note in ci/tested.toml is printed at the
-    end."""
-    counts = older_env(run)
-    if run.tag == run.layout.newest_tags()[0] and not counts.failed:
-        tag = turn(run.layout)
-        other = Run(run.layout, tag, first=False)
+    """One older release end to end, by turns, in part. What to note in ci/tested.toml
+    is printed at the end."""
+    if (other := turn(run)) is None:
+        return Counts()
+    counts = env(other)
+    if not counts.failed:
         ran = pytest(other, "older", *TURN, more_flags=TWO_ENGINES)
-        say(f'ci/tested.toml, ["{tag}"]: turn = "{time.strftime("%Y-%m-%d")}: {ran}"')
+        today = time.strftime("%Y-%m-%d")
+        say(f'ci/tested.toml, ["{other.tag}"]: turn = "{today}: {ran}"')
         counts += ran
     return counts
 
