@@ -289,7 +289,7 @@ TURN = ["tests/e2e/test_answers.py", "tests/e2e/test_faults.py"]
 def turn(run: Run) -> Run | None:
     """The older release whose turn it is, by the number of commits; newest first.
 
-    None except for the newest release, since each submission tests one.
+    None except for the first of the newest releases, since each run tests one.
     """
     layout, newest = run.layout, run.layout.newest_tags()
     if run.tag != newest[0]:
