@@ -286,26 +286,28 @@ TURN = ["tests/e2e/test_answers.py", "tests/e2e/test_faults.py"]
 """What runs on one older release in each submission: minutes, not the whole hour."""
 
 
-def turn(run: Run) -> Run | None:
-    """The older release whose turn it is, by the number of commits; newest first.
-
-    None except for the first of the newest releases, since each run tests one.
-    """
-    layout, newest = run.layout, run.layout.newest_tags()
-    if run.tag != newest[0]:
-        return None
+def turn(layout: Layout) -> str:
+    """The older release whose turn it is, by the number of commits; newest first."""
+    newest = layout.newest_tags()
     older = [tag for tag in layout.tags() if tag not in newest][::-1]
     command = ["git", "-C", str(layout.root), "rev-list", "--count", "HEAD"]
     result = subprocess.run(command, capture_output=True, text=True)
-    tag = older[int(result.stdout or 0) % len(older)]
+    return older[int(result.stdout or 0) % len(older)]
+
+
+def run_of_turn(run: Run) -> Run | None:
+    """None except for the first of the newest releases, since each run tests one."""
+    if run.tag != run.layout.newest_tags()[0]:
+        return None
+    tag = turn(run.layout)
     say(f"the turn of {tag}")
-    return Run(layout, tag, first=False)
+    return Run(run.layout, tag, first=False)
 
 
 def older_env(run: Run) -> Counts:
     """Whether vLLM starts on one older release, by turns, and each prefix of its series
     imports: a module of the overlay may need what only newer releases have."""
-    if (other := turn(run)) is None:
+    if (other := run_of_turn(run)) is None:
         return Counts()
     counts = env(other)
     return counts if counts.failed else counts + patches(other)
@@ -314,7 +316,7 @@ def older_env(run: Run) -> Counts:
 def older(run: Run) -> Counts:
     """One older release end to end, by turns, in part. What to note in ci/tested.toml
     is printed at the end."""
-    if (other := turn(run)) is None:
+    if (other := run_of_turn(run)) is None:
         return Counts()
     counts = env(other)
     if not counts.failed:
