@@ -5,7 +5,7 @@ import pytest
 
 from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduler.secondary.jobs import labels
-from vllm.v1.kv_tier.scheduler.secondary.prompts import PromptLookup
+from vllm.v1.kv_tier.scheduler.secondary.lookup import PromptLookup
 
 from .below import Below, Request, key
 from .tier import BLOCK

@@ -7,11 +7,12 @@ the tier uses the first key of a slot.
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterator
+from itertools import chain, islice
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Key = Hashable
+Name = TypeVar("Name")
 Value = TypeVar("Value")
 
 NO_HINT = 50
@@ -92,6 +93,40 @@ class Table(dict[Key, Value]):
     in each of them, in 30 ms."""
 
     __slots__ = ()
+
+
+class PartedDict(Generic[Name, Value]):
+    """A mapping in 64 dicts, for several with the same keys.
+
+    Python rebuilds a dict at once when it outgrows its table: 5 ms for 87,000 keys.
+    Those with the same keys do so in the same step, which took 31 ms for six of them.
+    """
+
+    __slots__ = ("_num", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: tuple[dict[Name, Value], ...] = tuple({} for _ in range(64))
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[Name]:
+        return chain.from_iterable(self._parts)
+
+    def __contains__(self, key: Name) -> bool:
+        return key in self._parts[hash(key) & 63]
+
+    def __setitem__(self, key: Name, value: Value) -> None:
+        part = self._parts[hash(key) & 63]
+        self._num += key not in part
+        part[key] = value
+
+    def pop(self, key: Name) -> Value | None:
+        """Remove `key`. Returns its value, or None if it is absent."""
+        part = self._parts[hash(key) & 63]
+        self._num -= key in part
+        return part.pop(key, None)
 
 
 _MANY = 4096

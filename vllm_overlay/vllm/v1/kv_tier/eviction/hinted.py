@@ -23,6 +23,7 @@ from vllm.v1.kv_tier.eviction.base import (
     EvictionPolicy,
     Key,
     KeyHint,
+    PartedDict,
     Table,
     drop_oldest,
 )
@@ -186,8 +187,8 @@ class ExpiryQueue:
 
     def __init__(self) -> None:
         # The entry of each key, and the keys of those that hold.
-        self._entry: dict[Key, int] = {}
-        self._key: dict[int, Key] = {}
+        self._entry: PartedDict[Key, int] = PartedDict()
+        self._key: PartedDict[int, Key] = PartedDict()
         self._num_set = 0
         self._young: list[int] = []
         self._old: list[int] = []
@@ -218,8 +219,8 @@ class ExpiryQueue:
 
     def discard(self, key: Key) -> None:
         """Remove the expiry time of `key`."""
-        if (entry := self._entry.pop(key, None)) is not None:
-            del self._key[entry]
+        if (entry := self._entry.pop(key)) is not None:
+            self._key.pop(entry)
 
     def is_due(self, now: float) -> bool:
         """Whether there is a due entry for `pop`."""
@@ -231,9 +232,9 @@ class ExpiryQueue:
 
         Returns its key, or None if the entry is invalid.
         """
-        key = self._key.pop(heapq.heappop(self._first()), None)
+        key = self._key.pop(heapq.heappop(self._first()))
         if key is not None:
-            del self._entry[key]
+            self._entry.pop(key)
         return key
 
     def _first(self) -> list[int]:
@@ -246,7 +247,7 @@ class ByPriority:
     """Keys by priority, and in order of insertion within a priority."""
 
     def __init__(self) -> None:
-        self._priority: dict[Key, int] = {}
+        self._priority: PartedDict[Key, int] = PartedDict()
         self._queues: dict[int, OrderedDict[Key, None]] = {}
 
     def __len__(self) -> int:
@@ -265,7 +266,7 @@ class ByPriority:
 
     def discard(self, key: Key) -> bool:
         """Remove `key`. Returns whether it was present."""
-        priority = self._priority.pop(key, None)
+        priority = self._priority.pop(key)
         if priority is None:
             return False
         queue = self._queues[priority]
@@ -289,7 +290,7 @@ class ProtectedKeys:
     """
 
     def __init__(self) -> None:
-        self._owner: dict[Key, Hashable] = {}
+        self._owner: PartedDict[Key, Hashable] = PartedDict()
         self._keys: OrderedDict[Hashable, ByPriority] = OrderedDict()
 
     def __len__(self) -> int:
@@ -331,7 +332,7 @@ class ProtectedKeys:
             # Rotating the owners avoids a search for the largest.
             self._keys.move_to_end(owner)
         key = keys.pop()
-        del self._owner[key]
+        self._owner.pop(key)
         if not keys:
             del self._keys[owner]
         return key
@@ -343,7 +344,7 @@ KEPT_PART = 1 / 2
 _MAX_ROUNDS = 64
 """Most keys that are kept in a row instead of being evicted, to bound the work of a
 step. After that many, one is evicted anyway."""
-_MAX_LOOKS = 2048
+_MAX_LOOKS = 1024
 """Most keys that a step looks at beyond its victims: kept, expired, or no longer low.
 After that, keys are evicted in the policy's order."""
 

@@ -196,8 +196,9 @@ class SecondaryTierManager:
         now = self._costs.clock()
         idle_s = now - (now if self._idle_since is None else self._idle_since)
         return any(
-            idle_s < tier.settings.flush_s and (writer.num_due or writer.num_writing)
-            for tier, writer in zip(self.tiers, self.writers)
+            idle_s < writer.tier.settings.flush_s
+            and (writer.num_due or writer.num_writing)
+            for writer in self.writers
         )
 
     @property
@@ -223,9 +224,9 @@ class SecondaryTierManager:
             # Ranks have reported all of them, and were asked once more.
             settled = self._seq
         return [
-            (tier.settings.flush_s, writer.last_jobs(slots, settled))
-            for tier, writer in zip(self.tiers, self.writers)
-            if tier.settings.flush_s
+            (flush_s, writer.last_jobs(slots, settled))
+            for writer in self.writers
+            if (flush_s := writer.tier.settings.flush_s)
         ]
 
     def take_results(self, results: Sequence[SecondaryResult]) -> None:
@@ -241,8 +242,9 @@ class SecondaryTierManager:
                 reason,
             )
         self._jobs.is_detached = True
-        for tier, writer in zip(self.tiers, self.writers):
+        for tier in self.tiers:
             tier.presence.close()
+        for writer in self.writers:
             writer.forget()
         self.reader.forget()
         self._arrivals.clear()
@@ -254,8 +256,8 @@ class SecondaryTierManager:
     def take_stats(self) -> dict[str, SecondaryStats]:
         """Stats of each tier since the last call."""
         now, evicted_bytes = self._costs.clock(), self._jobs.evicted_bytes
-        for tier, writer in zip(self.tiers, self.writers):
-            stats = tier.stats
+        for writer in self.writers:
+            tier, stats = writer.tier, writer.tier.stats
             stats.evicted_bytes = evicted_bytes.pop(tier.index, 0)
             stats.due_blocks = writer.num_due
             stats.writing_blocks = writer.num_writing

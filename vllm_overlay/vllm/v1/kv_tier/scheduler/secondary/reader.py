@@ -16,7 +16,7 @@ from vllm.v1.kv_tier.layout import SecondaryLayout
 from vllm.v1.kv_tier.releases import weak_reference_slots
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
-from vllm.v1.kv_tier.scheduler.secondary.prompts import LoadFilter, PromptLookup
+from vllm.v1.kv_tier.scheduler.secondary.lookup import LoadFilter, PromptLookup
 from vllm.v1.kv_tier.scheduler.secondary.tier import Answer, Arrivals, Tier, Wanted
 from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.tuning import SchedulingTuning

@@ -119,7 +119,7 @@ class SecondaryWriter:
         table: SlotTable,
         jobs: SecondaryJobs,
     ) -> None:
-        self._tier = tier
+        self.tier = tier
         self._layout = layout
         self._table = table
         self._jobs = jobs
@@ -222,7 +222,7 @@ class SecondaryWriter:
         ]
         if (admission := self._admission) is not None:
             lacking.sort(key=lambda slot: -admission.num_uses(slot.keys[0]))
-        size, tier = self._layout.max_job, self._tier.index
+        size, tier = self._layout.max_job, self.tier.index
         parts = [lacking[i : i + size] for i in range(0, len(lacking), size)]
         return [
             self._jobs.make(
@@ -248,7 +248,7 @@ class SecondaryWriter:
             self._write(keys[i : i + size], indices[i : i + size])
 
     def _write(self, keys: list[BlockHashWithGroupId], indices: list[int]) -> None:
-        tier = self._tier
+        tier = self.tier
         self._table.hold(tier.index, indices, keys)
         self._writing.update(keys)
 
