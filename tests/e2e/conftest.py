@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler.loadfile import LoadFileScheduling
 
 from . import ray_cpu
 from .jobs import JOBS, Job
@@ -41,6 +42,24 @@ Results = Callable[[str], dict[str, Any]]
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engines(*names): engines a test reads")
+
+
+class EnginesInOneProcess(LoadFileScheduling):
+    """Files by turns, and those that read `results` in one process: each that reads
+    them starts all of their engines."""
+
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+        super().__init__(config, log)
+        files = Path(__file__).parent.glob("test_*.py")
+        self._readers = {f.name for f in files if "results: Results" in f.read_text()}
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "results" if Path(file).name in self._readers else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesInOneProcess:
+    return EnginesInOneProcess(config, log)
 
 
 def environment(**others: str) -> dict[str, str]:
