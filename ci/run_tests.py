@@ -142,6 +142,17 @@ def junit_counts(path: Path) -> Counts:
     return total
 
 
+def failures(path: Path) -> list[str]:
+    """The tests that failed, each with the first line of the reason."""
+    return [
+        f"FAILED {path.stem} {case.get('classname')}::{case.get('name')} - "
+        f"{(each.get('message') or '').splitlines()[:1]}"
+        for case in ElementTree.parse(path).getroot().iter("testcase")
+        for each in case
+        if each.tag in ("failure", "error")
+    ]
+
+
 SIDE_BY_SIDE = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadfile"]
 """For tests of one process each. A file is played whole by one process: tests of the
 simulator add up what the tests before them did."""
@@ -451,6 +462,9 @@ def main() -> int:
             lines.append(line)
             say(line)
             total += counts
+    # Once more at the end, which is what is kept of a long log.
+    for path in sorted((layout.build / "test-results").glob("*.xml")):
+        lines += failures(path)
     print("", *lines, total, sep="\n", flush=True)
     return 1 if total.failed or not total.passed else 0
 
