@@ -130,15 +130,12 @@ report: env ## build/report.html: a demo or benchmark run on one page [TAG= ARGS
 soak: env ## a server with the tier under mixed HTTP load, answers and memory checked, 17 minutes [TAG= MINUTES=10]
 	@build/env/$(TAG)/bin/python -m soak --minutes $(or $(MINUTES),10) --out build/soak $(ARGS)
 
-.PHONY: bench speed timeline bench-copy bench-memory bench-scheduler bench-off-path gpu-check
+.PHONY: bench speed bench-copy bench-memory bench-scheduler bench-off-path gpu-check
 bench: ## the tier beside upstream's connectors on this machine's GPU, an hour or two [ARGS=]
 	@$(PYTHON) scripts/bench/compare.py --out build/bench $(ARGS)
 
 speed: ## all tables of docs/benchmarks.md on this machine's GPU, in calls of ten minutes [ARGS='1 2']
 	@PYTHON=$(PYTHON) scripts/bench/speed.sh build/speed $(ARGS)
-
-timeline: ## where the time of an engine's steps goes, on this machine's GPU [ARGS=]
-	@$(PYTHON) scripts/bench/timeline.py --out build/timeline $(ARGS)
 
 bench-copy: ## rates of the copy engines on this machine's GPU
 	@$(PYTHON) scripts/bench/copy_rate.py --out build/bench-copy
@@ -158,10 +155,6 @@ bench-off-path: env ## a scheduler step, patched with the tier off against upstr
 
 gpu-check: ## outputs with the tier on this machine's GPU; vLLM must be installed
 	@$(PYTHON) scripts/bench/gpu_check.py --out build/gpu-check
-
-.PHONY: mutate
-mutate: env ## change modules one place at a time; what no test notices [TAG= FILES= TESTS= ARGS=]
-	@build/env/$(TAG)/bin/python scripts/mutate.py $(FILES) $(ARGS) --tests $(TESTS)
 
 .PHONY: clean clean-cache
 clean: ## remove build/; downloads stay

@@ -11,13 +11,12 @@
 # In the order of importance; a machine that is lent for half an hour does 1 and 2:
 #
 #     1  contexts that take turns, within the device and beyond it (rotate, overfull)
-#     2  where the time of the steps of overfull goes: a timeline
-#     3  clients that take conversations of a trace, 8 and 16 of them (needs TRACE)
-#     4  agents and conversations (agent, agent_tools, multiturn)
-#     5  times to first token on the idle engine, and what others feel of a load
-#     6  what the tier costs where it is of no use (no_reuse, fits)
-#     7  LMCache, if it is installed
-#     8  outputs, which must be equal
+#     2  clients that take conversations of a trace, 8 and 16 of them (needs TRACE)
+#     3  agents and conversations (agent, agent_tools, multiturn)
+#     4  times to first token on the idle engine, and what others feel of a load
+#     5  what the tier costs where it is of no use (no_reuse, fits)
+#     6  LMCache, if it is installed
+#     7  outputs, which must be equal
 #
 # Environment: PYTHON, TRACE (a file as Mooncake has them), LIMIT (560 seconds a call),
 # REPEATS (3), SCALE and DEVICE (h200, cuda), LLM (arguments of all engines alike),
@@ -27,7 +26,7 @@ set -uo pipefail
 out=${1:?"say where results go: scripts/bench/speed.sh OUT [CALL ...]"}
 shift
 calls=("$@")
-[ $# -gt 0 ] || calls=(1 2 3 4 5 6 7 8 report)
+[ $# -gt 0 ] || calls=(1 2 3 4 5 6 7 report)
 here=$(dirname "$0")
 python=${PYTHON:-python}
 limit=${LIMIT:-560}
@@ -60,27 +59,22 @@ for call in "${calls[@]}"; do
     case $call in
     1) compare --fresh --workloads rotate,overfull "${lru[@]}" \
         --configs large,core,lru,simple,offloading ;;
-    2) run "$python" "$here/timeline.py" --out "$out/timeline" --fresh \
-        --device-times "${common[@]}" "${lru[@]}" \
-        --configs core,simple-eager,large,lru --workloads overfull ;;
-    3) compare --fresh --workloads closed_8,closed_16 "${lru[@]}" \
+    2) compare --fresh --workloads closed_8,closed_16 "${lru[@]}" \
         --configs large,core,lru,simple,offloading ;;
-    4) compare --fresh --workloads agent,agent_tools,multiturn "${lru[@]}" \
+    3) compare --fresh --workloads agent,agent_tools,multiturn "${lru[@]}" \
         --configs large,core,lru,simple,offloading ;;
-    5) compare --fresh --workloads latency,interfere "${lru[@]}" \
+    4) compare --fresh --workloads latency,interfere "${lru[@]}" \
         --configs large,core,lru,simple,offloading,offloading-sync,none ;;
-    6) compare --fresh --workloads no_reuse,fits "${lru[@]}" \
+    5) compare --fresh --workloads no_reuse,fits "${lru[@]}" \
         --configs core,none,core-write_through,lru ;;
-    7) compare --fresh --configs lmcache \
+    6) compare --fresh --configs lmcache \
         --workloads rotate,overfull,closed_8,agent,multiturn ;;
-    8) VLLM_BATCH_INVARIANT=1 run "$python" "$here/gpu_check.py" --out "$out/check" \
+    7) VLLM_BATCH_INVARIANT=1 run "$python" "$here/gpu_check.py" --out "$out/check" \
         --device "${DEVICE:-cuda}" "${parallel[@]}" --block-size 16 --lengths --repeats 0 --at-once \
         --configs large,write_back,verify,race,race_ahead ;;
     report) ;;
-    *) echo "speed.sh: no call $call; use 1 to 8, or report" >&2 && exit 2 ;;
+    *) echo "speed.sh: no call $call; use 1 to 7, or report" >&2 && exit 2 ;;
     esac
 done
 [ ! -d "$out/compare" ] || run "$python" "$here/compare.py" --report "$out/compare"
-[ ! -d "$out/timeline" ] || run "$python" "$here/timeline.py" --report "$out/timeline" \
-    >"$out/timeline.md"
 exit $failed

@@ -50,7 +50,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The commands as modules; they find `suite` beside themselves, by that name."""
     monkeypatch.syspath_prepend(str(BENCH))
     before = {*sys.modules}
-    names = ("compare", "timeline", "gpu_check")
+    names = ("compare", "gpu_check")
     yield {f"{name}.py": importlib.import_module(name) for name in names}
     for name in {*sys.modules} - before:
         del sys.modules[name]
@@ -78,7 +78,7 @@ def test_every_call_is_understood_and_has_its_limit(
 ) -> None:
     status, ran = calls(tmp_path, TRACE="t.jsonl", PARALLEL="--tp 2 --pp 2")
     assert status == 0
-    workloads: dict[str, set[str]] = {"compare.py": set(), "timeline.py": set()}
+    workloads = set[str]()
     for file, given, environment in ran:
         args = parsed(commands, monkeypatch, file, given)
         if getattr(args, "report", None):
@@ -89,11 +89,10 @@ def test_every_call_is_understood_and_has_its_limit(
             assert args.time_limit + 30 < 600 and args.fresh
             assert args.trace == Path("t.jsonl")
             assert 512 in args.llm["compilation_config"]["cudagraph_capture_sizes"]
-            workloads[file] |= {*args.workloads}
+            workloads |= {*args.workloads}
     # All but what needs a disk, and a trace at its arrival times.
     left_out = {"below", "trace"}
-    assert workloads["compare.py"] == {*options.SCALES["h200"].workloads} - left_out
-    assert workloads["timeline.py"] == {"overfull"}
+    assert workloads == {*options.SCALES["h200"].workloads} - left_out
     assert [file for file, _, _ in ran].count("compare.py") == 7
 
 

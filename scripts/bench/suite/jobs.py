@@ -43,11 +43,6 @@ SHOWN = {
 }
 """Metrics that are printed while it runs."""
 
-EVENTS = "KV_TIER_TIMELINE"
-"""The environment variable that says where a process records its events."""
-DEVICE_TIMES = "KV_TIER_TIMELINE_DEVICE"
-"""Set: times of the GPU, too."""
-
 Cell = tuple[str, int, dict[str, Any], str]
 
 
@@ -126,22 +121,13 @@ class Runner:
         args: `out`, `workloads`, `logprobs`, `batch_invariant`, and the options of
             `add_engine_options`.
         ends: Nothing begins that would last longer, in seconds of `time.time`.
-        events: Folder for what each process records, one below it for each
-            configuration; None: nothing is recorded.
 
     """
 
-    def __init__(
-        self,
-        scale: Scale,
-        args: argparse.Namespace,
-        ends: float,
-        events: Path | None = None,
-    ) -> None:
+    def __init__(self, scale: Scale, args: argparse.Namespace, ends: float) -> None:
         self._scale = scale
         self._args = args
         self.ends = ends
-        self._events = events
         self.told = Told(args.out)
 
     def run(self, name: str, config: Config, repeats: range) -> None:
@@ -243,9 +229,8 @@ class Runner:
         path = args.out / f"job-{name}.json"
         path.write_text(json.dumps(job))
         log = args.out / f"{name}-{repeats.start}-{cells[0][0]}.log"
-        module = "suite.one_config" if self._events is None else "suite.recorded_config"
-        command = [sys.executable, "-m", module, str(path)]
-        env = self._environment(name, config)
+        command = [sys.executable, "-m", "suite.one_config", str(path)]
+        env = self._environment(config)
         return Ready(about, cells, command, env, log)
 
     def end(self, ready: Ready, process: subprocess.Popen[bytes]) -> None:
@@ -296,21 +281,18 @@ class Runner:
             record = about | what | {"status": status, "reason": reason}
             append(self._args.out, record)
 
-    def _environment(self, name: str, config: Config) -> dict[str, str]:
+    def _environment(self, config: Config) -> dict[str, str]:
         """Environment of the process of a configuration."""
         bench = Path(__file__).parents[1]
         path = [str(bench), str(bench.parent), os.getenv("PYTHONPATH")]
         settings = {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            # Forked, it knows our load format at once, and what is recorded.
+            # Forked, it knows our load format at once.
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
             # Nothing may depend on a network, and nothing may report to one.
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        if self._events is not None:
-            settings[EVENTS] = str(self._events / name)
-            settings |= {DEVICE_TIMES: "1"} if self._args.device_times else {}
         if self._args.batch_invariant:
             settings["VLLM_BATCH_INVARIANT"] = "1"
         return os.environ | settings | config.env

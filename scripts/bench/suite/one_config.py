@@ -242,7 +242,6 @@ async def run_cells(
             "logprobs": client.logprobs,
             "began": round(begun, 1),
             "took_s": round(took[name], 2),
-            "window": window(outcome.answers),
             "metrics": {k: round(v, 5) for k, v in outcome.metrics.items()},
             "requests": len(outcome.answers),
             "distinct_tokens": distinct(outcome.answers),
@@ -251,12 +250,6 @@ async def run_cells(
         if job.counts:
             found["counted"] = counted_since(before)
         append(out, about | found)
-
-
-def window(answers: list[Answer]) -> tuple[float, float]:
-    """When what was measured began and ended, by the clock of a timeline."""
-    begun = min(answer.sent for answer in answers)
-    return round(begun, 6), round(max(answer.times[-1] for answer in answers), 6)
 
 
 def distinct(answers: list[Answer]) -> int:

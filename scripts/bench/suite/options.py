@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of `compare.py` and `timeline.py`, and what it makes of a scale."""
+"""The command line of `compare.py`, and what it makes of a scale."""
 
 import argparse
 import json
