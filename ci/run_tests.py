@@ -230,7 +230,8 @@ def field(run: Run) -> Counts:
 
 
 OF_RANKS = {
-    "unit": "buffer disk_quota file_processes rank_slots sharing_ranks store_contract",
+    "unit": "memory/buffer stores/disk_quota stores/file_processes stores/contract "
+    "worker/rank_slots worker/sharing_ranks",
     "sim": "missed_fences sharing_streams streams",
 }
 """Tests of a rank's and a store's own code, which take minutes and find the same on any
@@ -241,7 +242,8 @@ def without_ranks(run: Run, name: str) -> list[str]:
     """Flags of a stage that leave out `OF_RANKS` where another release runs them."""
     if run.first:
         return []
-    return [f"--ignore=tests/{name}/test_{each}.py" for each in OF_RANKS[name].split()]
+    left_out = [Path("tests", name, each) for each in OF_RANKS[name].split()]
+    return [f"--ignore={path.with_name(f'test_{path.name}.py')}" for path in left_out]
 
 
 def unit(run: Run) -> Counts:
@@ -251,14 +253,14 @@ def unit(run: Run) -> Counts:
 
 FAST = [
     "tests/tooling/test_tidy.py",
-    "tests/unit/test_pool*.py",
-    "tests/unit/test_prefetch*.py",
-    "tests/unit/test_policy*.py",
+    "tests/unit/scheduler/test_pool*.py",
+    "tests/unit/scheduler/test_prefetch*.py",
+    "tests/unit/eviction/test_*.py",
     "tests/unit/test_plan*.py",
-    "tests/unit/test_waiting*.py",
-    "tests/unit/test_costs*.py",
-    "tests/unit/test_slots*.py",
-    "tests/unit/test_admission*.py",
+    "tests/unit/scheduler/test_waiting*.py",
+    "tests/unit/scheduler/test_costs*.py",
+    "tests/unit/scheduler/test_slots*.py",
+    "tests/unit/scheduler/test_admission*.py",
     "tests/unit/test_recovery*.py",
 ]
 """What a change of the scheduler's side breaks first: pool, policies, plan, waiting."""

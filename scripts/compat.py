@@ -57,8 +57,7 @@ class Row:
 
     @property
     def modules(self) -> list[str]:
-        paths = (Path(test.partition("::")[0]) for test in self.tests)
-        return sorted({f"{path.parent.name}/{path.stem}" for path in paths})
+        return sorted({pairs.module_of(test) for test in self.tests})
 
 
 @dataclass

@@ -77,7 +77,7 @@ class Table:
 _INTRODUCTION = """\
 Each cell is for two features: letters are tests that run both, numbers are messages
 that refuse the combination at start. `sim/test_pairs` runs upstream's scheduler with a
-simulated model and one simulated store for all three types; `unit/test_store_contract`
+simulated model and one simulated store for all three types; `unit/stores/test_contract`
 tests the real stores."""
 
 
@@ -113,6 +113,11 @@ def asked(python: Path) -> tuple[dict[str, str], dict[Pair, str]]:
     return found["names"], refusals  # type: ignore[return-value]
 
 
+def module_of(test: str) -> str:
+    """The test module of a node id, as pages name it."""
+    return test.partition("::")[0].removeprefix("tests/").removesuffix(".py")
+
+
 def make(
     names: Mapping[str, str], refusals: Mapping[Pair, str], marks: Sequence[dict]
 ) -> Table:
@@ -131,6 +136,5 @@ def make(
     tests: dict[Pair, set[str]] = {}
     for mark in marks:
         a, b = sorted(mark["pair"], key=order.index)
-        path = Path(mark["test"].partition("::")[0])
-        tests.setdefault((a, b), set()).add(f"{path.parent.name}/{path.stem}")
+        tests.setdefault((a, b), set()).add(module_of(mark["test"]))
     return Table(names, tests, refusals)

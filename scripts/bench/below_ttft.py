@@ -39,7 +39,7 @@ from suite.model import LLAMA, Shape, write_model
 from tests.e2e.model import make_tokenizer
 from tests.e2e.release import REPLICAS_ENVIRONMENT, UNBOUND, cache_bytes
 from tests.e2e.server import Server
-from tests.unit.store_servers import Valkey
+from tests.unit.stores.servers import Valkey
 
 SHAPE = Shape(512, 1536, 12, 8, 2, 64, 1024, 4096)
 BLOCK = 32

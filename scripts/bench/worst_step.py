@@ -20,7 +20,7 @@ from time import thread_time
 from typing import Any
 from weakref import ref
 
-from tests.unit.test_conversations import Turn
+from tests.unit.hints.test_conversations import Turn
 from tests.unit.tier import Tier
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_tier.hints.tracker import KEYS_PER_STEP, owner_of

@@ -59,7 +59,7 @@ def prompt_without_room(num_slots: int) -> Steps:
 @situation
 def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
     """4,000 requests of 200 blocks come at once, and the store does not answer."""
-    from tests.unit.below import Below, Request
+    from tests.unit.secondary_pool import Below, Request
 
     below = Below(64, 1000, max_looks=8_192)
     below.tier.pool.costs.clock = lambda: 0.0
@@ -84,7 +84,7 @@ def thousands_that_wait_for_a_store(num_slots: int) -> Steps:
 @situation
 def long_prompts_that_are_stored(num_slots: int) -> Steps:
     """A store has all blocks of prompts of a million tokens."""
-    from tests.unit.below import Below, Request
+    from tests.unit.secondary_pool import Below, Request
 
     below = Below(64, num_slots, max_looks=8_192, max_known=10**6)
     for n in range(3):
@@ -116,7 +116,7 @@ def long_prompts_that_are_stored(num_slots: int) -> Steps:
 @situation
 def all_fetches_end_at_once(num_slots: int) -> Steps:
     """A quarter of the slots is to be filled, and all jobs end in one step."""
-    from tests.unit.below import Below, Request
+    from tests.unit.secondary_pool import Below, Request
 
     below = Below(64, num_slots, max_job=64, max_known=4 * num_slots)
     started()
@@ -147,7 +147,7 @@ def all_fetches_end_at_once(num_slots: int) -> Steps:
 @situation
 def all_writes_end_at_once(num_slots: int) -> Steps:
     """A quarter of the slots is being written below, and all jobs end in one step."""
-    from tests.unit.below import Below
+    from tests.unit.secondary_pool import Below
 
     num_blocks = num_slots // 4
     below = Below(64, num_slots, max_job=64, max_writing=num_blocks, max_known=10**6)
@@ -181,7 +181,7 @@ def _all_end(below: Any, jobs: Sequence[SecondaryJob]) -> Steps:
 @situation
 def all_slots_are_due(num_slots: int) -> Steps:
     """A store that was slow catches up: all slots are to be written."""
-    from tests.unit.below import Below
+    from tests.unit.secondary_pool import Below
 
     below = Below(64, num_slots, max_job=64, max_writing=num_slots // 4)
     started()
@@ -203,7 +203,7 @@ def all_slots_are_due(num_slots: int) -> Steps:
 @situation
 def late_replay_of_all_keys(num_slots: int) -> Steps:
     """A follower of KV events comes too late, and all keys are told anew."""
-    from tests.unit.test_events import BLOCK, Publisher, request
+    from tests.unit.scheduler.test_events import BLOCK, Publisher, request
 
     tier = Publisher(num_blocks=num_slots + 30, num_slots=40)
     started()
@@ -220,7 +220,7 @@ def late_replay_of_all_keys(num_slots: int) -> Steps:
 @situation
 def idle_device_is_given_back(num_slots: int) -> Steps:
     """A device of so many blocks has been idle for long enough."""
-    import tests.unit.test_elastic as elastic
+    import tests.unit.elastic.test_elastic as elastic
 
     elastic.NUM_BLOCKS = num_slots // 2
     tier = elastic.ElasticTier()

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.unit.store_servers import Valkey
+from tests.unit.stores.servers import Valkey
 
 EVERY_S = 0.2
 

@@ -9,10 +9,10 @@ HOW: `dropped` at the end of a function, or `kept` until the process ends.
 import sys
 from pathlib import Path
 
-from .below import directory
 from .engine import Engine
 from .jobs import BLOCK_TOKENS
 from .release import known
+from .secondary import directory
 from .workloads import text
 
 NUM_PROMPTS = 3

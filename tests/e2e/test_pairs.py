@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.store_servers import Mooncake, Servers, Valkey
+from tests.unit.stores.servers import Mooncake, Servers, Valkey
 
 from ..settings import with_debug
 from .compare import assert_same_answers

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from . import ray_cpu
-from .below import NEEDS_KEYS, objects
 from .conftest import environment
 from .jobs import ASKED
 from .ray_jobs import ANSWERS
 from .release import HAS_RAY_V2, HAS_TWO_RAYS
+from .secondary import NEEDS_KEYS, objects
 
 pytestmark = pytest.mark.skipif("ray" not in ASKED, reason="needs KV_TIER_PARALLEL=ray")
 TIMEOUT_S = 300

@@ -16,13 +16,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from ..names import sha256
 from . import upstream
-from .below import Below
 from .content import STOP_TOKEN, Sequence, Violation
 from .invariants import Invariants
 from .layouts import MAX_MODEL_LEN
 from .pages import Pages
 from .real_ranks import RealRanks
 from .scheduler import NUM_DRAFTS, Setup, make_scheduler
+from .secondary import Below
 from .step import Step
 from .worker import Worker
 

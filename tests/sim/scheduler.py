@@ -29,9 +29,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from ..names import init_none_hash, sha256
 from . import upstream
-from .below import Below
 from .layouts import MAX_MODEL_LEN, Layout
 from .pages import DeviceMemory, Elastic, elastic_layout
+from .secondary import Below
 
 SLOT_BYTES = 1 << 20
 NUM_DRAFTS = 3

@@ -29,11 +29,11 @@ from vllm.v1.kv_tier.worker.slots import RankSlots
 from vllm.v1.kv_tier.worker.streams import CudaStreams
 
 from . import upstream
-from .below import Below
 from .content import EMPTY, GARBAGE, Violation
 from .engine import Engine
 from .fake_cuda import PATIENCE_S, Event, FakeCuda
 from .scheduler import Setup
+from .secondary import Below
 from .step import Step
 from .stream_copies import (
     LAYER_BYTES,

@@ -28,10 +28,10 @@ from vllm.v1.kv_tier.worker.host_tier import HostTier
 from vllm.v1.kv_tier.worker.slots import RankSlots
 
 from . import upstream
-from .below import Below, Memory
 from .content import EMPTY, GARBAGE, Violation
 from .forward import ForwardPasses
 from .layouts import Layout
+from .secondary import Below, Memory
 from .step import Step
 
 

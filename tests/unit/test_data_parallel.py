@@ -17,10 +17,10 @@ from vllm.v1.kv_tier.stores.identity import namespace
 
 from ..e2e.release import known
 from ..settings import options
+from .stores.test_identity import one_seed as one_seed
+from .stores.test_identity import settings as other_settings
 from .test_config import LLAMA, engine_config
 from .test_config import _v1 as _v1
-from .test_store_identity import one_seed as one_seed
-from .test_store_identity import settings as other_settings
 
 # Refused with or without it.
 APART = {"DP", "PC", "RE"}

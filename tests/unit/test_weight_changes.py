@@ -21,7 +21,7 @@ except ImportError:
         UniProcExecutor,
     )
 
-from .below import Below, Request, key
+from .secondary_pool import Below, Request, key
 
 
 class Ranks:
