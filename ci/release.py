@@ -49,6 +49,8 @@ from patchtool.wheel import build_wheel
 
 SUMS = "SHA256SUMS"
 DEVICES = ("cuda", "cpu")
+UNRELEASED = "is not released yet"
+"""What README.md says of a version until its tag is made."""
 FIRST_ANSWER = Path(__file__).with_name("first_answer.py")
 
 
@@ -220,6 +222,8 @@ def check(layout: Layout, tag: str) -> None:
         )
     if not text:
         raise ToolError(f"CHANGELOG.md says nothing of {version}")
+    if UNRELEASED in (layout.root / "README.md").read_text():
+        raise ToolError(f"README.md still says `{UNRELEASED}`")
     say(f"{tag} may be released")
 
 

@@ -22,6 +22,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from patchtool.config import Layout, ToolError
+from patchtool.wheel import build_wheel
 from tests.tooling.project import REPOSITORY, TAG, TAGS_OF_FILE, Project
 
 sys.path.insert(0, str(REPOSITORY / "ci"))
@@ -45,6 +46,7 @@ def folder(project: Project, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a release of the synthetic checkout is made."""
     root, cache = project.layout.root, project.layout.cache
     (root / "CHANGELOG.md").write_text(CHANGES)
+    (root / "README.md").write_text("How to install core.1.\n")
     (cache.parent / "vllm-kv-tier").symlink_to(cache)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
     monkeypatch.setenv("KV_TIER_ROOT", str(root))
@@ -111,6 +113,9 @@ def test_sums(built: Path) -> None:
 def test_a_release_is_checked(folder: Path) -> None:
     root = folder.parents[1]
     run("check", "core.1")
+    (root / "README.md").write_text("core.1 is not released yet.\n")
+    with pytest.raises(ToolError, match="README.md still says"):
+        run("check", "core.1")
     with pytest.raises(ToolError, match="the tag is core.2, but the file VERSION says"):
         run("check", "core.2")
     (root / "VERSION").write_text("core.2\n")
@@ -273,9 +278,27 @@ def test_notes(built: Path, tmp_path: Path) -> None:
     assert f"- Not built: {TAG}, cpu: " in text
 
 
-def test_trying_needs_a_cpu_wheel(built: Path) -> None:
+def test_trying_installs_and_asks(
+    built: Path, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a Python that only writes down what it gets."""
     with pytest.raises(ToolError, match="has no CPU wheel"):
         run("try")
+    release.put(build_wheel(project.layout, TAG, "cpu", "x86_64"), built)
+    log = program(tmp_path, "python", '[ "$2" != pip ] && echo "$PYTHONPATH"; true')
+
+    def create(target: Path, with_pip: bool) -> None:
+        (target / "bin").mkdir(parents=True)
+        (target / "bin" / "python").symlink_to(tmp_path / "python")
+
+    monkeypatch.setattr(release.venv, "create", create)
+    run("try")
+    pip, answer = log.read_text().splitlines()
+    index = (built / "simple").as_uri()
+    wish = f"--extra-index-url {index} vllm==1.0.0+core.1.cputest"
+    assert pip == f"-m pip install -qq {wish}"
+    assert answer.split()[0] == str(REPOSITORY / "ci" / "first_answer.py")
+    assert not (project.layout.build / "try").exists()
 
 
 # --------------------------------------------------------------- programs of the forge
