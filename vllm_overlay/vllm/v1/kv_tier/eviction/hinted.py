@@ -28,6 +28,9 @@ from vllm.v1.kv_tier.eviction.base import (
     drop_oldest,
 )
 
+_MANY = 1 << 16
+"""Keys from which on a table is in parts."""
+
 _Fields = tuple[int, float, Hashable, int]
 """Of `KeyHint`."""
 
@@ -46,22 +49,27 @@ class RetentionHints:
     """
 
     def __init__(self, num_keys: int, clock: Callable[[], float]) -> None:
-        self._num_keys = num_keys
+        # In parts, since Python rebuilds a dict of 400,000 keys in 20 ms or more.
+        num_parts = 64 if num_keys >= _MANY else 1
+        self._max_in_part = num_keys // num_parts
+        self._last_part = num_parts - 1
         self.clock = clock
         # Plain tuples: once Python's garbage collector has seen them, it looks at none
         # of them again. It would at each `KeyHint`, of which there may be as many as
         # there are keys: 400,000 of them took it 90 ms.
-        self._about: Table[_Fields] = Table()
-        # No method: asked for every victim.
-        self.get: Callable[[Key], _Fields | None] = self._about.get
-        """What holds of a key, as the fields of `KeyHint`; None: nothing was said."""
+        self._parts: list[Table[_Fields]] = [Table() for _ in range(num_parts)]
 
     def __len__(self) -> int:
-        return len(self._about)
+        return sum(map(len, self._parts))
 
     def clear(self) -> None:
         """Forget all that was said."""
-        self._about.clear()
+        for part in self._parts:
+            part.clear()
+
+    def get(self, key: Key) -> _Fields | None:
+        """The hints for a key, as the fields of `KeyHint`; None if there are none."""
+        return self._parts[hash(key) & self._last_part].get(key)
 
     def is_retained(self, key: Key) -> bool:
         """Whether `key` has a valid priority above `NO_HINT`."""
@@ -105,7 +113,8 @@ class RetentionHints:
             The hints that are valid from now on.
 
         """
-        old = self._about.pop(key, None)
+        part = self._parts[hash(key) & self._last_part]
+        old = part.pop(key, None)
         if old is not None:
             old_priority, old_until, old_tenant, _ = old
             outlives = old_until > self.clock() and old_priority > NO_HINT
@@ -119,8 +128,8 @@ class RetentionHints:
         if priority is None:
             priority, until = NO_HINT, math.inf
         if priority != NO_HINT or tenant is not None:
-            self._about[key] = priority, until, tenant, turn
-            drop_oldest(self._about, self._num_keys)
+            part[key] = priority, until, tenant, turn
+            drop_oldest(part, self._max_in_part)
         return KeyHint(priority, until, tenant, turn)
 
     def renew(self, keys: Collection[Key], about: KeyHint) -> bool:
@@ -133,17 +142,18 @@ class RetentionHints:
             them, or if one has a low priority.
 
         """
-        abouts = self._about
-        known = abouts.keys() & keys
         # Keys of a prefix have few different hints.
-        for priority, _, tenant, _ in set(map(abouts.__getitem__, known)):
+        for priority, _, tenant, _ in set(filter(None, map(self.get, keys))):
             if tenant != about.tenant or priority < NO_HINT:
                 return False
-        for key in known:
-            del abouts[key]
         fields = about.priority, about.until, about.tenant, about.turn
-        abouts.update(dict.fromkeys(keys, fields))
-        drop_oldest(abouts, self._num_keys)
+        parts, last = self._parts, self._last_part
+        for key in keys:
+            part = parts[hash(key) & last]
+            part.pop(key, None)
+            part[key] = fields
+        for part in parts:
+            drop_oldest(part, self._max_in_part)
         return True
 
     def record_plain_use(self, key: Key) -> bool:
