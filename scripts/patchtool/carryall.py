@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import differs
-from .carrying import states
 from .config import Layout, Patch, ToolError, read_series, say, version_key
 from .hunks import Edit, Files, diff, parse, parse_diff
 from .merge import Merged, merge, renames
 from .series import rewrite, set_date
+from .states import states
 
 
 @dataclass

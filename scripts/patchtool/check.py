@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import differs, importcheck, seams
-from .carrying import states
 from .config import (
     Layout,
     Patch,
@@ -25,10 +24,11 @@ from .config import (
     say,
 )
 from .env import has_env, sync
-from .fetch import fetch
 from .hunks import parse
+from .index import fetch
 from .names import lint
 from .series import walk
+from .states import states
 from .tree import locked, touched_files, unpack, upstream_tree
 
 FIELDS = ("Description", "Author", "Forwarded", "Last-Update", "Retires-when")
@@ -264,11 +264,12 @@ def check_tag(layout: Layout, tag: str) -> list[str]:
 
 
 def check_patches(layout: Layout, tags: list[str]) -> None:
-    """Check every tag, side by side.
+    """Check every tag, or those named, side by side.
 
     Raises:
         ToolError: something does not hold; all failures have been printed.
     """
+    tags = tags or layout.tags()
     with ThreadPoolExecutor(max_workers=2) as pool:
         results = pool.map(lambda tag: check_tag(layout, tag), tags)
         errors = [error for result in results for error in result]

@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .carrying import State, states
 from .config import Layout, ToolError, read_series, say, version_key
 from .hunks import Edit, diff, parse_diff
 from .merge import Conflict, merge, renames
-from .source import read_source
+from .states import State, scope_at, states
 
 OPEN = "?"
 Key = tuple[str, tuple[str, ...]]
@@ -83,7 +82,7 @@ def _question(
     rows = [row for row in rows if row >= 0]
     before, after = _context(lines, first, end)
     row = next((n for n in rows if lines[n].strip()), min(first, len(lines) - 1))
-    scope = read_source(file, text).scope_at(row).name if lines else ""
+    scope = scope_at(file, text, row)
     ours = _code([lines[n] for n in rows])
     body = [f"  {line}" for line in before]
     body += [f"- {line}" for line in gone]

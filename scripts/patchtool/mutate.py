@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from . import differs
-from .carrying import State
 from .config import Layout, ToolError, say
 from .hunks import Edit, apply, parse
 from .merge import merge
+from .states import State
 
 Spoil = Callable[[random.Random, State, list[Edit], int], list[Edit] | None]
 TRIES = 50

@@ -14,10 +14,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from .carrying import State
 from .config import Layout, ToolError, overlay_files
 from .hunks import parse
-from .source import read_source
+from .states import State, syntax_tree
 from .tree import upstream_tree
 
 WORD = re.compile(r"\w+")
@@ -104,7 +103,7 @@ def unknown(layout: Layout, tag: str, series: list[State]) -> list[str]:
     for state, file, rows in _added_rows(series):
         text = state.after[file] or ""
         lines = text.splitlines()
-        for name, foreign in _uses(read_source(file, text).tree, rows):
+        for name, foreign in _uses(syntax_tree(file, text), rows):
             used.setdefault((name, foreign), f"{state.patch.name[:4]} {file}")
         for row in rows:
             line = lines[row - 1]

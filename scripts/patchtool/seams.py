@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from . import differs, names
-from .carrying import State, read_files, states
 from .config import Layout, ToolError, tomllib, version_key
 from .hunks import Edit, parse
-from .source import read_source
+from .states import State, read_files, scope_at, states, syntax_tree
 from .tree import upstream_tree
 
 TABLE = "seams.toml"
@@ -98,7 +97,7 @@ def load(layout: Layout) -> tuple[list[Seam], list[Needed]]:
 @lru_cache(maxsize=512)
 def defined(name: str, text: str) -> frozenset[str]:
     """What a file defines: functions, classes, fields, and attributes of `self`."""
-    return frozenset(_of(read_source(name, text).tree, ""))
+    return frozenset(_of(syntax_tree(name, text), ""))
 
 
 def _of(node: ast.AST, prefix: str) -> Iterator[str]:
@@ -143,13 +142,12 @@ def _edits(series: list[State], seam: Seam) -> Iterator[tuple[State, Edit]]:
 def _scope(state: State, edit: Edit, seam: Seam) -> str:
     """The scope of the line of an edit that is the seam's."""
     text = state.after.get(edit.file) or ""
-    source = read_source(edit.file, text)
     shift = sum(
         len(e.added) - len(e.removed)
         for e in parse(state.patch)
         if e.file == edit.file and e.first < edit.first
     )
-    return source.scope_at(edit.first + shift + seam.matches(edit)[0]).name
+    return scope_at(edit.file, text, edit.first + shift + seam.matches(edit)[0])
 
 
 def _missing(

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import seams
-from .carrying import State, states
 from .config import Layout, ToolError, say
 from .env import site_packages, sync
 from .hunks import apply, parse
 from .merge import merge
 from .seams import Seam
+from .states import State, states
 from .tree import locked
 
 LIMIT_S = 15 * 60

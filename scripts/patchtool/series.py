@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .config import Layout, Patch, ToolError, load_pins, read_series, say
-from .fetch import fetch
+from .index import fetch
 from .quilt import quilt
 from .tree import touched_files, unpack
 

@@ -23,7 +23,7 @@ from .config import (
     read_series,
     say,
 )
-from .fetch import fetch, sha256_file
+from .index import fetch, sha256_file
 from .quilt import applied, push_all
 
 STAMP = ".kv-tier-stamp.json"

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from patchtool import importcheck
-from patchtool.carrying import State
 from patchtool.check import check_patches, check_tag
 from patchtool.config import Patch, ToolError, check_tag_name
 from patchtool.hunks import diff
 from patchtool.names import lint
 from patchtool.series import refresh
+from patchtool.states import State
 from tests.tooling.project import TAG, Project
 
 

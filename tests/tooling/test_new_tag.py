@@ -179,7 +179,8 @@ def test_a_file_that_is_gone(project: Project, index: Index) -> None:
     publish(index, {"vllm/v1/other.py": text + COUNT}, gone=["vllm/count.py"])
     with pytest.raises(ToolError) as stop:
         new_tag(project.layout, TAG, NEW, resume=False)
-    assert "vllm/count.py is gone, two is in vllm/v1/other.py:45" in str(stop.value)
+    assert "vllm/count.py is gone" in str(stop.value)
+    assert "\n    vllm/v1/other.py:45:def two\n" in str(stop.value)
     tree = project.layout.tree(NEW)
     with pytest.raises(ToolError, match="left in vllm/count.py.rej"):
         new_tag(project.layout, TAG, NEW, resume=True)

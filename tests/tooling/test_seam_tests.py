@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from patchtool import seams, seamtests
-from patchtool.carrying import states
 from patchtool.config import Layout, ToolError
 from patchtool.seamtests import replaced, seam_tests, without
+from patchtool.states import states
 from tests.tooling.project import COUNT, TAG, Project
 from tests.tooling.test_seams import SEAMS
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from patchtool import names, seams
-from patchtool.carrying import states
 from patchtool.config import Layout, ToolError
 from patchtool.newtag import new_tag
+from patchtool.states import states
 from tests.tooling.project import TAG, Index, Project
 from tests.tooling.test_new_tag import NEW, publish
 
