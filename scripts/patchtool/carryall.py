@@ -77,13 +77,13 @@ class Change:
     after: Files
     former_header: str | None
     """None: the patch is new."""
-    behind: str | None
+    after_patch: str | None
     """The patch that a new one follows."""
 
     def place_in(self, names: list[str]) -> int:
         """How many of the patches of another series come before a new one."""
-        if self.behind in names:
-            return names.index(self.behind) + 1
+        if self.after_patch in names:
+            return names.index(self.after_patch) + 1
         return sum(name < self.patch.name for name in names)
 
 
@@ -109,9 +109,9 @@ def find_change(
         is_taken = bool(tags) and len(lacking) == len(tags)
         if former is None or (former.text == patch.text and is_taken):
             number = series.index(patch)
-            behind = series[number - 1].name if number else None
+            previous = series[number - 1].name if number else None
             edits = parse(patch)
-            return Change(source, patch, edits, now.before, now.after, None, behind)
+            return Change(source, patch, edits, now.before, now.after, None, previous)
         if former.text == patch.text:
             raise ToolError(f"{source}/{patch.name} is as it was in {base}")
         found = {s.patch.name: s for s in states(layout, source, patches, names)}
@@ -232,6 +232,7 @@ def carry_change(
     Raises:
         ToolError: nothing changed, or a series was left as it is.
     """
+    rewrite(layout, source)
     change = find_change(layout, source, name, base, tags)
     former = _git_show(layout, base, f"{source}/{change.patch.name}")
     if change.patch.text != former:
@@ -244,10 +245,10 @@ def carry_change(
         say(str(outcomes[-1]))
     asked = len(differs.write(layout, source)) + sum(each.open for each in outcomes)
     if asked:
-        say(f"{asked} questions: write why behind each `= ?` in patches/*/differs")
+        say(f"{asked} questions: write a reason for each `= ?` in patches/*/differs")
     if left := [outcome.tag for outcome in outcomes if outcome.stops]:
         raise ToolError(
             f"left as they are: {', '.join(left)}. Change them by hand as "
-            "docs/rebase.md says, or mend what stops and run it again for these: "
+            "docs/rebase.md says, or change what stops and run it again for these: "
             f"TAGS={','.join(left)}"
         )

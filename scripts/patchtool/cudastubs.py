@@ -131,7 +131,7 @@ def _build(path: Path, symbols: dict[str, str]) -> None:
 
 
 def write_stubs(folder: Path) -> list[str]:
-    """Put stand-ins beside torch's libraries in `folder`. Returns their names.
+    """Put stand-ins next to torch's libraries in `folder`. Returns their names.
 
     Raises:
         ToolError: binutils or gcc are missing.

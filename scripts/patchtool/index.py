@@ -57,7 +57,7 @@ def index_urls() -> list[str]:
     """The configured index, else pip's own default, then the extra ones."""
     main = os.environ.get("PIP_INDEX_URL") or pip_config().get("index-url")
     if not main:
-        # pip knows where it looks when nothing is configured; so nobody else must.
+        # pip knows where it looks when nothing is configured.
         code = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
         result = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True

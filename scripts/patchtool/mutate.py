@@ -4,7 +4,7 @@ a check notices each.
 
 Drawn for each series, with a fixed seed: the name of an attribute changes to one that
 the file has, an argument is left out, the edits of one file are left out, an edit goes
-past the line before or behind it.
+past the line before or after it.
 """
 
 from __future__ import annotations

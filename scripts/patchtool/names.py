@@ -97,8 +97,10 @@ def _uses(tree: ast.AST, rows: set[int]) -> Iterator[tuple[str, bool]]:
 
 def unknown(layout: Layout, tag: str, series: list[State]) -> list[str]:
     """Attributes and arguments that a series uses and that neither its release nor the
-    overlay has; of those that it assigns on objects of others its own do not count."""
+    overlay has. What it assigns on objects of others must be a field of its own or of
+    its release: the overlay knows names of several releases."""
     own: set[str] = set()
+    fields: set[str] = set()
     used: dict[tuple[str, bool], str] = {}
     for state, file, rows in _added_rows(series):
         text = state.after[file] or ""
@@ -109,13 +111,14 @@ def unknown(layout: Layout, tag: str, series: list[State]) -> list[str]:
             line = lines[row - 1]
             own.update(re.findall(r"(?:def |self\.|^\s*)(\w+)\s*(?:[:(=]|$)", line))
             own.update(re.findall(r"(\w+): ", line))
-    known: set[str] = set()
+            fields.update(re.findall(r"^\s*(\w+): ", line))
     for path in overlay_files(layout).values():
         if path.suffix == ".py":
-            known.update(WORD.findall(path.read_text()))
+            own.update(WORD.findall(path.read_text()))
+    known: set[str] = set()
     for before in series[0].before.values() if series else ():
         known.update(WORD.findall(before or ""))
-    left = {k for k in used if k[0] not in known and (k[1] or k[0] not in own)}
+    left = {k for k in used if k[0] not in known | (fields if k[1] else own)}
     if left:
         words = "|".join(sorted({name for name, _ in left}))
         command = ["grep", "-rhowE", "--include=*.py", words, "vllm"]

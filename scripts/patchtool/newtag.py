@@ -241,6 +241,6 @@ def new_tag(layout: Layout, source: str | None, tag: str, resume: bool) -> None:
     asked = differs.write(layout, tag)
     say(
         f"{tag}: all patches apply. {len(asked)} questions in patches/{tag}/differs: "
-        f"write why behind each `= ?`, or change the patch. Then\n"
+        f"write a reason for each `= ?`, or change the patch. Then\n"
         f"  make tags-page env check-patches TAG={tag}"
     )

@@ -32,7 +32,7 @@ def walk(layout: Layout, tag: str, work: Path) -> Iterator[Step]:
     `work` changes.
 
     Raises:
-        ToolError: a patch does not apply with zero fuzz, or leaves something behind.
+        ToolError: a patch does not apply with zero fuzz, or leaves files of its own.
     """
     stage, copy = work / "stage", work / "patches"
     for folder in (stage, copy):

@@ -140,7 +140,7 @@ def test_a_bad_one_is_found(
         check_patches(project.layout, [TAG])
 
 
-def test_refresh_mends_what_it_can_and_keeps_headers(project: Project) -> None:
+def test_refresh_corrects_what_it_can_and_keeps_headers(project: Project) -> None:
     good = (project.patches / "0001-first.patch").read_text()
     offset(project)
     timestamp(project)
@@ -278,8 +278,8 @@ def test_names_of_releases(tag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tag, mend", [("0.31.0", "write TAG=v0.31.0"), ("latest", "as v0.33.0 is$")]
+    "tag, advice", [("0.31.0", "write TAG=v0.31.0"), ("latest", "as v0.33.0 is$")]
 )
-def test_names_of_no_release(tag: str, mend: str) -> None:
-    with pytest.raises(ToolError, match=mend):
+def test_names_of_no_release(tag: str, advice: str) -> None:
+    with pytest.raises(ToolError, match=advice):
         check_tag_name(tag)

@@ -38,7 +38,7 @@ def test_wrong_hash_keeps_nothing(project: Project, index: Index) -> None:
     assert not list((project.layout.cache / pin.sha256[:16]).iterdir())
 
 
-def test_unreachable_index_names_it_and_the_mend(project: Project) -> None:
+def test_unreachable_index_names_it_and_the_setting(project: Project) -> None:
     with pytest.raises(ToolError, match=r"127\.0\.0\.1.*PIP_INDEX_URL"):
         fetch(project.layout, pin_of(b"content"))
 

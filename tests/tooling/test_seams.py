@@ -9,8 +9,7 @@ from patchtool import names, seams
 from patchtool.config import Layout, ToolError
 from patchtool.newtag import new_tag
 from patchtool.states import states
-from tests.tooling.project import TAG, Index, Project
-from tests.tooling.test_new_tag import NEW, publish
+from tests.tooling.project import NEW, TAG, Index, Project
 
 SEAMS = """\
 [[seam]]
@@ -99,7 +98,7 @@ def test_what_a_release_defines() -> None:
 def test_all_that_is_wrong_is_named_with_how_a_neighbour_has_it(
     project: Project, index: Index
 ) -> None:
-    publish(index, {})
+    index.release({})
     new_tag(project.layout, TAG, NEW, resume=False)
     path = project.layout.patches / NEW / "0001-first.patch"
     path.write_text(path.read_text().replace("return 22", "return 2 * 1"))
@@ -118,7 +117,9 @@ def test_all_that_is_wrong_is_named_with_how_a_neighbour_has_it(
     [
         ("x.nobody = 2", "0001 vllm/count.py: `nobody`"),
         ("x.size = 2", ""),  # upstream has it, in another file
-        ("x.VALUE = 2", ""),  # the overlay has it
+        ("x.VALUE = 2", "`VALUE`"),  # the overlay has it, this release may not
+        ("y = x.VALUE", ""),
+        ("x: int = 1; y.x = x", ""),
         ("x.nobody = 2; y = x.nobody", "`nobody`"),
         ("self.own = 2; y = self.own", ""),
         ("one(nobody=1)", "`nobody`"),
