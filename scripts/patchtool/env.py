@@ -22,7 +22,6 @@ from .config import (
     say,
     version_key,
 )
-from .cudastubs import REPLACED, write_stubs
 from .index import (
     certificate,
     extra_index_urls,
@@ -30,7 +29,7 @@ from .index import (
     has_file,
     index_urls,
 )
-from .symbols import weaken
+from .libraries import REPLACED, weaken, write_stubs
 from .tree import locked, sha256
 from .wheel import build_wheel, package_files
 
