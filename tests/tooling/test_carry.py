@@ -129,5 +129,5 @@ def test_a_series_that_cannot_take_it_stays(
 def test_nothing_changed(both: Project) -> None:
     with pytest.raises(ToolError, match="is as it was in HEAD"):
         carry(both, "0001")
-    with pytest.raises(ToolError, match="has no patch 0007"):
+    with pytest.raises(ToolError, match="PATCH=0007 may be no patch of the series"):
         carry(both, "0007")
