@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     more("--to", dest="tags", nargs="*", default=[], help="tags; all if absent")
     add("differs", show_questions, "write the questions on a series, to answer", "tag")
     more = add("mutate", mutate, "make errors in edits; all must be noticed")
-    more("--each", type=int, default=15, help="how many of each series")
+    more("--each", type=int, default=4, help="how many of a kind in each series")
     more = add("seam-tests", seam_tests, "leave each seam out, run its test", "tag")
     more("--only", default="", help="text in seam, patch or test")
     return parser

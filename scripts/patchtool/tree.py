@@ -132,9 +132,7 @@ def edited_files(tree: Path, stamp: Stamp) -> dict[str, str | None]:
     return edits
 
 
-def unpack(
-    sdist: Path, target: Path, members: Iterable[str] = (), missing_ok: bool = False
-) -> None:
+def unpack(sdist: Path, target: Path, members: Iterable[str] = ()) -> None:
     """Unpack an sdist without its top folder; only some members if any are named."""
     target.mkdir(parents=True, exist_ok=True)
     top = sdist.name.removesuffix(".tar.gz")
@@ -143,13 +141,8 @@ def unpack(
     result = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
     )
-    errors = [
-        line
-        for line in result.stderr.splitlines()
-        if not (missing_ok and line.endswith(("Not found in archive", "errors")))
-    ]
-    if result.returncode and errors:
-        raise ToolError(f"cannot unpack {sdist}: {' '.join(errors)}")
+    if result.returncode:
+        raise ToolError(f"cannot unpack {sdist}: {result.stderr.strip()}")
 
 
 def _unpack_upstream(layout: Layout, pins: Pins) -> Stamp:
@@ -247,17 +240,14 @@ def pristine_tree(layout: Layout, tag: str) -> Path:
     return tree
 
 
-def upstream_tree(layout: Layout, tag: str, pins: Pins | None = None) -> Path:
-    """build/<tag>/upstream: the sdist without series and overlay.
-
-    pins: those of a tag that has no `upstream.toml` yet.
-    """
+def upstream_tree(layout: Layout, tag: str) -> Path:
+    """build/<tag>/upstream: the sdist without series and overlay."""
     tree = layout.tree(tag).with_name("upstream")
     with locked(tree.parent):
         if not tree.exists():
             partial = tree.with_name("upstream.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            unpack(fetch(layout, (pins or load_pins(layout, tag)).sdist), partial)
+            unpack(fetch(layout, load_pins(layout, tag).sdist), partial)
             partial.rename(tree)
     return tree
 

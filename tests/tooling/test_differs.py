@@ -164,5 +164,5 @@ def test_a_spoilt_series_that_nobody_notices(
     three: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(differs, "check", lambda *args: "")
-    with pytest.raises(ToolError, match="nothing noticed\n  v1.0.0: "):
-        mutate.mutate(three.layout, 4)
+    with pytest.raises(ToolError, match="not noticed\n  v1.0.0: "):
+        mutate.mutate(three.layout, 1)
