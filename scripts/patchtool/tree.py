@@ -241,13 +241,17 @@ def pristine_tree(layout: Layout, tag: str) -> Path:
 
 
 def upstream_tree(layout: Layout, tag: str) -> Path:
-    """build/<tag>/upstream: the sdist without series and overlay."""
+    """build/<tag>/upstream: the pinned sdist without series and overlay."""
+    pin = load_pins(layout, tag).sdist
     tree = layout.tree(tag).with_name("upstream")
+    stamp = tree / STAMP
     with locked(tree.parent):
-        if not tree.exists():
+        if not stamp.is_file() or stamp.read_text() != pin.sha256:
             partial = tree.with_name("upstream.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            unpack(fetch(layout, load_pins(layout, tag).sdist), partial)
+            for folder in (partial, tree):
+                shutil.rmtree(folder, ignore_errors=True)
+            unpack(fetch(layout, pin), partial)
+            (partial / STAMP).write_text(pin.sha256)
             partial.rename(tree)
     return tree
 

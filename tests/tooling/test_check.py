@@ -5,18 +5,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from patchtool import importcheck
 from patchtool.check import check_patches, check_tag
-from patchtool.config import Patch, ToolError, check_tag_name
+from patchtool.config import Patch, ToolError, check_tag_name, load_pins
 from patchtool.hunks import diff
 from patchtool.names import lint
 from patchtool.series import refresh
 from patchtool.states import State
-from tests.tooling.project import HEADER, TAG, Project
+from tests.tooling.project import HEADER, TAG, Project, make_sdist, upstream
 
 
 def edit(project: Project, number: int, old: str, new: str) -> None:
@@ -111,6 +112,15 @@ def test_a_bad_one_is_found(
         raise AssertionError("\n".join(errors))
     with pytest.raises(ToolError, match="failed, see FAIL above"):
         check_patches(project.layout, [TAG])
+
+
+def test_another_pinned_sdist_is_unpacked(project: Project) -> None:
+    assert check_tag(project.layout, TAG) == []
+    pins = load_pins(project.layout, TAG)
+    files = upstream("1.0.0") | {"vllm/count.py": "A = 1\n"}
+    sdist = project.cached("vllm-1.0.0.tar.gz", make_sdist("1.0.0", files))
+    project.write_pins(replace(pins, sdist=sdist))
+    assert "does not apply" in check_tag(project.layout, TAG)[0]
 
 
 def test_refresh_corrects_what_it_can_and_keeps_headers(project: Project) -> None:

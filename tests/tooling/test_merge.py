@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from patchtool import merge as merging
 from patchtool.config import Layout
 from patchtool.merge import merge, renames
 from tests.tooling.project import COUNT
@@ -90,11 +91,14 @@ def test_files_that_are_not_there() -> None:
     assert added.after == {"x.py": "x\n"} and not added.conflicts
 
 
-def test_files_that_upstream_renamed(tmp_path: Path) -> None:
-    layout = Layout(tmp_path, tmp_path)
+def test_files_that_upstream_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "upstream_tree", lambda layout, tag: tmp_path / tag)
     for tag, name in (("v1.0.0", "count"), ("v1.1.0", "numbers")):
-        path = layout.build / tag / "upstream" / "vllm" / f"{name}.py"
+        path = tmp_path / tag / "vllm" / f"{name}.py"
         path.parent.mkdir(parents=True)
         path.write_text(COUNT)
-    found = renames(layout, "v1.0.0", "v1.1.0", ["vllm/count.py", "vllm/none.py"])
+    files = ["vllm/count.py", "vllm/none.py"]
+    found = renames(Layout(tmp_path, tmp_path), "v1.0.0", "v1.1.0", files)
     assert found == {"vllm/count.py": "vllm/numbers.py"}
