@@ -97,21 +97,22 @@ def _where(layout: Layout, tag: str, state: State, file: str) -> str:
 def _stop(
     layout: Layout, tag: str, state: State, merged: Merged, source: str, others: str
 ) -> str:
-    """The message of a stop; lines of files that are gone are in `.rej` files. others:
-    the neighbours that lack the patch."""
+    """The message of a stop; lines for files that are gone, or that upstream has while
+    the patch adds them, are in `.rej` files. others: the neighbours that lack it."""
     tree = layout.tree(tag)
     lines: list[str] = []
     for conflict in merged.stopped:
         file = conflict.file
-        if (tree / file).is_file():
-            text = (tree / file).read_text().splitlines()
-            rows = [n for n, line in enumerate(text, 1) if line.startswith(MARKER)]
+        text = (tree / file).read_text() if (tree / file).is_file() else ""
+        rows = [n for n, t in enumerate(text.split("\n"), 1) if t.startswith(MARKER)]
+        if rows:
             line = f"{file}: lines {', '.join(map(str, rows))}"
         else:
             path = tree / f"{file}.rej"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(diff({file: state.before[file]}, {file: state.after[file]}))
-            line = f"{file} is gone{_where(layout, tag, state, file)}"
+            there = _where(layout, tag, state, file)
+            line = f"{file} is upstream's here" if text else f"{file} is gone{there}"
         if line not in lines:
             lines.append(line)
     shown = "".join(f"\n  {line}" for line in lines)

@@ -161,6 +161,15 @@ def test_a_file_that_is_gone(project: Project, index: Index) -> None:
     assert check_tag(project.layout, NEW) == []
 
 
+def test_a_file_that_upstream_has_too(project: Project, index: Index) -> None:
+    index.release({"vllm/v1/seam.py": "SIZE = 8\n"})
+    with pytest.raises(ToolError) as stop:
+        new_tag(project.layout, TAG, NEW, resume=False)
+    assert "\n  vllm/v1/seam.py is upstream's here\n" in str(stop.value)
+    lines = (project.layout.tree(NEW) / "vllm/v1/seam.py.rej").read_text()
+    assert "+SIZE = 7" in lines
+
+
 def test_a_file_that_upstream_renamed(project: Project, index: Index) -> None:
     index.release({"vllm/v1/numbers.py": COUNT}, gone=["vllm/count.py"])
     new_tag(project.layout, TAG, NEW, resume=False)
