@@ -41,7 +41,7 @@ carry: ## a changed or new patch of a series, made in the others [PATCH=0004 FRO
 differs: ## write the questions on a series into its file `differs`, for answers by hand [TAG=]
 	$(TOOL) differs $(TAG)
 
-mutate-series: ## spoil edits of every series, drawn: check-patches must notice [EACH=15]
+mutate-series: ## make errors of four kinds in every series: check-patches must notice [EACH=4]
 	$(TOOL) mutate $(if $(EACH),--each $(EACH))
 
 seam-tests: env ## take each seam out of build/env/TAG for a while: its test must fail [TAG= ONLY=tests/unit]

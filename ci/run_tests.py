@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 from patchtool.config import Layout, ToolError, exit_with, load_pins
-from patchtool.fetch import fetch
+from patchtool.index import fetch
 
 START = time.monotonic()
 LIMIT_S = 60 * 60

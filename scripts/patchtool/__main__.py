@@ -5,59 +5,22 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+from collections.abc import Callable
+from functools import partial
 
+from . import differs, series
 from .carryall import carry_change
 from .check import check_patches
 from .config import Layout, ToolError, check_tag_name, exit_with, host_arch, say
-from .differs import write
 from .env import make_env, sync
-from .fetch import sha256_file
+from .index import sha256_file
 from .mutate import mutate
 from .newtag import new_tag
 from .quilt import ensure_quilt, environment
 from .seamtests import seam_tests
-from .series import refresh
 from .tagspage import write_page
 from .tree import apply_patches
 from .wheel import build_wheel
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="patchtool", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text)
-        command.add_argument("tag")
-        return command
-
-    command = add("apply", "bring build/TAG/src up to date")
-    command.add_argument("--force", action="store_true", help="lose edits made there")
-    command = add("quilt", "run quilt in build/TAG/src with the project's settings")
-    command.add_argument("args", nargs=argparse.REMAINDER)
-    command = add("wheel", "build/wheels/vllm-*.whl")
-    command.add_argument("--device", default="cuda", help="cuda or cpu")
-    command.add_argument("--arch", default=host_arch(), help="x86_64 or aarch64")
-    add("env", "a venv with the patched CPU build, in build/env/TAG")
-    add("sync", "copy changed files into that venv")
-    add("refresh", "rewrite every patch of TAG as quilt does")
-    command = commands.add_parser("check", help="check all tags, or those named")
-    command.add_argument("tags", nargs="*")
-    commands.add_parser("tags-page", help="write docs/tags.md")
-    command = add("new-tag", "carry the series of another tag to TAG")
-    command.add_argument("--from", dest="source", help="the neighbours if absent")
-    command.add_argument("--continue", dest="resume", action="store_true")
-    command = commands.add_parser("carry", help="make one change in all series")
-    command.add_argument("tag", help="whose patch changed")
-    command.add_argument("patch", help="the begin of its name")
-    command.add_argument("--base", default="HEAD", help="the commit before the change")
-    command.add_argument("--to", nargs="*", default=[], help="tags; all if absent")
-    add("differs", "write the questions on a series, for answers by hand")
-    command = commands.add_parser("mutate", help="spoil edits; all must be noticed")
-    command.add_argument("--each", type=int, default=15, help="how many of each series")
-    command = add("seam-tests", "take each seam out of TAG, and run the test it names")
-    command.add_argument("--only", default="", help="text in seam, patch or test")
-    return parser
 
 
 def run_quilt(layout: Layout, tag: str, args: list[str]) -> int:
@@ -69,42 +32,65 @@ def run_quilt(layout: Layout, tag: str, args: list[str]) -> int:
     return subprocess.call(command, cwd=layout.tree(tag), env=environment(layout, tag))
 
 
+def show_wheel(layout: Layout, tag: str, device: str, arch: str) -> None:
+    wheel = build_wheel(layout, tag, device, arch)
+    say(f"{wheel.relative_to(layout.root)}  sha256 {sha256_file(wheel)}")
+
+
+def show_questions(layout: Layout, tag: str) -> None:
+    series.rewrite(layout, tag)
+    for question in differs.write(layout, tag):
+        say(question.text(differs.OPEN))
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Each command calls a function with the layout and its own arguments."""
+    parser = argparse.ArgumentParser(prog="patchtool", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, call: Callable[..., object], text: str, *args: str) -> Callable:
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(call=call)
+        for arg in args:
+            command.add_argument(arg)
+        return command.add_argument
+
+    more = add("apply", apply_patches, "bring build/TAG/src up to date", "tag")
+    more("--force", action="store_true", help="lose edits made there")
+    more = add("quilt", run_quilt, "quilt in build/TAG/src, with our settings", "tag")
+    more("args", nargs=argparse.REMAINDER)
+    more = add("wheel", show_wheel, "build/wheels/vllm-*.whl", "tag")
+    more("--device", default="cuda", help="cuda or cpu")
+    more("--arch", default=host_arch(), help="x86_64 or aarch64")
+    add("env", make_env, "a venv with the patched CPU build, in build/env/TAG", "tag")
+    add("sync", sync, "copy changed files into that venv", "tag")
+    add("refresh", series.refresh, "rewrite every patch of TAG as quilt does", "tag")
+    more = add("check", check_patches, "check all tags, or those named")
+    more("tags", nargs="*")
+    add("tags-page", write_page, "write docs/tags.md")
+    more = add("new-tag", new_tag, "carry the series of neighbours to TAG", "tag")
+    more("--from", dest="source", help="one of the neighbours only")
+    more("--continue", dest="resume", action="store_true")
+    more = add("carry", carry_change, "make one change in all series", "source", "name")
+    more("--base", default="HEAD", help="the commit before the change")
+    more("--to", dest="tags", nargs="*", default=[], help="tags; all if absent")
+    add("differs", show_questions, "write the questions on a series, to answer", "tag")
+    more = add("mutate", mutate, "make errors in edits; all must be noticed")
+    more("--each", type=int, default=4, help="how many of a kind in each series")
+    more = add("seam-tests", seam_tests, "leave each seam out, run its test", "tag")
+    more("--only", default="", help="text in seam, patch or test")
+    return parser
+
+
 def main() -> int:
-    options = _parser().parse_args()
-    for tag in getattr(options, "tags", []) or [getattr(options, "tag", "v0.0.0")]:
+    options = vars(_parser().parse_args())
+    call = partial(options.pop("call"), Layout.default())
+    options.pop("command")
+    named = [options.get("tag"), options.get("source"), *options.get("tags", [])]
+    for tag in filter(None, named):
         check_tag_name(tag)
-    layout = Layout.default()
-    if options.command == "apply":
-        apply_patches(layout, options.tag, options.force)
-    elif options.command == "quilt":
-        return run_quilt(layout, options.tag, options.args)
-    elif options.command == "wheel":
-        wheel = build_wheel(layout, options.tag, options.device, options.arch)
-        say(f"{wheel.relative_to(layout.root)}  sha256 {sha256_file(wheel)}")
-    elif options.command == "env":
-        make_env(layout, options.tag)
-    elif options.command == "sync":
-        sync(layout, options.tag)
-    elif options.command == "refresh":
-        refresh(layout, options.tag)
-    elif options.command == "check":
-        check_patches(layout, options.tags or layout.tags())
-    elif options.command == "tags-page":
-        write_page(layout)
-    elif options.command == "carry":
-        carry_change(layout, options.tag, options.patch, options.base, options.to)
-    elif options.command == "differs":
-        for question in write(layout, options.tag):
-            say(question.text("?"))
-    elif options.command == "mutate":
-        mutate(layout, options.each)
-    elif options.command == "seam-tests":
-        seam_tests(layout, options.tag, options.only)
-    elif options.command == "new-tag":
-        if options.source:
-            check_tag_name(options.source)
-        new_tag(layout, options.source, options.tag, options.resume)
-    return 0
+    result = call(**options)
+    return result if isinstance(result, int) else 0
 
 
 if __name__ == "__main__":

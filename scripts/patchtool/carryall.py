@@ -3,38 +3,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import differs
-from .carrying import states
 from .config import Layout, Patch, ToolError, read_series, say, version_key
-from .hunks import Edit, Files, diff, parse, parse_diff
+from .hunks import Files, diff
 from .merge import Merged, merge, renames
 from .series import rewrite, set_date
-
-
-@dataclass
-class Outcome:
-    """What became of the change in one series."""
-
-    tag: str
-    changed: list[str] = field(default_factory=list)
-    open: int = 0
-    stops: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        if self.stops:
-            return f"{self.tag}: NOT carried\n" + "\n".join(
-                f"  {s}" for s in self.stops
-            )
-        what = ", ".join(name[:4] for name in self.changed) or "as it is"
-        asked = f", {self.open} questions in differs" if self.open else ""
-        return f"{self.tag}: {what}{asked}"
+from .states import states
 
 
 def _git_show(layout: Layout, base: str, name: str) -> str | None:
@@ -59,32 +41,56 @@ def _former(layout: Layout, source: str, base: str) -> Iterator[list[Patch]]:
         yield patches
 
 
-def _patch_named(patches: list[Patch], name: str) -> Patch | None:
+def _patch_named(patches: list[Patch], name: str) -> Patch:
     found = [patch for patch in patches if patch.name.startswith(name)]
-    if len(found) > 1:
-        raise ToolError(f"PATCH={name} may be {', '.join(p.name for p in found)}")
-    return found[0] if found else None
+    if len(found) != 1:
+        names = ", ".join(patch.name for patch in found) or "no patch of the series"
+        raise ToolError(f"PATCH={name} may be {names}")
+    return found[0]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a patch of the source makes of its files now and what it made before."""
+    """What a patch of the source makes of its files now and what it made before.
+
+    former_header: None if the patch is new. previous: the patch that a new one follows.
+    """
 
     source: str
     patch: Patch
-    edits: list[Edit]
     before: Files
     after: Files
-    former_header: str | None
-    """None: the patch is new."""
-    behind: str | None
-    """The patch that a new one follows."""
+    former_header: str | None = None
+    previous: str | None = None
+
+    @property
+    def is_new(self) -> bool:
+        return self.former_header is None
 
     def place_in(self, names: list[str]) -> int:
-        """How many of the patches of another series come before a new one."""
-        if self.behind in names:
-            return names.index(self.behind) + 1
+        """Which of the patches of another series it is, or, if new, is to be."""
+        if not self.is_new:
+            return names.index(self.patch.name)
+        if self.previous in names:
+            return names.index(self.previous) + 1
         return sum(name < self.patch.name for name in names)
+
+    def header(self, theirs: str) -> str:
+        """The header of the same patch of another series.
+
+        Raises:
+            ToolError: it differs, and this one has changed.
+        """
+        sides = [
+            # The date is of each series.
+            re.sub("(?m)^Last-Update: .*$", "", text or "")
+            for text in (self.former_header, self.patch.header, theirs)
+        ]
+        if sides[0] == sides[1]:
+            return theirs
+        if sides[0] == sides[2]:
+            return self.patch.header
+        raise ToolError("its header differs; change it by hand")
 
 
 def find_change(
@@ -98,21 +104,18 @@ def find_change(
     """
     series = read_series(layout, source)
     patch = _patch_named(series, name)
-    if patch is None:
-        raise ToolError(f"patches/{source} has no patch {name}…")
     with _former(layout, source, base) as patches:
         names = {file for p in [*series, *patches] for file in p.files}
         found = {s.patch.name: s for s in states(layout, source, more=names)}
         now = found[patch.name]
         former = next((p for p in patches if p.name == patch.name), None)
+        is_same = former is not None and former.text == patch.text
         lacking = [t for t in tags if not (layout.patches / t / patch.name).is_file()]
-        is_taken = bool(tags) and len(lacking) == len(tags)
-        if former is None or (former.text == patch.text and is_taken):
+        if former is None or (is_same and tags and len(lacking) == len(tags)):
             number = series.index(patch)
-            behind = series[number - 1].name if number else None
-            edits = parse(patch)
-            return Change(source, patch, edits, now.before, now.after, None, behind)
-        if former.text == patch.text:
+            previous = series[number - 1].name if number else None
+            return Change(source, patch, now.before, now.after, previous=previous)
+        if is_same:
             raise ToolError(f"{source}/{patch.name} is as it was in {base}")
         found = {s.patch.name: s for s in states(layout, source, patches, names)}
         then, header = found[patch.name], former.header
@@ -123,102 +126,63 @@ def find_change(
             f"{source}/{patch.name} and a patch before it changed the same lines since "
             f"{base}; commit and carry them one after the other"
         )
-    edits = parse_diff(diff(before.after, now.after))
-    return Change(source, patch, edits, before.after, now.after, header, None)
+    return Change(source, patch, before.after, now.after, header)
 
 
-def _new_header(change: Change, header: str) -> str | None:
-    """The header of the same patch of another series; None if it must be written."""
-    was, now = change.former_header, change.patch.header
-    if was is None:
-        return now
-    if was == now:
-        return header
-    # The date is of each series.
-    lines = [
-        [line for line in text.splitlines() if not line.startswith("Last-Update:")]
-        for text in (was, header)
+def _stops(name: str, merged: Merged) -> list[str]:
+    return [
+        f"{name[:4]} {conflict.file}:{conflict.at + 1}: other lines than"
+        + "".join(f"\n      {line}" for line in conflict.theirs[:12])
+        for conflict in merged.stopped
     ]
-    return now if lines[0] == lines[1] else None
 
 
-def _carry_to(layout: Layout, change: Change, tag: str, base: str) -> Outcome:
-    """Make the change in one series, and place its later patches anew."""
-    outcome = Outcome(tag)
+def _carry_to(layout: Layout, change: Change, tag: str, base: str) -> str:
+    """Make the change in one series, and place its later patches anew.
+
+    Raises:
+        ToolError: it does not merge, and the series is left as it is.
+    """
     name = change.patch.name
     path = layout.patches / tag / name
     text = path.read_text() if path.is_file() else None
     is_kept = _git_show(layout, base, f"{tag}/series") is not None
     if is_kept and text != _git_show(layout, base, f"{tag}/{name}"):
-        outcome.stops.append(f"{name} has changed since {base} already")
-        return outcome
-    old = states(layout, tag, more={edit.file for edit in change.edits})
-    names = [state.patch.name for state in old]
-    if change.former_header is None:
-        at = change.place_in(names)
-        before = files = old[at - 1].after if at else old[0].before
-        header, rest = change.patch.header, old[at:]
-    elif text is None:
-        outcome.stops.append(f"there is no {name}")
-        return outcome
-    else:
-        state = old[names.index(name)]
-        before, files = state.before, state.after
-        header, rest = state.patch.header, old[names.index(name) + 1 :]
-    new_header = _new_header(change, header)
-    if new_header is None:
-        outcome.stops.append("its header differs; change it by hand")
-    names_there = renames(layout, change.source, tag, change.patch.files)
-    merged = merge(change.before, change.after, files, names_there)
-    _judge(outcome, name, merged)
-    texts = {path: (new_header or header) + diff(before, merged.after)}
-    now = merged.after
-    for state in rest:
-        moved = merge(state.before, state.after, now)
-        _judge(outcome, state.patch.name, moved)
+        raise ToolError(f"{name} has changed since {base} already")
+    if text is None and not change.is_new:
+        raise ToolError(f"there is no {name}")
+    old = states(layout, tag, more=change.after)
+    at = change.place_in([state.patch.name for state in old])
+    before = old[at].before if at < len(old) else old[-1].after
+    later = old[at:] if change.is_new else old[at + 1 :]
+    files = before if change.is_new else old[at].after
+    header = change.patch.header
+    if not change.is_new:
+        header = change.header(old[at].patch.header)
+    there = renames(layout, change.source, tag, change.patch.files)
+    merged = merge(change.before, change.after, files, there)
+    stops = _stops(name, merged)
+    texts = {path: header + diff(before, merged.after)}
+    for state in later:
+        moved = merge(state.before, state.after, merged.after)
+        stops += _stops(state.patch.name, moved)
         texts[state.patch.path] = state.patch.header + diff(moved.before, moved.after)
-        now = moved.after
-    if not outcome.stops:
-        _write(layout, change, tag, texts, outcome)
-    return outcome
-
-
-def _judge(outcome: Outcome, name: str, merged: Merged) -> None:
-    for conflict in merged.stopped:
-        theirs = "\n".join(f"      {line}" for line in conflict.theirs[:12])
-        outcome.stops.append(
-            f"{name[:4]} {conflict.file}:{conflict.at + 1}: other lines than\n{theirs}"
-        )
-
-
-def _write(
-    layout: Layout, change: Change, tag: str, texts: dict[Path, str], outcome: Outcome
-) -> None:
-    """Write the patches of one series, all or none, as `quilt refresh` does."""
-    folder = layout.patches / tag
-    kept = {p: p.read_text() for p in folder.iterdir() if p.is_file()}
-    for path, text in texts.items():
-        path.write_text(text)
-    series = layout.series(tag)
-    if change.former_header is None:
-        names = kept[series].splitlines()
+        merged = moved
+    if stops:
+        raise ToolError("\n  ".join(stops))
+    kept = {p: p.read_text() for p in texts if p.is_file()}
+    for where, new in texts.items():
+        where.write_text(new)
+    if change.is_new:
+        names = layout.series(tag).read_text().splitlines()
         at = change.place_in(names)
-        series.write_text("\n".join([*names[:at], change.patch.name, *names[at:], ""]))
-    own = folder / change.patch.name
-    try:
-        rewrite(layout, tag)
-    except ToolError as error:
-        for path in texts.keys() - kept.keys():
-            path.unlink()
-        for path, text in kept.items():
-            path.write_text(text)
-        outcome.stops.append(str(error))
-        return
-    if kept.get(own) != own.read_text():
-        set_date(Patch(own))
-    outcome.open = len(differs.write(layout, tag))
-    changed = [p for p in texts if kept.get(p) != p.read_text()]
-    outcome.changed = sorted(path.name for path in changed)
+        names.insert(at, name)
+        layout.series(tag).write_text("\n".join([*names, ""]))
+    rewrite(layout, tag)
+    if text != path.read_text():
+        set_date(Patch(path))
+    changed = sorted(p.name[:4] for p in texts if kept.get(p) != p.read_text())
+    return ", ".join(changed) or "as it is"
 
 
 def carry_change(
@@ -232,22 +196,26 @@ def carry_change(
     Raises:
         ToolError: nothing changed, or a series was left as it is.
     """
+    rewrite(layout, source)
     change = find_change(layout, source, name, base, tags)
-    former = _git_show(layout, base, f"{source}/{change.patch.name}")
-    if change.patch.text != former:
+    if change.patch.text != _git_show(layout, base, f"{source}/{change.patch.name}"):
         set_date(change.patch)
     wanted = tags or [t for t in layout.tags() if t != source]
-    say(f"{change.patch.name} of {source}, {len(change.edits)} edits since {base}:")
-    outcomes = []
+    say(f"{change.patch.name} of {source}, as changed since {base}:")
+    done, left = [source], []
     for tag in sorted(wanted, key=version_key, reverse=True):
-        outcomes.append(_carry_to(layout, change, tag, base))
-        say(str(outcomes[-1]))
-    asked = len(differs.write(layout, source)) + sum(each.open for each in outcomes)
+        try:
+            say(f"{tag}: {_carry_to(layout, change, tag, base)}")
+            done.append(tag)
+        except ToolError as error:
+            say(f"{tag}: NOT carried\n  {error}")
+            left.append(tag)
+    asked = sum(len(differs.write(layout, tag)) for tag in done)
     if asked:
-        say(f"{asked} questions: write why behind each `= ?` in patches/*/differs")
-    if left := [outcome.tag for outcome in outcomes if outcome.stops]:
+        say(f"{asked} questions: write a reason for each `= ?` in patches/*/differs")
+    if left:
         raise ToolError(
             f"left as they are: {', '.join(left)}. Change them by hand as "
-            "docs/rebase.md says, or mend what stops and run it again for these: "
+            "docs/rebase.md says, or change what stops and run it again for these: "
             f"TAGS={','.join(left)}"
         )

@@ -14,22 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import differs, importcheck, seams
-from .carrying import states
 from .config import (
     Layout,
     Patch,
     ToolError,
-    load_pins,
     overlay_files,
     read_series,
     say,
 )
 from .env import has_env, sync
-from .fetch import fetch
 from .hunks import parse
 from .names import lint
 from .series import walk
-from .tree import locked, touched_files, unpack, upstream_tree
+from .states import states
+from .tree import locked, touched_files, upstream_tree
 
 FIELDS = ("Description", "Author", "Forwarded", "Last-Update", "Retires-when")
 # The seams must stay small; the flag and its settings do not count, nor does what a
@@ -112,15 +110,9 @@ def line_count(layout: Layout, tag: str) -> str:
 
 
 def overlay(layout: Layout, tag: str) -> str:
-    sdist = fetch(layout, load_pins(layout, tag).sdist)
     files = overlay_files(layout)
-    with locked(layout.build / "check"):
-        upstream = layout.build / "check" / tag / "overlay"
-        shutil.rmtree(upstream, ignore_errors=True)
-        unpack(sdist, upstream, files, missing_ok=True)
-        clash = sorted(f for f in files if (upstream / f).exists())
-    clash += sorted(set(files) & set(touched_files(layout, tag)))
-    if clash:
+    upstream, touched = upstream_tree(layout, tag), touched_files(layout, tag)
+    if clash := sorted(f for f in files if (upstream / f).exists() or f in touched):
         raise ToolError(f"{tag}: upstream or the series has overlay files: {clash}")
     for name, path in files.items():
         if path.suffix == ".py" and (match := VERSION_CHECK.search(path.read_text())):
@@ -264,11 +256,12 @@ def check_tag(layout: Layout, tag: str) -> list[str]:
 
 
 def check_patches(layout: Layout, tags: list[str]) -> None:
-    """Check every tag, side by side.
+    """Check every tag, or those named, side by side.
 
     Raises:
         ToolError: something does not hold; all failures have been printed.
     """
+    tags = tags or layout.tags()
     with ThreadPoolExecutor(max_workers=2) as pool:
         results = pool.map(lambda tag: check_tag(layout, tag), tags)
         errors = [error for result in results for error in result]

@@ -19,7 +19,7 @@ except ModuleNotFoundError:  # Python 3.10
 
 
 class ToolError(Exception):
-    """Something the user can mend; shown as one message, without a traceback."""
+    """Something the user can change; shown as one message, without a traceback."""
 
 
 def say(text: str) -> None:
@@ -105,8 +105,8 @@ def check_tag_name(tag: str) -> None:
     """Raise a ToolError for what is no name of a release, as `0.33.0` or `latest`."""
     if not re.fullmatch(r"v\d+\.\d+\.\d+(\.\d+|\.post\d+)?", tag):
         wish = re.fullmatch(r"v?(\d+(\.\d+)+)", tag)
-        mend = f"; write TAG=v{wish[1]}" if wish and tag[0] != "v" else ""
-        raise ToolError(f"TAG={tag!r} is no release of upstream, as v0.33.0 is{mend}")
+        advice = f"; write TAG=v{wish[1]}" if wish and tag[0] != "v" else ""
+        raise ToolError(f"TAG={tag!r} is no release of upstream, as v0.33.0 is{advice}")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class CpuPins:
     wheels: by architecture, and where a wheel is for one Python only, by both
     (`x86_64-cp311`). extensions_only: the wheel gives its compiled files only, the
     Python tree is the sdist's. optional: requirements that move to the extra `media`.
-    also: requirements of an environment beside those of the wheel. weak: versions of
+    also: requirements of an environment in addition to the wheel's. weak: versions of
     symbols that the compiled files ask for and older machines lack.
     """
 

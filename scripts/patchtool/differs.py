@@ -3,7 +3,7 @@
 
 Each patch of the nearest older and the nearest newer series is merged into the files of
 this release; where that gives other lines than the patch kept here, or where the merge
-is not clean, there is a question. It holds once it is answered, in words, in that file.
+is not clean, there is a question, to be answered in words in that file.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .carrying import State, states
 from .config import Layout, ToolError, read_series, say, version_key
 from .hunks import Edit, diff, parse_diff
 from .merge import Conflict, merge, renames
-from .source import read_source
+from .states import State, scope_at, states
 
 OPEN = "?"
 Key = tuple[str, tuple[str, ...]]
@@ -60,7 +59,7 @@ def _code(lines: tuple[str, ...] | list[str]) -> list[str]:
 
 
 def _context(lines: list[str], first: int, end: int) -> tuple[list[str], list[str]]:
-    """The nearest lines with something in them before and behind some lines."""
+    """The nearest lines with something in them before and after some lines."""
     before = [t for n in range(first - 1, -1, -1) if (t := lines[n].strip())][:1]
     after = [t for n in range(end, len(lines)) if (t := lines[n].strip())][:1]
     return before, after
@@ -83,7 +82,7 @@ def _question(
     rows = [row for row in rows if row >= 0]
     before, after = _context(lines, first, end)
     row = next((n for n in rows if lines[n].strip()), min(first, len(lines) - 1))
-    scope = read_source(file, text).scope_at(row).name if lines else ""
+    scope = scope_at(file, text, row)
     ours = _code([lines[n] for n in rows])
     body = [f"  {line}" for line in before]
     body += [f"- {line}" for line in gone]
@@ -282,7 +281,8 @@ def check(layout: Layout, tag: str, series: list[State] | None = None) -> str:
     that is kept.
 
     Raises:
-        ToolError: a question is open, or there is an answer to none.
+        ToolError: a question is open, there is an answer to none, or one answer to so
+            many that it was given without reading them.
     """
     others, answers = _read(layout, tag)
     kept = [other for other in others if other in layout.tags()]
@@ -297,9 +297,15 @@ def check(layout: Layout, tag: str, series: list[State] | None = None) -> str:
         ]
     if wrong:
         raise ToolError(
-            f"{tag}: {len(wrong)} differences from {' and '.join(kept)} that nobody "
-            f"has explained (`<` theirs, `>` here):\n\n{chr(10).join(wrong)}\n"
-            f"Mend the patch, or `make differs TAG={tag}` and write why behind each "
-            f"`= ?` in patches/{tag}/differs"
+            f"{tag}: {len(wrong)} differences from {' and '.join(kept)} have no reason "
+            f"(`<` theirs, `>` here):\n\n{chr(10).join(wrong)}\n"
+            f"Change the patch, or run `make differs TAG={tag}` and write the reason "
+            f"after each `=` in patches/{tag}/differs"
         )
+    for reason, number in Counter(answers[key] for key in asked).items():
+        if number > max(3, len(asked) // 3):
+            raise ToolError(
+                f"patches/{tag}/differs has one reason for {number} of {len(asked)} "
+                f"questions: `{reason}`. Write the reason of each"
+            )
     return f"{len(asked)} differences from {' and '.join(kept)}, each explained"

@@ -22,7 +22,6 @@ from .config import (
     say,
     version_key,
 )
-from .cudastubs import REPLACED, write_stubs
 from .index import (
     certificate,
     extra_index_urls,
@@ -30,7 +29,7 @@ from .index import (
     has_file,
     index_urls,
 )
-from .symbols import weaken
+from .libraries import REPLACED, weaken, write_stubs
 from .tree import locked, sha256
 from .wheel import build_wheel, package_files
 
@@ -38,10 +37,10 @@ STAMP = ".kv-tier-env.json"
 REQUIREMENTS = Path("ci") / "requirements-test.txt"
 
 
-def _run(command: list[str], env: dict[str, str], mend: str) -> None:
+def _run(command: list[str], env: dict[str, str], advice: str) -> None:
     result = subprocess.run(command, env=env, stdin=subprocess.DEVNULL)
     if result.returncode:
-        raise ToolError(f"`{' '.join(command[:4])} …` failed, see above; {mend}")
+        raise ToolError(f"`{' '.join(command[:4])} …` failed, see above; {advice}")
 
 
 def find_uv(layout: Layout) -> str:
@@ -52,10 +51,10 @@ def find_uv(layout: Layout) -> str:
     uv = tools / "bin" / "uv"
     if not uv.is_file():
         say("installing uv")
-        mend = "install python3-venv and pip, or uv itself"
-        _run([sys.executable, "-m", "venv", str(tools)], dict(os.environ), mend)
+        advice = "install python3-venv and pip, or uv itself"
+        _run([sys.executable, "-m", "venv", str(tools)], dict(os.environ), advice)
         install = [str(tools / "bin" / "python"), "-m", "pip", "install", "-q", "uv"]
-        _run(install, dict(os.environ), mend)
+        _run(install, dict(os.environ), advice)
     return str(uv)
 
 
@@ -94,7 +93,7 @@ def _index_options() -> list[str]:
 
 
 def _needs_stubs(cpu: CpuPins) -> bool:
-    """Whether there is a torch for CUDA only, whose libraries nobody asked for."""
+    """Whether there is a torch for CUDA only, whose libraries are not asked for."""
     if os.environ.get("KV_TIER_NVIDIA") == "1":
         return False
     return not has_file("torch", rf"torch-{re.escape(cpu.torch)}\+cpu-.*\.whl")
@@ -206,9 +205,9 @@ def make_env(layout: Layout, tag: str) -> Path:
             uv, env = find_uv(layout), _uv_environment()
             say(f"installing {wheel.name} and what it needs (about 2 GiB)")
             shutil.rmtree(venv, ignore_errors=True)
-            mend = f"vLLM for a CPU needs Python {cpu.requires_python}"
+            advice = f"vLLM for a CPU needs Python {cpu.requires_python}"
             create = ["venv", "--quiet", "--python", python, str(venv)]
-            _run([uv, *create], env, mend)
+            _run([uv, *create], env, advice)
             target = ["--quiet", "--python", str(venv / "bin" / "python")]
             what = [str(wheel), "-r", str(layout.root / REQUIREMENTS)]
             what += cpu.also
@@ -218,8 +217,8 @@ def make_env(layout: Layout, tag: str) -> Path:
                 lines = [f'{name}; sys_platform == "never"' for name in REPLACED]
                 never.write_text("\n".join(lines))
                 what += ["--override", str(never)]
-            mend = "check the network and the room on the disk, then run it again"
-            _run([uv, "pip", "install", *target, *_index_options(), *what], env, mend)
+            advice = "check the network and the room on the disk, then run it again"
+            _run([uv, "pip", "install", *target, *_index_options(), *what], env, advice)
             if stubs:
                 write_stubs(site_packages(venv) / "torch" / "lib")
             for library in site_packages(venv).glob("vllm/*.so"):

@@ -4,7 +4,7 @@
 Runs in the Python of build/env/<tag>, on its own: `importcheck.py JOB.json`. Files that
 the series or the overlay touch come from the prefix' folder, all others from the
 installed package, which is upstream's there. torch and its like are imported once, and
-so are vLLM's modules from the prefix on behind which no patch has to do with them.
+so are vLLM's modules from the prefix on after which no patch has to do with them.
 """
 
 from __future__ import annotations

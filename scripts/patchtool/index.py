@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the package index that pip is configured for which files it has."""
+"""Asks the package index that pip is configured for which files it has, and downloads
+pinned ones into a cache that `make clean` does not touch."""
 
 from __future__ import annotations
 
 import base64
-import json
+import hashlib
 import os
 import re
 import ssl
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -17,11 +19,13 @@ from functools import lru_cache
 from html.parser import HTMLParser
 from http.client import HTTPResponse
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit, urlunsplit
 
-from .config import ToolError
+from .config import Layout, Pin, ToolError, say
 
-ACCEPT = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
+CHUNK = 1 << 20
+PROGRESS_STEP = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def index_urls() -> list[str]:
     """The configured index, else pip's own default, then the extra ones."""
     main = os.environ.get("PIP_INDEX_URL") or pip_config().get("index-url")
     if not main:
-        # pip knows where it looks when nothing is configured; so nobody else must.
+        # pip knows where it looks when nothing is configured.
         code = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
         result = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True
@@ -109,16 +113,12 @@ class _Links(HTMLParser):
             self.hrefs.append(href)
 
 
-def parse_project_page(text: str, content_type: str, base: str) -> list[IndexFile]:
-    """Read a page of the simple API, HTML (PEP 503) or JSON (PEP 691)."""
-    if "json" in content_type:
-        return [
-            IndexFile(f["filename"], urljoin(base, f["url"]), f["hashes"]["sha256"])
-            for f in json.loads(text)["files"]
-            if "sha256" in f["hashes"]
-        ]
+def _page_of(index: str, project: str) -> list[IndexFile]:
+    """The files on a project's page of the simple API (PEP 503)."""
+    base = f"{index.rstrip('/')}/{project}/"
     links = _Links()
-    links.feed(text)
+    with open_url(base, "text/html") as page:
+        links.feed(page.read().decode())
     files = []
     for href in links.hrefs:
         url, fragment = urldefrag(urljoin(base, href))
@@ -126,13 +126,6 @@ def parse_project_page(text: str, content_type: str, base: str) -> list[IndexFil
             name = unquote(url.rsplit("/", 1)[1])
             files.append(IndexFile(name, url, fragment[len("sha256=") :]))
     return files
-
-
-def _page_of(index: str, project: str) -> list[IndexFile]:
-    url = f"{index.rstrip('/')}/{project}/"
-    with open_url(url, ACCEPT) as page:
-        kind = page.headers.get("content-type", "")
-        return parse_project_page(page.read().decode(), kind, url)
 
 
 def project_files(project: str) -> list[IndexFile]:
@@ -176,3 +169,74 @@ def _local_folders() -> list[Path]:
     """Pip's find-links that are folders here."""
     folders = (Path(link.removeprefix("file://")) for link in find_links())
     return [folder for folder in folders if folder.is_dir()]
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _copy(source: BinaryIO, target: BinaryIO, name: str, total: int) -> str:
+    """Copy and hash; a line for every 64 MiB, so that a long wait is not silent."""
+    digest, done, shown = hashlib.sha256(), 0, 0
+    while chunk := source.read(CHUNK):
+        target.write(chunk)
+        digest.update(chunk)
+        done += len(chunk)
+        if done - shown >= PROGRESS_STEP:
+            shown = done
+            of = f" of {total >> 20}" if total else ""
+            say(f"  {name}: {done >> 20}{of} MiB")
+    return digest.hexdigest()
+
+
+def _source(pin: Pin) -> tuple[BinaryIO, int, str]:
+    """An open stream of the pinned file, its size (0: unknown), where it is from."""
+    if path := local_file(pin.file):
+        return path.open("rb"), path.stat().st_size, str(path)
+    for file in project_files(pin.project):
+        if file.name == pin.file:
+            response = open_url(file.url)
+            return response, int(response.headers.get("content-length") or 0), file.url
+    raise ToolError(
+        f"the package index has no {pin.file} in project {pin.project!r}; "
+        "check the pin in upstream.toml, or set PIP_INDEX_URL to an index that has it"
+    )
+
+
+def fetch(layout: Layout, pin: Pin) -> Path:
+    """Path of the pinned file in the cache, downloaded and hash checked if need be.
+
+    Raises:
+        ToolError: network failure, or the content does not have the pinned hash.
+    """
+    # The hash is part of the path: a changed pin can never meet an old file.
+    target = layout.cache / pin.sha256[:16] / pin.file
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    say(f"fetching {pin.file}")
+    handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            stream, size, origin = _source(pin)
+            with stream:
+                found = _copy(stream, out, pin.file, size)
+        if found != pin.sha256:
+            raise ToolError(
+                f"{pin.file} from {origin} has sha256 {found}, but upstream.toml pins "
+                f"{pin.sha256}; nothing was kept. Try again, and distrust the index "
+                "if it stays so"
+            )
+        os.replace(partial, target)
+    except OSError as error:
+        raise ToolError(
+            f"cannot fetch {pin.file}: {error}; check the network and the room in "
+            f"{layout.cache}, or set PIP_INDEX_URL, then run the same command again"
+        ) from error
+    finally:
+        Path(partial).unlink(missing_ok=True)
+    return target

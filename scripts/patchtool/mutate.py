@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make mutate-series`: spoils edits of the series in ways that compile, and sees that
-a check notices each.
+"""`make mutate-series`: makes errors in the series that still compile, and sees that
+`differs` notices each.
 
 Drawn for each series, with a fixed seed: the name of an attribute changes to one that
 the file has, an argument is left out, the edits of one file are left out, an edit goes
-past the line before or behind it.
+past the line before or after it.
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
 import random
 import re
 from collections import Counter
@@ -18,14 +17,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from . import differs
-from .carrying import State
 from .config import Layout, ToolError, say
-from .hunks import Edit, apply, parse
+from .hunks import Edit, apply, diff, parse
 from .merge import merge
+from .states import State
 
 Spoil = Callable[[random.Random, State, list[Edit], int], list[Edit] | None]
-TRIES = 50
-"""Edits drawn at most for each that can be spoilt: some have no argument."""
+TRIES = 20
+"""Edits drawn for each error wanted: many have no argument, some are drawn twice."""
 ATTRIBUTE = re.compile(r"(?<=\.)[a-z_]\w{3,}")
 
 
@@ -122,8 +121,8 @@ def spoilt(
         merged = merge(later.before, later.after, files)
         found.append(replace(later, before=files, after=merged.after))
         files = dict(merged.after)
-    line = next((t for t in edits[which].added if t.strip()), "removed lines")
-    return f"{state.patch.name[:4]} {file}, {kind}: {line.strip()}", found
+    what = diff({file: state.after.get(file)}, {file: files.get(file)})
+    return f"{state.patch.name}, {kind}:\n{what}", found
 
 
 def _changes(one: str | None, other: str | None) -> bool:
@@ -135,10 +134,11 @@ def _changes(one: str | None, other: str | None) -> bool:
 
 
 def mutate(layout: Layout, each: int) -> Counter[str]:
-    """Spoil every series so many times, and count which check notices.
+    """Make so many different errors of each kind in every series, and count those that
+    `differs` notices.
 
     Raises:
-        ToolError: something was noticed by none.
+        ToolError: something was not noticed.
     """
     count: Counter[str] = Counter()
     missed = []
@@ -147,18 +147,20 @@ def mutate(layout: Layout, each: int) -> Counter[str]:
         others = differs.neighbours(layout, tag)
         series = differs.read_states(layout, tag, others)
         differs.check(layout, tag, series)
-        tries = (sorted(KINDS)[n % len(KINDS)] for n in range(TRIES * each))
-        drawn = ((kind, spoilt(draw, series, kind)) for kind in tries)
-        possible = ((kind, found) for kind, found in drawn if found)
-        for kind, (what, states) in itertools.islice(possible, each):
-            try:
-                differs.check(layout, tag, states)
-            except ToolError:
-                count[kind] += 1
-            else:
-                missed.append(f"{tag}: {what}")
+        for kind in KINDS:
+            drawn: dict[str, list[State]] = {}
+            for _ in range(TRIES * each):
+                if len(drawn) < each and (found := spoilt(draw, series, kind)):
+                    drawn.setdefault(*found)
+            for what, states in drawn.items():
+                try:
+                    differs.check(layout, tag, states)
+                except ToolError:
+                    count[kind] += 1
+                else:
+                    missed.append(f"{tag}: {what}")
     shown = ", ".join(f"{n} of {kind}" for kind, n in sorted(count.items()))
     say(f"{sum(count.values()) + len(missed)} spoilt series, noticed: {shown}")
     if missed:
-        raise ToolError("nothing noticed\n  " + "\n  ".join(missed))
+        raise ToolError("not noticed\n  " + "\n  ".join(missed))
     return count

@@ -14,10 +14,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from .carrying import State
 from .config import Layout, ToolError, overlay_files
 from .hunks import parse
-from .source import read_source
+from .states import State, syntax_tree
 from .tree import upstream_tree
 
 WORD = re.compile(r"\w+")
@@ -98,25 +97,28 @@ def _uses(tree: ast.AST, rows: set[int]) -> Iterator[tuple[str, bool]]:
 
 def unknown(layout: Layout, tag: str, series: list[State]) -> list[str]:
     """Attributes and arguments that a series uses and that neither its release nor the
-    overlay has; of those that it assigns on objects of others its own do not count."""
+    overlay has. What it assigns on objects of others must be a field of its own or of
+    its release: the overlay knows names of several releases."""
     own: set[str] = set()
+    fields: set[str] = set()
     used: dict[tuple[str, bool], str] = {}
     for state, file, rows in _added_rows(series):
         text = state.after[file] or ""
         lines = text.splitlines()
-        for name, foreign in _uses(read_source(file, text).tree, rows):
+        for name, foreign in _uses(syntax_tree(file, text), rows):
             used.setdefault((name, foreign), f"{state.patch.name[:4]} {file}")
         for row in rows:
             line = lines[row - 1]
             own.update(re.findall(r"(?:def |self\.|^\s*)(\w+)\s*(?:[:(=]|$)", line))
             own.update(re.findall(r"(\w+): ", line))
-    known: set[str] = set()
+            fields.update(re.findall(r"^\s*(\w+): ", line))
     for path in overlay_files(layout).values():
         if path.suffix == ".py":
-            known.update(WORD.findall(path.read_text()))
+            own.update(WORD.findall(path.read_text()))
+    known: set[str] = set()
     for before in series[0].before.values() if series else ():
         known.update(WORD.findall(before or ""))
-    left = {k for k in used if k[0] not in known and (k[1] or k[0] not in own)}
+    left = {k for k in used if k[0] not in known | (fields if k[1] else own)}
     if left:
         words = "|".join(sorted({name for name, _ in left}))
         command = ["grep", "-rhowE", "--include=*.py", words, "vllm"]

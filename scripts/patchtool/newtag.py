@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 from . import differs
-from .carrying import State, definitions, read_files, states
 from .config import Layout, Patch, ToolError, load_pins, read_series, say, version_key
-from .hunks import Files, diff, parse
-from .merge import Conflict, Merged, merge, renames
+from .hunks import diff, parse
+from .merge import Merged, merge, renames
 from .pins import find_pins, pins_text
 from .quilt import applied, quilt
 from .series import set_date
-from .source import read_source
+from .states import State, read_files, scope_at, states
 from .tree import apply_patches, pristine_tree, upstream_tree
 
 MARKER = "<<<<<<< "
@@ -80,45 +81,51 @@ def _merged(
     return min(found, key=lambda each: len(each[1].stopped))
 
 
-def _where(layout: Layout, tag: str, state: State, conflict: Conflict) -> str:
+def _where(layout: Layout, tag: str, state: State, file: str) -> str:
     """Where that is now what a patch changes in a file that is gone."""
-    text = state.before.get(conflict.file) or ""
-    source = read_source(conflict.file, text)
-    edits = [edit for edit in parse(state.patch) if edit.file == conflict.file]
-    scopes = {source.scope_at(edit.first).name for edit in edits} - {""}
-    found = [
-        f for s in sorted(scopes) for f in definitions(upstream_tree(layout, tag), s)
-    ]
-    return (
-        f"{', '.join(sorted(scopes)) or 'it'} is in {', '.join(found[:4]) or 'no file'}"
-    )
+    edits = [edit for edit in parse(state.patch) if edit.file == file]
+    text = state.before.get(file) or ""
+    scopes = {scope_at(file, text, edit.first) for edit in edits} - {""}
+    short = "|".join(sorted(scope.rpartition(".")[2] for scope in scopes)) or "^$"
+    command = ["grep", "-rnoE", "--include=*.py", rf"(def|class) ({short})\b", "vllm"]
+    tree = upstream_tree(layout, tag)
+    result = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    found = sorted(result.stdout.splitlines())
+    return "; what it changed is in" + "".join(f"\n    {line}" for line in found[:6])
 
 
-def _stop(layout: Layout, tag: str, state: State, merged: Merged, source: str) -> str:
-    """The message of a stop; lines of files that are gone are in `.rej` files."""
+def _stop(
+    layout: Layout, tag: str, state: State, merged: Merged, source: str, others: str
+) -> str:
+    """The message of a stop; lines for files that are gone, or that upstream has while
+    the patch adds them, are in `.rej` files. others: the neighbours that lack it."""
     tree = layout.tree(tag)
     lines: list[str] = []
     for conflict in merged.stopped:
         file = conflict.file
-        if (tree / file).is_file():
-            text = (tree / file).read_text().splitlines()
-            rows = [n for n, line in enumerate(text, 1) if line.startswith(MARKER)]
+        text = (tree / file).read_text() if (tree / file).is_file() else ""
+        rows = [n for n, t in enumerate(text.split("\n"), 1) if t.startswith(MARKER)]
+        if rows:
             line = f"{file}: lines {', '.join(map(str, rows))}"
         else:
             path = tree / f"{file}.rej"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(diff({file: state.before[file]}, {file: state.after[file]}))
-            line = f"{file} is gone, {_where(layout, tag, state, conflict)}"
+            there = _where(layout, tag, state, file)
+            line = f"{file} is upstream's here" if text else f"{file} is gone{there}"
         if line not in lines:
             lines.append(line)
     shown = "".join(f"\n  {line}" for line in lines)
     name, where = state.patch.name, tree.relative_to(layout.root)
+    header = state.patch.header if others else ""
+    retires = re.findall("^Retires-when: (.*)$", header, re.M)
     return (
         f"{name} of {source} does not merge, in {where}:{shown}\n"
         "Edit the lines between the markers, or put those of `.rej` files where they "
         f"belong (`make quilt TAG={tag} ARGS='add FILE'` first) and delete these.\n"
         f"  make new-tag TAG={tag} CONTINUE=1\n"
         f"A patch that is not needed: `make quilt TAG={tag} ARGS='delete -r {name}'`."
+        + "".join(f"\n{others} lacks it. Retires when {line}." for line in retires)
     )
 
 
@@ -136,7 +143,7 @@ def _refresh(layout: Layout, tag: str, patch: Patch) -> None:
 
 
 def _resume(layout: Layout, tag: str) -> None:
-    """Refresh the patch that was mended by hand."""
+    """Refresh the patch that was changed by hand."""
     tree = layout.tree(tag)
     if not (done := applied(tree)):
         return
@@ -155,9 +162,11 @@ def _resume(layout: Layout, tag: str) -> None:
         raise ToolError(
             f"{patch.name}: markers, or lines to place, are left in {names}"
         )
+    before = patch.text
     _refresh(layout, tag, patch)
-    set_date(patch)
-    say(f"{patch.name}: as mended by hand")
+    if patch.text != before:
+        set_date(patch)
+        say(f"{patch.name}: as changed by hand")
 
 
 def _leave_out(layout: Layout, tag: str, patch: Patch, why: str) -> None:
@@ -166,15 +175,6 @@ def _leave_out(layout: Layout, tag: str, patch: Patch, why: str) -> None:
     series.write_text("".join(f"{name}\n" for name in names))
     patch.path.unlink()
     say(f"{patch.name}: left out, {why}")
-
-
-def _share(state: State, files: Files) -> float:
-    """Which part of the lines that a patch adds other files have."""
-    found = []
-    for edit in parse(state.patch):
-        text = (files.get(edit.file) or "").splitlines()
-        found += [line in text for line in edit.added if len(line.strip()) > 9]
-    return sum(found) / max(len(found), 1)
 
 
 def _push(
@@ -189,10 +189,6 @@ def _push(
     state = series[source][patch.name]
     if merged.marked == merged.before and not merged.stopped:
         return _leave_out(layout, tag, patch, "upstream has its lines")
-    is_only = sum(patch.name in each for each in series.values()) < len(series)
-    if merged.stopped and is_only and (share := _share(state, merged.before)) > 0.5:
-        why = f"only {source} has it, and upstream {share:.0%} of its lines"
-        return _leave_out(layout, tag, patch, why)
     tree = layout.tree(tag)
     header, changes = state.patch.header, diff(merged.before, merged.marked)
     # quilt pushes a patch without changes only if it has no header either.
@@ -202,7 +198,8 @@ def _push(
     if result.returncode:
         raise ToolError(f"{patch.name}, as merged:\n{result.stdout.rstrip()}")
     if merged.stopped:
-        raise ToolError(_stop(layout, tag, state, merged, source))
+        others = ", ".join(s for s in series if patch.name not in series[s])
+        raise ToolError(_stop(layout, tag, state, merged, source, others))
     _refresh(layout, tag, patch)
     if merged.conflicts:
         set_date(patch)
@@ -219,7 +216,7 @@ def new_tag(layout: Layout, source: str | None, tag: str, resume: bool) -> None:
     series to take patches from.
 
     Raises:
-        ToolError: something to mend by hand, or nothing to begin or to resume.
+        ToolError: a patch does not merge, or nothing to begin or to resume.
     """
     exists = (layout.patches / tag).exists()
     if exists and not resume:
@@ -245,6 +242,6 @@ def new_tag(layout: Layout, source: str | None, tag: str, resume: bool) -> None:
     asked = differs.write(layout, tag)
     say(
         f"{tag}: all patches apply. {len(asked)} questions in patches/{tag}/differs: "
-        f"write why behind each `= ?`, or change the patch. Then\n"
+        f"write a reason for each `= ?`, or change the patch. Then\n"
         f"  make tags-page env check-patches TAG={tag}"
     )

@@ -9,8 +9,7 @@ import zipfile
 from pathlib import Path
 
 from .config import CpuPins, Layout, Pin, Pins, ToolError, say
-from .fetch import fetch
-from .index import IndexFile, project_files
+from .index import IndexFile, fetch, project_files
 from .tree import unpack
 
 OPTIONAL = ("torchaudio", "torchcodec", "torchvision")

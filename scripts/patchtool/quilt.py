@@ -81,6 +81,5 @@ def push_all(layout: Layout, tag: str, tree: Path) -> None:
         raise ToolError(
             f"the series of {tag} does not apply with zero fuzz:\n"
             f"{result.stdout.rstrip()}\n"
-            f"mend the patch in patches/{tag}, or take the last good state of it from "
-            "version control"
+            f"change the patch in patches/{tag}, or take its last good state from git"
         )

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from . import differs, names
-from .carrying import State, read_files, states
 from .config import Layout, ToolError, tomllib, version_key
 from .hunks import Edit, parse
-from .source import read_source
+from .states import State, read_files, scope_at, states, syntax_tree
 from .tree import upstream_tree
 
 TABLE = "seams.toml"
@@ -30,7 +29,8 @@ class Seam:
     matches that is added there. needs: `file:name` of what upstream must define for it.
     test: what fails without it. since, until: the oldest and the newest release that
     have it; why: what would be wrong with it in later ones. twice: a pattern;
-    where upstream has it in the file, there are two such places.
+    where upstream has it in the file, there are two such places. before: a pattern of
+    lines that all come later in the file.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Seam:
     since: str = "v0.0.0"
     until: str = ""
     twice: str = ""
+    before: str = ""
 
     def matches(self, edit: Edit) -> list[int]:
         """The added lines of an edit that are this seam's, by number."""
@@ -98,7 +99,7 @@ def load(layout: Layout) -> tuple[list[Seam], list[Needed]]:
 @lru_cache(maxsize=512)
 def defined(name: str, text: str) -> frozenset[str]:
     """What a file defines: functions, classes, fields, and attributes of `self`."""
-    return frozenset(_of(read_source(name, text).tree, ""))
+    return frozenset(_of(syntax_tree(name, text), ""))
 
 
 def _of(node: ast.AST, prefix: str) -> Iterator[str]:
@@ -140,16 +141,26 @@ def _edits(series: list[State], seam: Seam) -> Iterator[tuple[State, Edit]]:
                     yield state, edit
 
 
-def _scope(state: State, edit: Edit, seam: Seam) -> str:
-    """The scope of the line of an edit that is the seam's."""
-    text = state.after.get(edit.file) or ""
-    source = read_source(edit.file, text)
+def _row(state: State, edit: Edit, seam: Seam) -> int:
+    """Where the line of an edit that is the seam's is in the file after the patch."""
     shift = sum(
         len(e.added) - len(e.removed)
         for e in parse(state.patch)
         if e.file == edit.file and e.first < edit.first
     )
-    return source.scope_at(edit.first + shift + seam.matches(edit)[0]).name
+    return edit.first + shift + seam.matches(edit)[0]
+
+
+def _scope(state: State, edit: Edit, seam: Seam) -> str:
+    text = state.after.get(edit.file) or ""
+    return scope_at(edit.file, text, _row(state, edit, seam))
+
+
+def _is_late(state: State, edit: Edit, seam: Seam) -> bool:
+    """Whether a line that must come later than the seam's does not."""
+    lines = (state.after.get(edit.file) or "").splitlines()
+    rows = [n for n, line in enumerate(lines) if re.search(seam.before, line)]
+    return bool(seam.before) and min(rows, default=-1) <= _row(state, edit, seam)
 
 
 def _missing(
@@ -193,6 +204,8 @@ def _wrong(layout: Layout, tag: str, series: list[State], seam: Seam) -> str:
         return f"is there {count} times and not {most}, in {where}: `{seam.code}`"
     if scopes := ({_scope(*each, seam) for each in found} - set(seam.scope)):
         return f"is in {', '.join(scopes)} and not in {where}: `{seam.code}`"
+    if any(_is_late(*each, seam) for each in found):
+        return f"is not before `{seam.before}`, in {where}: `{seam.code}`"
     return ""
 
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import seams
-from .carrying import State, states
 from .config import Layout, ToolError, say
 from .env import site_packages, sync
 from .hunks import apply, parse
 from .merge import merge
 from .seams import Seam
+from .states import State, states
 from .tree import locked
 
 LIMIT_S = 15 * 60
@@ -129,7 +129,7 @@ def seam_tests(layout: Layout, tag: str, only: str = "") -> None:
     found = [s for s in found if only in f"{s.name} {s.patch} {s.test}"]
     if not found:
         raise ToolError(f"{tag} has no seam with `{only}` in name, patch or test")
-    # Mends also what a run that was killed has left behind.
+    # Restores also what a run that was killed has left.
     sync(layout, tag)
     series = states(layout, tag)
     work = layout.build / "seam-tests" / tag

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import Layout, Patch, ToolError, load_pins, read_series, say
-from .fetch import fetch
+from .config import Layout, Patch, ToolError, read_series, say
 from .quilt import quilt
-from .tree import touched_files, unpack
+from .tree import touched_files, upstream_tree
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ def walk(layout: Layout, tag: str, work: Path) -> Iterator[Step]:
     `work` changes.
 
     Raises:
-        ToolError: a patch does not apply with zero fuzz, or leaves something behind.
+        ToolError: a patch does not apply with zero fuzz, or leaves files of its own.
     """
     stage, copy = work / "stage", work / "patches"
     for folder in (stage, copy):
@@ -42,9 +41,10 @@ def walk(layout: Layout, tag: str, work: Path) -> Iterator[Step]:
     for patch in series:
         shutil.copyfile(patch.path, copy / patch.name)
     shutil.copyfile(layout.series(tag), copy / "series")
-    sdist = fetch(layout, load_pins(layout, tag).sdist)
-    if touched := touched_files(layout, tag):
-        unpack(sdist, stage, touched, missing_ok=True)
+    for name in touched_files(layout, tag):
+        if (source := upstream_tree(layout, tag) / name).is_file():
+            (stage / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, stage / name)
     for patch in series:
         result = quilt(layout, tag, stage, "push", patches=copy)
         if result.returncode:

@@ -104,19 +104,8 @@ def page(layout: Layout) -> str:
             engine += ", binaries of another release"
         found = results.get(tag, Results("–"))
         lines = str(num_counted_lines(layout, tag))
-        tested.append(
-            [
-                tag,
-                lines,
-                engine,
-                found.unit,
-                found.sim,
-                found.e2e,
-                found.turn,
-                found.gpu,
-                found.date,
-            ]
-        )
+        runs = [found.unit, found.sim, found.e2e, found.turn, found.gpu, found.date]
+        tested.append([tag, lines, engine, *runs])
     head = ["release", "lines touched", "CPU engine"]
     head += ["unit", "simulator", "end to end, CPU", "last turn in CI", "GPU", "when"]
     text = f"{HEAD}{_frozen(tags)}\n## What was tested\n\n{_table(head, tested)}"

@@ -23,7 +23,7 @@ from .config import (
     read_series,
     say,
 )
-from .fetch import fetch, sha256_file
+from .index import fetch, sha256_file
 from .quilt import applied, push_all
 
 STAMP = ".kv-tier-stamp.json"
@@ -132,9 +132,7 @@ def edited_files(tree: Path, stamp: Stamp) -> dict[str, str | None]:
     return edits
 
 
-def unpack(
-    sdist: Path, target: Path, members: Iterable[str] = (), missing_ok: bool = False
-) -> None:
+def unpack(sdist: Path, target: Path, members: Iterable[str] = ()) -> None:
     """Unpack an sdist without its top folder; only some members if any are named."""
     target.mkdir(parents=True, exist_ok=True)
     top = sdist.name.removesuffix(".tar.gz")
@@ -143,13 +141,8 @@ def unpack(
     result = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
     )
-    errors = [
-        line
-        for line in result.stderr.splitlines()
-        if not (missing_ok and line.endswith(("Not found in archive", "errors")))
-    ]
-    if result.returncode and errors:
-        raise ToolError(f"cannot unpack {sdist}: {' '.join(errors)}")
+    if result.returncode:
+        raise ToolError(f"cannot unpack {sdist}: {result.stderr.strip()}")
 
 
 def _unpack_upstream(layout: Layout, pins: Pins) -> Stamp:
@@ -247,17 +240,18 @@ def pristine_tree(layout: Layout, tag: str) -> Path:
     return tree
 
 
-def upstream_tree(layout: Layout, tag: str, pins: Pins | None = None) -> Path:
-    """build/<tag>/upstream: the sdist without series and overlay.
-
-    pins: those of a tag that has no `upstream.toml` yet.
-    """
+def upstream_tree(layout: Layout, tag: str) -> Path:
+    """build/<tag>/upstream: the pinned sdist without series and overlay."""
+    pin = load_pins(layout, tag).sdist
     tree = layout.tree(tag).with_name("upstream")
+    stamp = tree / STAMP
     with locked(tree.parent):
-        if not tree.exists():
+        if not stamp.is_file() or stamp.read_text() != pin.sha256:
             partial = tree.with_name("upstream.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            unpack(fetch(layout, (pins or load_pins(layout, tag)).sdist), partial)
+            for folder in (partial, tree):
+                shutil.rmtree(folder, ignore_errors=True)
+            unpack(fetch(layout, pin), partial)
+            (partial / STAMP).write_text(pin.sha256)
             partial.rename(tree)
     return tree
 

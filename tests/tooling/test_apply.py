@@ -119,7 +119,7 @@ def test_an_edit_that_was_refreshed_into_its_patch_is_no_edit(project: Project) 
     assert "SIZE + 1" in path.read_text()
 
 
-def test_popped_patches_are_refused_by_name_of_the_mend(project: Project) -> None:
+def test_popped_patches_are_refused_with_the_command_to_run(project: Project) -> None:
     apply(project)
     quilt(project.layout, TAG, project.tree, "pop", "-a")
     with pytest.raises(ToolError, match="0 of 2 patches(.|\n)*push -a"):

@@ -11,8 +11,7 @@ from patchtool.check import check_tag
 from patchtool.config import ToolError, read_series
 from patchtool.newtag import new_tag
 from patchtool.series import refresh
-from tests.tooling.project import COUNT, TAG, Index, Project
-from tests.tooling.test_new_tag import NEW, publish
+from tests.tooling.project import COUNT, NEW, TAG, Index, Project
 
 
 def git(project: Project, *args: str) -> None:
@@ -24,7 +23,7 @@ def git(project: Project, *args: str) -> None:
 def both(project: Project, index: Index) -> Project:
     """A series of two releases, in a repository."""
     changed = "# Numbers\n" + COUNT.replace("return 4", "return 4 + 0")
-    publish(index, {"vllm/count.py": changed})
+    index.release({"vllm/count.py": changed})
     new_tag(project.layout, TAG, NEW, resume=False)
     git(project, "init", "-q")
     (project.layout.root / ".gitignore").write_text("build\n")
@@ -74,8 +73,8 @@ def test_a_new_patch_before_another(both: Project) -> None:
     first = text(both, NEW, 1)
     new = first.replace("Description: first", "Description: new").replace(
         first[first.index("@@") :],
-        "@@ -8,4 +8,4 @@ def two():\n \n \n def three():\n"
-        "-    return 3\n+    return 33\n",
+        "@@ -8,7 +8,7 @@ def two():\n \n \n def three():\n"
+        "-    return 3\n+    return 33\n \n \n def four():\n",
     )
     folder = both.layout.patches / NEW
     (folder / "0003-new.patch").write_text(new)
@@ -130,5 +129,5 @@ def test_a_series_that_cannot_take_it_stays(
 def test_nothing_changed(both: Project) -> None:
     with pytest.raises(ToolError, match="is as it was in HEAD"):
         carry(both, "0001")
-    with pytest.raises(ToolError, match="has no patch 0007"):
+    with pytest.raises(ToolError, match="PATCH=0007 may be no patch of the series"):
         carry(both, "0007")

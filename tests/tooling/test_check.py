@@ -5,18 +5,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from patchtool import importcheck
-from patchtool.carrying import State
 from patchtool.check import check_patches, check_tag
-from patchtool.config import Patch, ToolError, check_tag_name
+from patchtool.config import Patch, ToolError, check_tag_name, load_pins
 from patchtool.hunks import diff
 from patchtool.names import lint
 from patchtool.series import refresh
-from tests.tooling.project import TAG, Project
+from patchtool.states import State
+from tests.tooling.project import HEADER, TAG, Project, make_sdist, upstream
 
 
 def edit(project: Project, number: int, old: str, new: str) -> None:
@@ -36,103 +37,76 @@ def test_a_good_series_passes(
     assert "imports NOT checked" in out
 
 
-def stray(project: Project) -> None:
-    (project.patches / "0003-stray.patch").write_text("")
+OFFSET = (1, "@@ -3,7 +3,7 @@", "@@ -4,7 +4,7 @@")
+TIMESTAMP = (1, "+++ b/vllm/count.py", "+++ b/vllm/count.py\t2026-01-01")
+NAMES = "0001-first.patch\n0002-second.patch\n"
+LINES = "".join(f"+LINE_{n} = {n}\n" for n in range(201))
 
 
-def stray_note(project: Project) -> None:
-    (project.patches / "notes.txt").write_text("")
+def write(name: str, text: str = "") -> Callable[[Project], object]:
+    return lambda project: (project.patches / name).write_text(text)
+
+
+def overlay(*args: str) -> Callable[[Project], object]:
+    return lambda project: project.write_overlay(*args)
 
 
 def not_there(project: Project) -> None:
     (project.patches / "0002-second.patch").unlink()
 
 
-def twice(project: Project) -> None:
-    with (project.patches / "series").open("a") as series:
-        series.write("0001-first.patch\n")
-
-
-def no_field(project: Project) -> None:
-    edit(project, 1, "Forwarded: not-needed\n", "")
-
-
-def empty_field(project: Project) -> None:
-    edit(project, 2, "Retires-when: never", "Retires-when:")
-
-
-def no_reason(project: Project) -> None:
-    edit(project, 1, " Because the tests need it.\n", "")
-
-
-def no_date(project: Project) -> None:
-    edit(project, 1, "2026-01-01", "yesterday")
-
-
-def empty(project: Project) -> None:
-    path = project.patches / "0001-first.patch"
-    path.write_text(path.read_text().partition("--- ")[0])
-
-
-def fuzz(project: Project) -> None:
-    edit(project, 1, " def three():", " def drei():")
-
-
-def offset(project: Project) -> None:
-    edit(project, 1, "@@ -3,7 +3,7 @@", "@@ -4,7 +4,7 @@")
-
-
-def timestamp(project: Project) -> None:
-    edit(project, 1, "+++ b/vllm/count.py", "+++ b/vllm/count.py\t2026-01-01")
-
-
-def syntax(project: Project) -> None:
-    edit(project, 1, "+    return 22", "+    return return")
-
-
-def too_long(project: Project) -> None:
-    lines = "".join(f"+LINE_{n} = {n}\n" for n in range(201))
-    edit(project, 2, "@@ -0,0 +1 @@\n", "@@ -0,0 +1,202 @@\n" + lines)
-
-
-def overlay_upstream(project: Project) -> None:
-    project.write_overlay("", "vllm/count.py")
-
-
-def overlay_of_series(project: Project) -> None:
-    project.write_overlay("", "vllm/v1/seam.py")
-
-
-def overlay_version(project: Project) -> None:
-    project.write_overlay("from vllm import __version__\n")
-
-
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (stray, "0003-stray.patch"),
-        (stray_note, "notes.txt"),
+        (write("0003-stray.patch"), "0003-stray.patch"),
+        (write("notes.txt"), "notes.txt"),
         (not_there, "names 0002-second.patch, which is not"),
-        (twice, "more than once"),
-        (no_field, r"0001-first.patch: the header lacks \['Forwarded'\]"),
-        (empty_field, r"0002-second.patch: the header lacks \['Retires-when'\]"),
-        (no_reason, "no second line with the reason"),
-        (empty, r"\['0001-first.patch'\] change nothing"),
-        (no_date, "'yesterday' is not YYYY-MM-DD"),
-        (fuzz, "0001-first.patch does not apply"),
-        (offset, r"refresh` changes \['0001-first.patch'\]"),
-        (timestamp, r"refresh` changes \['0001-first.patch'\]"),
-        (syntax, "prefix up to 0001-first.patch: vllm/count.py does not compile"),
-        (too_long, "adds and removes 209 lines"),
-        (overlay_upstream, "has overlay files: .*vllm/count.py"),
-        (overlay_of_series, "has overlay files: .*vllm/v1/seam.py"),
-        (overlay_version, "value.py looks at a version"),
+        (write("series", f"{NAMES}0001-first.patch\n"), "more than once"),
+        (
+            (1, "Forwarded: not-needed\n", ""),
+            r"0001-first.patch: the header lacks \['Forwarded'\]",
+        ),
+        (
+            (2, "Retires-when: never", "Retires-when:"),
+            r"0002-second.patch: the header lacks \['Retires-when'\]",
+        ),
+        (
+            (1, " Because the tests need it.\n", ""),
+            "no second line with the reason",
+        ),
+        (
+            write("0001-first.patch", HEADER.format(title="first")),
+            r"\['0001-first.patch'\] change nothing",
+        ),
+        ((1, "2026-01-01", "yesterday"), "'yesterday' is not YYYY-MM-DD"),
+        ((1, " def three():", " def drei():"), "0001-first.patch does not apply"),
+        (OFFSET, r"refresh` changes \['0001-first.patch'\]"),
+        (TIMESTAMP, r"refresh` changes \['0001-first.patch'\]"),
+        (
+            (1, "+    return 22", "+    return return"),
+            "prefix up to 0001-first.patch: vllm/count.py does not compile",
+        ),
+        (
+            (2, "@@ -0,0 +1 @@\n", "@@ -0,0 +1,202 @@\n" + LINES),
+            "adds and removes 209 lines",
+        ),
+        (overlay("", "vllm/count.py"), "has overlay files: .*vllm/count.py"),
+        (overlay("", "vllm/v1/seam.py"), "has overlay files: .*vllm/v1/seam.py"),
+        (
+            overlay("from vllm import __version__\n"),
+            "value.py looks at a version",
+        ),
     ],
 )
 def test_a_bad_one_is_found(
-    project: Project, spoil: Callable[[Project], None], message: str
+    project: Project,
+    spoil: tuple[int, str, str] | Callable[[Project], object],
+    message: str,
 ) -> None:
-    spoil(project)
+    if isinstance(spoil, tuple):
+        edit(project, *spoil)
+    else:
+        spoil(project)
     errors = check_tag(project.layout, TAG)
     with pytest.raises(AssertionError, match=message):
         raise AssertionError("\n".join(errors))
@@ -140,10 +114,19 @@ def test_a_bad_one_is_found(
         check_patches(project.layout, [TAG])
 
 
-def test_refresh_mends_what_it_can_and_keeps_headers(project: Project) -> None:
+def test_another_pinned_sdist_is_unpacked(project: Project) -> None:
+    assert check_tag(project.layout, TAG) == []
+    pins = load_pins(project.layout, TAG)
+    files = upstream("1.0.0") | {"vllm/count.py": "A = 1\n"}
+    sdist = project.cached("vllm-1.0.0.tar.gz", make_sdist("1.0.0", files))
+    project.write_pins(replace(pins, sdist=sdist))
+    assert "does not apply" in check_tag(project.layout, TAG)[0]
+
+
+def test_refresh_corrects_what_it_can_and_keeps_headers(project: Project) -> None:
     good = (project.patches / "0001-first.patch").read_text()
-    offset(project)
-    timestamp(project)
+    edit(project, *OFFSET)
+    edit(project, *TIMESTAMP)
     refresh(project.layout, TAG)
     assert (project.patches / "0001-first.patch").read_text() == good
     assert check_tag(project.layout, TAG) == []
@@ -278,8 +261,8 @@ def test_names_of_releases(tag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tag, mend", [("0.31.0", "write TAG=v0.31.0"), ("latest", "as v0.33.0 is$")]
+    "tag, advice", [("0.31.0", "write TAG=v0.31.0"), ("latest", "as v0.33.0 is$")]
 )
-def test_names_of_no_release(tag: str, mend: str) -> None:
-    with pytest.raises(ToolError, match=mend):
+def test_names_of_no_release(tag: str, advice: str) -> None:
+    with pytest.raises(ToolError, match=advice):
         check_tag_name(tag)

@@ -7,22 +7,20 @@ import random
 import pytest
 
 from patchtool import differs, mutate
+from patchtool.__main__ import show_questions
 from patchtool.check import check_tag
 from patchtool.config import ToolError
 from patchtool.hunks import diff
 from patchtool.newtag import new_tag
 from patchtool.series import refresh
-from tests.tooling.project import COUNT, TAG, Index, Project
-from tests.tooling.test_new_tag import NEW, publish
+from tests.tooling.project import COUNT, NEW, TAG, Index, Project
 
 NEWEST = "v1.2.0"
 
 
 def answer(project: Project, tag: str) -> None:
-    """As somebody who writes the same reason everywhere."""
     differs.write(project.layout, tag)
-    path = project.layout.patches / tag / "differs"
-    path.write_text(path.read_text().replace("= ?", "= because"))
+    project.answer(tag)
 
 
 def rewrite(project: Project, tag: str, before: str, after: str) -> None:
@@ -43,7 +41,7 @@ def error(project: Project, tag: str) -> str:
 def three(project: Project, index: Index) -> Project:
     """A series of three releases of the same files."""
     for tag in (NEW, NEWEST):
-        publish(index, {}, version=tag[1:])
+        index.release({}, version=tag[1:])
         new_tag(project.layout, TAG, tag, resume=False)
         differs.write(project.layout, tag)
     differs.write(project.layout, NEW)
@@ -109,6 +107,24 @@ def test_a_patch_that_only_one_neighbour_has(three: Project) -> None:
     assert f"0002 | {NEW}\n> the patch, " in error(three, NEWEST)
 
 
+def test_one_reason_for_everything(three: Project) -> None:
+    after = COUNT.replace("return 2", "return 22")
+    for word in ("one", "two", "three", "four"):
+        after = after.replace(f"def {word}", f"def {word}teen")
+    rewrite(three, NEW, COUNT, after)
+    answer(three, NEW)
+    assert "one reason for 4 of 4 questions: `because`" in error(three, NEW)
+
+
+def test_a_patch_whose_lines_have_moved(three: Project) -> None:
+    """As those after one that was changed with quilt: the numbers are corrected."""
+    path = three.layout.patches / NEW / "0001-first.patch"
+    good = path.read_text()
+    path.write_text(good.replace("@@ -3,7 +3,7 @@", "@@ -4,7 +4,7 @@"))
+    show_questions(three.layout, NEW)
+    assert path.read_text() == good
+
+
 def test_a_series_without_answers(three: Project) -> None:
     (three.layout.patches / NEW / "differs").unlink()
     assert f"make differs TAG={NEW}" in error(three, NEW)
@@ -119,7 +135,7 @@ def test_a_line_that_upstream_added_and_the_patch_takes_out(
 ) -> None:
     """As an argument that a release has more in a call that a patch moves."""
     newer = COUNT.replace("    return 2\n", "    return 2\n    # group\n")
-    publish(index, {"vllm/count.py": newer})
+    index.release({"vllm/count.py": newer})
     new_tag(project.layout, TAG, NEW, resume=False)
     rewrite(project, NEW, newer, COUNT.replace("return 2", "return 22"))
     text = error(project, NEW)
@@ -140,7 +156,7 @@ def test_every_spoilt_series_is_noticed(three: Project, kind: str) -> None:
     if kind == "another attribute":  # upstream has none here
         assert not done
     for _, states in done:
-        with pytest.raises(ToolError, match="that nobody has explained"):
+        with pytest.raises(ToolError, match="have no reason"):
             differs.check(three.layout, NEW, states)
 
 
@@ -148,5 +164,5 @@ def test_a_spoilt_series_that_nobody_notices(
     three: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(differs, "check", lambda *args: "")
-    with pytest.raises(ToolError, match="nothing noticed\n  v1.0.0: "):
-        mutate.mutate(three.layout, 4)
+    with pytest.raises(ToolError, match="not noticed\n  v1.0.0: "):
+        mutate.mutate(three.layout, 1)

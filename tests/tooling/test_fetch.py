@@ -6,8 +6,7 @@ import hashlib
 import pytest
 
 from patchtool.config import Pin, ToolError
-from patchtool.fetch import fetch
-from patchtool.index import parse_project_page
+from patchtool.index import fetch
 from tests.tooling.project import Index, Project
 
 NAME = "vllm-2.0.0.tar.gz"
@@ -39,7 +38,7 @@ def test_wrong_hash_keeps_nothing(project: Project, index: Index) -> None:
     assert not list((project.layout.cache / pin.sha256[:16]).iterdir())
 
 
-def test_unreachable_index_names_it_and_the_mend(project: Project) -> None:
+def test_unreachable_index_names_it_and_the_setting(project: Project) -> None:
     with pytest.raises(ToolError, match=r"127\.0\.0\.1.*PIP_INDEX_URL"):
         fetch(project.layout, pin_of(b"content"))
 
@@ -48,14 +47,3 @@ def test_file_that_the_index_lacks(project: Project, index: Index) -> None:
     index.publish("vllm", {"vllm-1.9.0.tar.gz": b""})
     with pytest.raises(ToolError, match=f"no {NAME} in project 'vllm'"):
         fetch(project.layout, pin_of(b"content"))
-
-
-def test_json_page() -> None:
-    text = (
-        '{"files": [{"filename": "a.whl", "url": "../../a.whl", '
-        '"hashes": {"sha256": "12"}}, '
-        '{"filename": "b.whl", "url": "b.whl", "hashes": {"md5": "3"}}]}'
-    )
-    kind = "application/vnd.pypi.simple.v1+json"
-    (file,) = parse_project_page(text, kind, "http://host/simple/a/")
-    assert (file.name, file.url, file.sha256) == ("a.whl", "http://host/a.whl", "12")

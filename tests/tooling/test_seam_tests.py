@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from patchtool import seams, seamtests
-from patchtool.carrying import states
 from patchtool.config import Layout, ToolError
 from patchtool.seamtests import replaced, seam_tests, without
+from patchtool.states import states
 from tests.tooling.project import COUNT, TAG, Project
 from tests.tooling.test_seams import SEAMS
 
@@ -115,7 +115,7 @@ def test_what_remains_without_a_seam(project: Project) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_environment_is_mended_when_interrupted(
+def test_the_environment_is_restored_when_interrupted(
     installed: Path, number: signal.Signals
 ) -> None:
     installed.write_text(WITH_ALL)

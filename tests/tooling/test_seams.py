@@ -6,11 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from patchtool import names, seams
-from patchtool.carrying import states
 from patchtool.config import Layout, ToolError
 from patchtool.newtag import new_tag
-from tests.tooling.project import TAG, Index, Project
-from tests.tooling.test_new_tag import NEW, publish
+from patchtool.states import states
+from tests.tooling.project import NEW, TAG, Index, Project
 
 SEAMS = """\
 [[seam]]
@@ -62,6 +61,9 @@ def table(project: Project) -> Callable[[str, str], str]:
         ),
         ("test = ", "twice = 'return 3'\ntest = ", "is there 1 times and not 2"),
         ("test = ", "twice = 'return 5'\ntest = ", "1 seams once and in their scopes"),
+        ("test = ", "before = 'return 3'\ntest = ", "1 seams once and in their scope"),
+        ("test = ", "before = 'return 1'\ntest = ", "is not before `return 1`"),
+        ("test = ", "before = 'return 9'\ntest = ", "is not before `return 9`"),
         ("count.py:four", "count.py:five", "needs vllm/count.py:five"),
         ('"Pool.size"]', '"Pool.width"]', "needs vllm/v1/pool.py:Pool.width"),
         ('by = "the', 'from = "the', "seams.toml: "),
@@ -99,7 +101,7 @@ def test_what_a_release_defines() -> None:
 def test_all_that_is_wrong_is_named_with_how_a_neighbour_has_it(
     project: Project, index: Index
 ) -> None:
-    publish(index, {})
+    index.release({})
     new_tag(project.layout, TAG, NEW, resume=False)
     path = project.layout.patches / NEW / "0001-first.patch"
     path.write_text(path.read_text().replace("return 22", "return 2 * 1"))
@@ -118,7 +120,9 @@ def test_all_that_is_wrong_is_named_with_how_a_neighbour_has_it(
     [
         ("x.nobody = 2", "0001 vllm/count.py: `nobody`"),
         ("x.size = 2", ""),  # upstream has it, in another file
-        ("x.VALUE = 2", ""),  # the overlay has it
+        ("x.VALUE = 2", "`VALUE`"),  # the overlay has it, this release may not
+        ("y = x.VALUE", ""),
+        ("x: int = 1; y.x = x", ""),
         ("x.nobody = 2; y = x.nobody", "`nobody`"),
         ("self.own = 2; y = self.own", ""),
         ("one(nobody=1)", "`nobody`"),

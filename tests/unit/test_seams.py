@@ -10,6 +10,8 @@ import msgspec
 import pytest
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_tier.stats import KVTierStats
@@ -52,6 +54,18 @@ def test_counts_travel_to_the_api_server() -> None:
     packed = msgspec.msgpack.encode(stats)
     there = msgspec.msgpack.decode(packed, type=SchedulerStats)
     assert there.kv_tier_stats == stats.kv_tier_stats
+
+
+def test_llm_records_a_step_that_only_moved_blocks() -> None:
+    """Upstream drops the counts of steps without outputs in some releases."""
+    engine = MagicMock(should_execute_dummy_batch=False, log_stats=False)
+    stats = SchedulerStats(kv_tier_stats=KVTierStats(host_hit_tokens=3))
+    engine.engine_core.get_output.return_value = EngineCoreOutputs(
+        scheduler_stats=stats
+    )
+    LLMEngine.step(engine)
+    calls = [engine.logger_manager.record, engine.stat_logger.record]
+    assert sum(call.call_count for call in calls) == 1
 
 
 def test_a_layer_waits_before_all_else() -> None:

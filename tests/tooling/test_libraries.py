@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for NVIDIA's libraries: real libraries, loaded by a real process."""
+"""Stand-ins and weak needs: real libraries, loaded by a real process."""
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from patchtool.cudastubs import NO_DEVICE, write_stubs
+from patchtool.libraries import NO_DEVICE, weaken, write_stubs
 
 
 def compile_library(path: Path, source: str, *flags: str) -> None:
@@ -59,3 +60,37 @@ def test_a_library_loads_and_finds_no_device(torch_lib: Path) -> None:
     assert (found.stdout.strip(), found.stderr) == (str(2 * NO_DEVICE), "")
     # Nothing more is needed.
     assert write_stubs(torch_lib) == []
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    path = tmp_path / "libcopy.so"
+    code = "int copied(char *a, const char *b, int n) { memcpy(a, b, n); return n; }"
+    compile_library(path, f"#include <string.h>\n{code}", "-fno-builtin")
+    return path
+
+
+def needs(library: Path) -> dict[str, bool]:
+    """Versions that a library needs, and whether it only wishes them."""
+    text = subprocess.check_output(["readelf", "-V", str(library)], text=True)
+    lines = (line.split() for line in text.splitlines() if "Flags:" in line)
+    return {line[line.index("Name:") + 1]: "WEAK" in line for line in lines}
+
+
+def test_only_the_named_versions_become_weak(library: Path) -> None:
+    before = needs(library)
+    assert before and not any(before.values())
+    version = max(before)
+    cached = library.with_name("cached.so")
+    cached.hardlink_to(library)
+    assert weaken(library, [version]) == 1
+    assert needs(library) == {name: name == version for name in before}
+    # Never through a hard link, and it loads.
+    assert needs(cached) == before
+    assert ctypes.CDLL(str(library)).copied(b"12", b"34", 2) == 2
+
+
+def test_others_are_left_alone(library: Path) -> None:
+    content = library.read_bytes()
+    assert weaken(library, ["GLIBCXX_3.4.32"]) == 0
+    assert library.read_bytes() == content

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for NVIDIA's libraries, with which a CUDA build of torch runs on a CPU.
+"""Lets compiled files run on a machine that lacks libraries which they ask for.
 
-Where the package index has a torch for CUDA only, the libraries that it needs are
-several GB of no use on a CPU. A stand-in has the symbols that torch's own libraries
+Where the package index has a torch for CUDA only, the libraries of NVIDIA that it needs
+are several GB of no use on a CPU. A stand-in has the symbols that torch's own libraries
 ask for, in the versions that they ask for; every call answers "no device".
+
+Where the C++ runtime is older than the one that a library was built with, the loader
+refuses it for versions of symbols that nothing calls. A weak need is a wish.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import struct
 import subprocess
 import tempfile
 from collections import defaultdict
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from .config import ToolError, say
@@ -131,7 +137,7 @@ def _build(path: Path, symbols: dict[str, str]) -> None:
 
 
 def write_stubs(folder: Path) -> list[str]:
-    """Put stand-ins beside torch's libraries in `folder`. Returns their names.
+    """Put stand-ins next to torch's libraries in `folder`. Returns their names.
 
     Raises:
         ToolError: binutils or gcc are missing.
@@ -143,3 +149,47 @@ def write_stubs(folder: Path) -> list[str]:
     if needed:
         say(f"{len(needed)} libraries of NVIDIA replaced by stand-ins")
     return sorted(needed)
+
+
+_VERSION_NEEDS = 0x6FFFFFFE  # SHT_GNU_verneed
+_WEAK = 2  # VER_FLG_WEAK
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_NEED = struct.Struct("<HHIII")  # version, count, file, first entry, next need
+_ENTRY = struct.Struct("<IHHII")  # hash, flags, index, name, next entry
+
+
+def _entries(data: bytes) -> Iterator[tuple[int, str]]:
+    """Offset and version of every need, of a 64-bit little-endian library."""
+    (table,) = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    sections = [_SECTION.unpack_from(data, table + i * size) for i in range(count)]
+    for section in sections:
+        if section[1] != _VERSION_NEEDS:
+            continue
+        need, names, num_needs = section[4], sections[section[6]][4], section[7]
+        for _ in range(num_needs):
+            _, num_entries, _, first, next_need = _NEED.unpack_from(data, need)
+            entry = need + first
+            for _ in range(num_entries):
+                _, _, _, name, next_entry = _ENTRY.unpack_from(data, entry)
+                start = names + name
+                yield entry, data[start : data.index(b"\0", start)].decode()
+                entry += next_entry
+            need += next_need
+
+
+def weaken(library: Path, versions: Collection[str]) -> int:
+    """Mark what `library` needs of `versions` as weak; how many needs these were."""
+    data = bytearray(library.read_bytes())
+    found = [offset for offset, version in _entries(bytes(data)) if version in versions]
+    for offset in found:
+        fields = list(_ENTRY.unpack_from(data, offset))
+        fields[1] |= _WEAK
+        _ENTRY.pack_into(data, offset, *fields)
+    if found:
+        # Never through a hard link into a cache.
+        partial = library.with_name(f"{library.name}.partial")
+        partial.write_bytes(data)
+        partial.chmod(0o755)
+        os.replace(partial, library)
+    return len(found)
