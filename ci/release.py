@@ -40,7 +40,7 @@ from patchtool.config import (
     say,
     version_key,
 )
-from patchtool.fetch import sha256_file
+from patchtool.index import sha256_file
 from patchtool.metadata import read_record
 from patchtool.pins import ARCHES
 from patchtool.tagspage import FROZEN

@@ -17,7 +17,7 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 
 from patchtool.config import Layout, Pin, overlay_files
-from patchtool.fetch import sha256_file
+from patchtool.index import sha256_file
 
 if TYPE_CHECKING:
     from ci.release import Wheel
