@@ -18,7 +18,7 @@ from random import Random
 import torch
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_tier.copying.calibrate import CopyEngines
+from vllm.v1.kv_tier.copying.engine import CopyEngines
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.tuning import RankTuning

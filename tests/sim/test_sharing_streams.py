@@ -16,8 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from vllm.v1.kv_tier.copying.calibrate import CopyEngines
-from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
+from vllm.v1.kv_tier.copying.engine import CopyEngine, CopyEngines, Transfer
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.memory.shared import SharedMemory
 from vllm.v1.kv_tier.plan import StepPlan

@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_tier.copying.calibrate import CopyEngines
-from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
+from vllm.v1.kv_tier.copying.engine import CopyEngine, CopyEngines, Transfer
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.worker.copies import InOrder
 from vllm.v1.kv_tier.worker.host_tier import HostTier

@@ -16,9 +16,14 @@ import torch
 
 import vllm.triton_utils
 from vllm.v1.kv_tier.copying import kernel
-from vllm.v1.kv_tier.copying.calibrate import ENGINES, BySizeCopyEngine
+from vllm.v1.kv_tier.copying.calibrate import ENGINES
 from vllm.v1.kv_tier.copying.dma import BlockDmaCopyEngine, DmaCopyEngine
-from vllm.v1.kv_tier.copying.engine import CopyEngine, TorchCopyEngine, slot_bytes
+from vllm.v1.kv_tier.copying.engine import (
+    BySizeCopyEngine,
+    CopyEngine,
+    TorchCopyEngine,
+    slot_bytes,
+)
 from vllm.v1.kv_tier.memory.regions import Region
 
 from ..copy_machine import (

@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.v1.kv_tier.copying.dma import BlockDmaCopyEngine, DmaCopyEngine
 from vllm.v1.kv_tier.copying.engine import (
+    BySizeCopyEngine,
     CopyEngine,
+    CopyEngines,
     CopyEngineUnavailable,
     TorchCopyEngine,
-    Transfer,
     slot_bytes,
     slot_offsets,
     wait_for_copies,
@@ -36,32 +37,6 @@ from vllm.v1.kv_tier.copying.kernel import KernelCopyEngine
 from vllm.v1.kv_tier.memory.regions import Region
 
 logger = init_logger(__name__)
-
-
-class BySizeCopyEngine(CopyEngine):
-    """Uses one engine for small transfers and another for large ones.
-
-    Args:
-        few: Used for transfers of at most `max_pieces` pieces (blocks times regions).
-        many: Used for larger transfers. Has the same regions and slots as `few`.
-        max_pieces: Largest transfer that `few` handles, in pieces.
-
-    """
-
-    def __init__(self, few: CopyEngine, many: CopyEngine, max_pieces: int) -> None:
-        super().__init__(few.regions, few.slots)
-        self._few = few
-        self._many = many
-        self._max_pieces = max_pieces
-
-    def launch_s(self, num_pieces: int) -> float:
-        engine = self._few if num_pieces <= self._max_pieces else self._many
-        return engine.launch_s(num_pieces)
-
-    def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
-        pieces = pairs.shape[1] * len(self.regions)
-        engine = self._few if pieces <= self._max_pieces else self._many
-        return engine.transfer(pairs, to_device)
 
 
 class WrongBytes(RuntimeError):
@@ -164,20 +139,6 @@ _WORTH = 0.7
 _BY_BLOCK_WORTH = 0.9
 # Launching these takes 0.3 ms of the worker's time, at 0.45 us each.
 _DMA_PIECES = 600
-
-
-@dataclass(frozen=True)
-class CopyEngines:
-    """The copy engines of a rank, by use."""
-
-    step_loads: CopyEngine
-    """For loads that the current step waits for."""
-    loads: CopyEngine
-    """For loads that run while other requests compute."""
-    stores: CopyEngine
-    load_bytes_per_s: float
-    """Of the slower of the two load engines, in bytes per second."""
-    store_bytes_per_s: float
 
 
 class _Measured(NamedTuple):

@@ -9,6 +9,7 @@ region by region.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -188,3 +189,43 @@ class _TorchTransfer(Transfer):
                     device[block].copy_(host[slot], non_blocking=True)
                 else:
                     host[slot].copy_(device[block], non_blocking=True)
+
+
+class BySizeCopyEngine(CopyEngine):
+    """Uses one engine for small transfers and another for large ones.
+
+    Args:
+        few: Used for transfers of at most `max_pieces` pieces (blocks times regions).
+        many: Used for larger transfers. Has the same regions and slots as `few`.
+        max_pieces: Largest transfer that `few` handles, in pieces.
+
+    """
+
+    def __init__(self, few: CopyEngine, many: CopyEngine, max_pieces: int) -> None:
+        super().__init__(few.regions, few.slots)
+        self._few = few
+        self._many = many
+        self._max_pieces = max_pieces
+
+    def launch_s(self, num_pieces: int) -> float:
+        engine = self._few if num_pieces <= self._max_pieces else self._many
+        return engine.launch_s(num_pieces)
+
+    def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
+        pieces = pairs.shape[1] * len(self.regions)
+        engine = self._few if pieces <= self._max_pieces else self._many
+        return engine.transfer(pairs, to_device)
+
+
+@dataclass(frozen=True)
+class CopyEngines:
+    """The copy engines of a rank, by use."""
+
+    step_loads: CopyEngine
+    """For loads that the current step waits for."""
+    loads: CopyEngine
+    """For loads that run while other requests compute."""
+    stores: CopyEngine
+    load_bytes_per_s: float
+    """Of the slower of the two load engines, in bytes per second."""
+    store_bytes_per_s: float

@@ -11,12 +11,11 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from itertools import chain, islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from vllm.v1.kv_tier.hints.schema import NO_HINT as NO_HINT
+
 Key = Hashable
 Name = TypeVar("Name")
 Value = TypeVar("Value")
-
-NO_HINT = 50
-"""Priority of a key without a hint."""
 
 
 class KeyHint(NamedTuple):

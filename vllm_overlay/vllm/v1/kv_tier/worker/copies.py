@@ -15,8 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from vllm.logger import init_logger
-from vllm.v1.kv_tier.copying.calibrate import CopyEngines
-from vllm.v1.kv_tier.copying.engine import CopyEngine, Transfer
+from vllm.v1.kv_tier.copying.engine import CopyEngine, CopyEngines, Transfer
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.plan import CopyTime, PrefillTime, StepPlan, Times
 from vllm.v1.kv_tier.tuning import RankTuning

@@ -12,8 +12,8 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier import releases
-from vllm.v1.kv_tier.copying.calibrate import CopyEngines, choose_engines
-from vllm.v1.kv_tier.copying.engine import slot_bytes
+from vllm.v1.kv_tier.copying.calibrate import choose_engines
+from vllm.v1.kv_tier.copying.engine import CopyEngines, slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.memory.pages import discard_blocks

@@ -9,7 +9,7 @@ import math
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import compress, islice
 from statistics import median_high, median_low
 
 from vllm.logger import init_logger
@@ -62,6 +62,19 @@ class Tier:
         """Ask which of these it has. Returns the number of the question."""
         self.reads.record_question()
         return self.settings.lookup.ask(object_keys([key for key, _ in wanted]))
+
+    def record_writes(
+        self, keys: Sequence[BlockHashWithGroupId], done: Sequence[bool]
+    ) -> None:
+        """Record which of `keys` a job has written."""
+        # Requests that asked for these keys before got a negative answer.
+        if written := list(compress(keys, done)):
+            self.settings.lookup.mark_present(object_keys(written))
+        for key, is_written in zip(keys, done):
+            if is_written:
+                self.presence.mark_present(key)
+            else:
+                self.presence.notify(key)
 
     def take_answer(
         self, number: int, wanted: Sequence[Wanted], until: float

@@ -3,14 +3,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress, islice, takewhile
+from itertools import islice, takewhile
 from operator import attrgetter
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.layout import SecondaryLayout
 from vllm.v1.kv_tier.plan import SecondaryJob
 from vllm.v1.kv_tier.scheduler.admission import Admission, admission_from
-from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs, object_keys
+from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.secondary.tier import Tier
 from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
 
@@ -255,14 +255,7 @@ class SecondaryWriter:
         def ended(done: Sequence[bool], seconds: float) -> None:
             self._writing.difference_update(keys)
             self._table.end_hold(tier.index, indices, keys)
-            # Requests that asked for these keys before got a negative answer.
-            if written := list(compress(keys, done)):
-                tier.settings.lookup.mark_present(object_keys(written))
-            for key, is_written in zip(keys, done):
-                if is_written:
-                    tier.presence.mark_present(key)
-                else:
-                    tier.presence.notify(key)
+            tier.record_writes(keys, done)
             self._stats.record_job("put", len(done), seconds)
             self._stats.stored_blocks += sum(done)
             self._stats.refused_blocks += len(done) - sum(done)
