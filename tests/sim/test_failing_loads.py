@@ -12,6 +12,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 
+from . import upstream
 from .served import Served
 
 BLOCKS = 40
@@ -126,7 +127,7 @@ def told(served: Served, num_steps: int) -> dict[str, FinishReason]:
 def test_a_prompt_that_no_longer_fits_gets_an_error() -> None:
     served = with_lost_blocks(200)
     long = served.add(20, 250, max_tokens=4)
-    assert told(served, 60) == {long.request_id: FinishReason.ERROR}
+    assert told(served, 60) == {long.request_id: upstream.ERROR}
     assert not served.scheduler.has_unfinished_requests()
 
 
@@ -140,7 +141,7 @@ def test_one_that_waited_when_the_blocks_were_lost_gets_an_error_too() -> None:
     output = served.scheduler.schedule()
     served.finish(output, StepReport(lost_blocks=[*range(200, 400)]))
     reasons = told(served, 300)
-    assert reasons[long.request_id] == FinishReason.ERROR
+    assert reasons[long.request_id] == upstream.ERROR
     assert not served.scheduler.has_unfinished_requests()
 
 
@@ -151,7 +152,7 @@ def test_an_answer_that_no_longer_fits_ends() -> None:
     long = served.add(20, 180, max_tokens=1000)
     reasons = told(served, 2000)
     assert reasons.keys() == {long.request_id}
-    assert reasons[long.request_id] in (FinishReason.ERROR, FinishReason.LENGTH)
+    assert reasons[long.request_id] in (upstream.ERROR, FinishReason.LENGTH)
     assert not served.scheduler.has_unfinished_requests()
 
 
@@ -161,7 +162,7 @@ def test_those_behind_one_that_no_longer_fits_go_on() -> None:
     short = served.add(21, 20, max_tokens=4)
     reasons = told(served, 60)
     assert reasons.get(short.request_id) == FinishReason.LENGTH
-    assert reasons.get(long.request_id) == FinishReason.ERROR
+    assert reasons.get(long.request_id) == upstream.ERROR
 
 
 def test_what_still_fits_is_served() -> None:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
-MAX_SCRIPTS = 1000
+MAX_SCRIPTS = 3000
 
 
 def with_below(script: Script, seed: int, delay: int, num_ranks: int = 1) -> Script:

@@ -33,6 +33,7 @@ from vllm.v1.core.sched.output import (
     SchedulerOutput,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -145,6 +146,9 @@ or repeat a token, tier or not."""
 PREEMPTS_IN_PIPELINES = RESETS_STEPS_IN_FLIGHT
 """A request can be preempted with more steps in flight than asynchronous scheduling
 has. The same releases lose or repeat tokens there, too."""
+
+ERROR = getattr(FinishReason, "ERROR", FinishReason.ABORT)
+"""How a request ends that can no longer be computed; older releases call it aborted."""
 
 IMAGE_TOKENS = 6
 _HASH_BYTES = 32
