@@ -11,6 +11,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_tier.block_keys import AdapterLoads, set_adapter_loads
+from vllm.v1.kv_tier.releases import keys_are_bytes
 
 from . import engine as sim
 from .engine import Engine
@@ -51,6 +52,7 @@ def found(engine: Engine, hashes: list[BlockHash]) -> int:
     return len(on_device) + sum(any(h in key for key in below) for h in hashes)
 
 
+@pytest.mark.skipif(not keys_are_bytes(), reason="has no secondary tiers")
 @pytest.mark.parametrize("ends_at", [1, 2, 4])
 @pytest.mark.parametrize("changes_at", [None, 0, 1])
 def test_nothing_is_found_under_the_old_name(

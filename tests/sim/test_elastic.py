@@ -15,6 +15,7 @@ import pytest
 
 from vllm.v1.kv_tier.elastic.pool import ElasticBlockPool, ElasticDevice
 from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.worker.host_tier import HostTier
 
 from . import upstream
@@ -43,7 +44,7 @@ def elastic_script(seed: int, by_ranks: bool | None = None) -> Script:
     setup = replace(
         script.setup,
         elastic=elastic,
-        below=rng.choice([None, None, (seed, 3)]),
+        below=rng.choice([None, None, (seed, 3)]) if keys_are_bytes() else None,
         num_stages=rng.choice([1, 1, 1, 3]) if upstream.PREEMPTS_IN_PIPELINES else 1,
     )
     return replace(script, setup=setup)
