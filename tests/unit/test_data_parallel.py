@@ -13,6 +13,7 @@ import pytest
 
 from tests.pairs.features import FEATURES, Feature
 from vllm.v1.kv_tier.config import KVTierConfig, check_memory_of_engines
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.stores.identity import namespace
 
 from ..e2e.release import known
@@ -39,6 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.skipif(not keys_are_bytes(), reason="has no secondary tiers")
 @pytest.mark.parametrize(
     "feature",
     [

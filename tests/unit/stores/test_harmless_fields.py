@@ -14,6 +14,7 @@ import vllm.config
 import vllm.envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.stores.identity import (
     HARMLESS,
     VARIABLES,
@@ -223,6 +224,7 @@ SHAPE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.skipif(not keys_are_bytes(), reason="has no secondary tiers")
 def test_engines_of_a_deployment_share_and_others_do_not(tmp_path: Path) -> None:
     model = make_llama(tmp_path / "model")
     _, kv = settings(tmp_path / "other")

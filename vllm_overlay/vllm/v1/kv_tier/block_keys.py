@@ -256,8 +256,7 @@ def _rename(request: "Request") -> None:
     Blocks that it has computed before stay cached under their old keys.
     """
     hashes: list[Any] = request.block_hashes
-    # All bytes are random, since KV events contain only the last ones.
-    hashes[:] = [os.urandom(32) for _ in hashes]
+    hashes[:] = map(releases.random_block_hash, hashes)
 
 
 def _options(lora: "LoRARequest") -> str:

@@ -17,6 +17,7 @@ needs another seam is refused there at start.
 
 import dataclasses
 import inspect
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -343,6 +344,18 @@ def num_replayed_batches(publisher: Any) -> int:
     them; 0 for the others."""
     kept = getattr(publisher, "_buffer", None)
     return getattr(kept, "maxlen", None) or 0
+
+
+def random_block_hash(block_hash: Any) -> Any:
+    """A hash that no other block has, of the kind of `block_hash`.
+
+    All bytes are random, since KV events contain only the last ones. In v0.9.2 a hash
+    is a tuple with a number and the block's tokens.
+    """
+    if isinstance(block_hash, tuple):
+        number = int.from_bytes(os.urandom(8), "big") >> 1
+        return block_hash._replace(hash_value=number)  # type: ignore[attr-defined]
+    return os.urandom(32)
 
 
 def keys_are_bytes() -> bool:
