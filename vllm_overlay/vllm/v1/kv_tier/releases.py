@@ -19,7 +19,7 @@ import dataclasses
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -145,22 +145,19 @@ def field_values(config: Any) -> dict[str, Any]:
     `SimpleNamespace`, which differs between releases.
     """
     kind = type(config)
-    names: list[str]
     if dataclasses.is_dataclass(config):
-        names = [field.name for field in dataclasses.fields(config)]
+        names: Iterable[str] = [field.name for field in dataclasses.fields(config)]
         # v0.11.0 and v0.9.2 set it without declaring it.
         if "hf_config" not in names and hasattr(config, "hf_config"):
-            names.append("hf_config")
+            names = [*names, "hf_config"]
     elif isinstance(config, types.SimpleNamespace):
-        names = [*vars(config)]
+        names = vars(config)
     else:
-        names = [
-            *(
-                getattr(kind, "__struct_fields__", None)
-                or getattr(kind, "model_fields", None)
-                or ()
-            )
-        ]
+        names = (
+            getattr(kind, "__struct_fields__", None)
+            or getattr(kind, "model_fields", None)
+            or ()
+        )
     return {name: getattr(config, name, None) for name in names}
 
 
