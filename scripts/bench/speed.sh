@@ -17,16 +17,19 @@
 #     5  what the tier costs where it is of no use (no_reuse, fits)
 #     6  LMCache, if it is installed
 #     7  outputs, which must be equal
+#     8  conversations that arrive at a rising rate (needs TRACE, an H200 and 130 GiB):
+#        CUDA_VISIBLE_DEVICES=0 and ENGINES=core,offloading,none on one device at the
+#        same time as ENGINES=simple,lmcache on another give six engines in ten minutes
 #
 # Environment: PYTHON, TRACE (a file as Mooncake has them), LIMIT (560 seconds a call),
 # REPEATS (3), SCALE and DEVICE (h200, cuda), LLM (arguments of all engines alike),
-# PARALLEL (--tp 2, or --dp 2 and so on; give each its own OUT).
+# PARALLEL (--tp 2, or --dp 2 and so on; give each its own OUT), ENGINES (of call 8).
 set -uo pipefail
 
 out=${1:?"say where results go: scripts/bench/speed.sh OUT [CALL ...]"}
 shift
 calls=("$@")
-[ $# -gt 0 ] || calls=(1 2 3 4 5 6 7 report)
+[ $# -gt 0 ] || calls=(1 2 3 4 5 6 7 8 report)
 here=$(dirname "$0")
 python=${PYTHON:-python}
 limit=${LIMIT:-560}
@@ -72,8 +75,12 @@ for call in "${calls[@]}"; do
     7) VLLM_BATCH_INVARIANT=1 run "$python" "$here/gpu_check.py" --out "$out/check" \
         --device "${DEVICE:-cuda}" "${parallel[@]}" --block-size 16 --lengths --repeats 0 --at-once \
         --configs large,write_back,verify,race,race_ahead ;;
+    8) run "$python" "$here/compare.py" --out "$out/goodput" --logprobs= --repeats "${REPEATS:-3}" \
+        "${common[@]}" --llm '{"max_num_seqs": 256}' --side-by-side --count \
+        --device-gib 24 --host-gib 40 --workloads goodput \
+        --configs "${ENGINES:-core,offloading,none}" ;;
     report) ;;
-    *) echo "speed.sh: no call $call; use 1 to 7, or report" >&2 && exit 2 ;;
+    *) echo "speed.sh: no call $call; use 1 to 8, or report" >&2 && exit 2 ;;
     esac
 done
 [ ! -d "$out/compare" ] || run "$python" "$here/compare.py" --report "$out/compare"

@@ -88,9 +88,13 @@ def test_what_an_engine_that_died_has_left_is_told(
     assert failed == ["y.0", "x.1", "y.1"] and len(runner.told.missing) == 3
 
 
-def test_what_cannot_be_emptied_is_refused(runner: Engines) -> None:
+def test_what_cannot_be_emptied_is_refused_if_it_has_to_be(runner: Engines) -> None:
+    known = {"lmcache": Config(resets=False)}
+    run_together(runner, known, ["x", "y"], range(2))
+    assert not runner.told.missing
+    runner.empties = True
     with pytest.raises(SystemExit, match="lmcache cannot be emptied .* without --side"):
-        run_together(runner, {"lmcache": Config(resets=False)}, ["x"], range(1))
+        run_together(runner, known, ["x"], range(1))
 
 
 def test_engines_side_by_side_leave_each_other_memory(tmp_path: Path) -> None:

@@ -111,14 +111,15 @@ class ClosedLoop:
             ValueError: the trace has too few of them.
 
         """
-        size = self._id_tokens()
+        size = id_tokens(self.shrink)
 
         @cache
         def block(hash_id: int) -> tuple[int, ...]:
             return tuple(tokens(vocab, size, self.name, repeat, hash_id))
 
         found: list[list[Turn]] = []
-        for calls in self._conversations(max_prompt):
+        path = Path(self.path)
+        for calls in conversations_of(path, self.shrink, self.turns, max_prompt):
             turns = []
             for before, call in zip([calls[0], *calls], calls):
                 prompt = [t for hash_id in call.hash_ids for t in block(hash_id)]
@@ -136,27 +137,40 @@ class ClosedLoop:
             f"({self.name}.conversations)."
         )
 
-    def _id_tokens(self) -> int:
-        from sizing.trace import ID_TOKENS
 
-        return ID_TOKENS // self.shrink
+def id_tokens(shrink: int) -> int:
+    """Tokens that stand for one hash id of a trace."""
+    from sizing.trace import ID_TOKENS
 
-    def _conversations(self, max_prompt: int) -> Iterator[list["Call"]]:
-        """Calls that belong together and go on from each other, in order of arrival."""
-        # Whoever only merges results does not have this on its path.
-        from sizing.trace import conversations, read_trace
+    return ID_TOKENS // shrink
 
-        calls = read_trace(Path(self.path))
-        talks: dict[int, list[Call]] = {}
-        for call, name in zip(calls, conversations(calls)):
-            talk = talks.setdefault(name, [])
-            fits = call.input_tokens // self.shrink <= max_prompt
-            if fits and (not talk or goes_on(talk[-1], call)):
-                talk.append(call)
-        least, most = self.turns
-        for talk in talks.values():
-            if len(talk) >= least:
-                yield talk[:most]
+
+def conversations_of(
+    path: Path, shrink: int, turns: tuple[int, int], max_prompt: int
+) -> Iterator[list["Call"]]:
+    """Calls of a trace that belong together and go on from each other.
+
+    Args:
+        path: The trace.
+        shrink: Lengths are divided by it.
+        turns: Least and most; what comes after is left out.
+        max_prompt: Tokens of a prompt, after `shrink`.
+
+    """
+    # Whoever only merges results does not have this on its path.
+    from sizing.trace import conversations, read_trace
+
+    calls = read_trace(path)
+    talks: dict[int, list[Call]] = {}
+    for call, name in zip(calls, conversations(calls)):
+        talk = talks.setdefault(name, [])
+        fits = call.input_tokens // shrink <= max_prompt
+        if fits and (not talk or goes_on(talk[-1], call)):
+            talk.append(call)
+    least, most = turns
+    for talk in talks.values():
+        if len(talk) >= least:
+            yield talk[:most]
 
 
 def goes_on(before: "Call", call: "Call") -> bool:

@@ -46,7 +46,7 @@ class Ratio:
 
 def more_is_better(metric: str) -> bool:
     """Whether a higher value of the metric is the better one."""
-    return metric.endswith("_per_s") or metric.startswith("cached")
+    return metric.endswith("_per_s") or metric.startswith(("cached", "good_"))
 
 
 def ratio(

@@ -34,7 +34,7 @@ STOP_S = 8.0
 """For the last cell's files and the engine's end."""
 SHOWN = {
     *("makespan_s", "later_ttft_ms.mean", "host_ttft_ms.p50", "itl_ms.host.p99"),
-    "decode_ms.mean",
+    *("decode_ms.mean", "good_turns", "good_rate_per_s"),
     *(
         f"ttft_ms.{kind}.{n}"
         for kind in ("host", "below", "unseen")
@@ -128,6 +128,7 @@ class Runner:
         self._scale = scale
         self._args = args
         self.ends = ends
+        self.empties: bool = args.fresh
         self.told = Told(args.out)
 
     def run(self, name: str, config: Config, repeats: range) -> None:

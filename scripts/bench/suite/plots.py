@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from . import goodput
 from .style import INK, figure, tidy
 from .table import Results
 
@@ -35,6 +36,8 @@ def draw(results: Results, folder: Path) -> Iterator[Path]:
         path = folder / f"{workload}.png"
         if workload == "latency":
             _draw_latency(results, path)
+        elif workload == goodput.WORKLOAD:
+            goodput.draw(results, path)
         elif workload in BARS:
             _draw_bars(results, workload, BARS[workload], path)
         else:

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import goodput
 from .bars import Bar, bars
 from .distances import IDEAL, connectors_that_ran, distances
 from .equality import NEAR_TIE
@@ -69,6 +70,8 @@ def _tables(results: Results) -> Iterator[str]:
                 row.append(f"{number(median)} ({span}; {len(values)})")
             rows.append(row)
         yield markdown(["", *shown], rows)
+        if workload == goodput.WORKLOAD and goodput.modes(results):
+            yield goodput.table(results)
         if ratios := list(distances(results, workload)):
             yield (
                 f"Over `{IDEAL}`, and over the best connector of each row; run by run, "

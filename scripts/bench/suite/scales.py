@@ -4,10 +4,13 @@
 from dataclasses import dataclass, field, replace
 
 from .closed_loop import ClosedLoop
+from .open_loop import OpenLoop
 from .prefixes import Below, Latency
 from .workloads import Interfere, NoReuse, Sessions, Trace
 
-Workload = Latency | Below | Sessions | NoReuse | Trace | ClosedLoop | Interfere
+Workload = (
+    Latency | Below | Sessions | NoReuse | Trace | ClosedLoop | OpenLoop | Interfere
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ SCALES = {
             "overfull": replace(ROTATE, at_once=8, name="overfull"),
             "closed_8": CLOSED,
             "closed_16": replace(CLOSED, clients=16, name="closed_16"),
+            "goodput": OpenLoop((3, 5, 7, 9), 11, 60),
             "no_reuse": NoReuse(72, 4096, 64),
             # 0.8 times the device cache.
             "fits": Sessions(12, 12, (1024, 1024), 256, 96, name="fits"),
@@ -99,6 +103,7 @@ SCALES = {
             "overfull": replace(TINY_ROTATE, at_once=4, name="overfull"),
             "closed_8": TINY_CLOSED,
             "closed_16": replace(TINY_CLOSED, clients=16, name="closed_16"),
+            "goodput": OpenLoop((1, 2), 6, 3, 16, (2, 4), 400, 1, 2, 64),
             "no_reuse": NoReuse(16, 512, 16),
             "fits": Sessions(4, 4, (256, 256), 64, 24, name="fits"),
             "trace": Trace(one_of=200, shrink=16, seconds=4, max_output=16, limit=40),

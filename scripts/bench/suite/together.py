@@ -73,21 +73,27 @@ def run_together(
 ) -> None:
     """Run all cells of the configurations, in engines that are there at once.
 
-    One starts after the other: what it compiles, the next one finds, and what it
-    measures of the machine, as the tier does of its copies, nobody disturbs. Ends with
-    a message if a configuration needs new engines in between.
+    Those of the tier start first, one after the other: what they measure of the
+    machine, the rate of copies, nothing disturbs, and what they compile, the others
+    find, which start at once. Ends with a message if a configuration needs new engines
+    in between.
     """
-    if new := [name for name, config in configs.items() if not config.resets]:
+    new = [name for name, config in configs.items() if not config.resets]
+    if runner.empties and new:
         sys.exit(
             f"--side-by-side: {', '.join(new)} cannot be emptied by a reset, and needs "
-            "an engine for each workload; run it without --side-by-side."
+            "an engine for each workload; run it without --side-by-side or --fresh."
         )
     engines: list[Engine] = []
     try:
-        for name, config in configs.items():
+        for name in sorted(configs, key=lambda n: configs[n].family != "core"):
+            config = configs[name]
             if ready := runner.prepare(name, config, workloads, repeats, told=True):
                 engines.append(Engine(runner, ready))
-                engines[-1].start()
+                if config.family == "core":
+                    engines[-1].start()
+        for engine in engines:
+            engine.start()
         for i, (repeat, workload) in enumerate(product(repeats, workloads)):
             first = i % max(len(engines), 1)
             for engine in engines[first:] + engines[:first]:
