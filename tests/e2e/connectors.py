@@ -71,6 +71,10 @@ class SlowConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
+        # Upstream's connectors ask this themselves, and so does the scheduler of newer
+        # releases: whoever wants logprobs of a prompt needs all of it computed.
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
         end = 0
         for block_hash in request.block_hashes:
             if end + BLOCK >= request.num_tokens or not self._file(block_hash).exists():

@@ -82,6 +82,14 @@ def _completions_tell_hits() -> bool:
 
 COMPLETIONS_TELL_HITS = _completions_tell_hits()
 
+CACHES_EMBEDS = not (
+    _says("--enable-prompt-embeds and --enable-prefix-caching", "engine")
+    or _says('feature_name="--enable-prompt-embeds"', "engine")
+)
+"""Whether an engine with a prefix cache takes embeddings."""
+TELLS_WHEN_IDLE = _says("even if there are no request", "v1/core/sched")
+"""Whether counts leave an engine without an answer."""
+
 
 def _hash_algorithms() -> tuple[str, ...]:
     try:
@@ -137,6 +145,8 @@ def lacking_engine(llm: dict[str, Any]) -> str | None:
         return "KV connectors of this release are made another way"
     if "runner" in llm and not hasattr(EngineArgs, "runner"):
         return "decoders of this release become embedding models another way"
+    if "enable_prompt_embeds" in llm and not CACHES_EMBEDS:
+        return "this release has no prefix cache where prompts may be embeddings"
     return None
 
 

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which executors the tier runs with: those that merge the reports of all ranks."""
 
+from concurrent.futures import ThreadPoolExecutor
+from inspect import getsource
+from queue import Queue
+from threading import Event, Timer
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -9,7 +15,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.kv_tier.config import KVTierConfig, is_one_machine
 
 from .test_config import _v1 as _v1
@@ -113,3 +119,29 @@ def test_memory_of_other_machines_is_not_that_of_this_one(
     config.cache_config.kv_offloading_size = 1e6
     assert not is_one_machine(config)
     assert KVTierConfig.from_vllm_config(config) is not None
+
+
+@pytest.mark.skipif(
+    "io_thread_pool" not in getsource(MultiprocExecutor),
+    reason="later executors have no thread for answers",
+)
+def test_a_call_leaves_the_answer_of_a_step_under_way() -> None:
+    """A step that only moves blocks may be under way when no request is left."""
+    answers: Queue[Any] = Queue()
+    mq = SimpleNamespace(
+        dequeue=lambda **_: (WorkerProc.ResponseStatus.SUCCESS, answers.get())
+    )
+    may_take, thread = Event(), ThreadPoolExecutor(1)
+    # It is late for the answer of the step.
+    thread.submit(may_take.wait)
+    executor: Any = MagicMock(is_failed=False, io_thread_pool=thread)
+    executor.workers = [SimpleNamespace(worker_response_mq=mq)]
+    (step,) = MultiprocExecutor.collective_rpc(
+        executor, "execute_model", non_block=True
+    )
+    answers.put("of the step")
+    answers.put("of the call")
+    Timer(0.2, may_take.set).start()
+    assert MultiprocExecutor.collective_rpc(executor, "add_lora") == ["of the call"]
+    assert step.result() == "of the step"
+    thread.shutdown()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What patches add to upstream's classes: room for the tier, empty until it starts."""
 
-from inspect import signature
+from inspect import getsource, signature
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,9 +12,11 @@ import pytest
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.kv_tier.worker.layers import set_layer_waits
 from vllm.v1.metrics.stats import SchedulerStats
@@ -30,6 +33,20 @@ def test_the_scheduler_hears_of_no_tier() -> None:
 
 def test_a_step_without_a_tier_has_no_plan() -> None:
     assert upstream.empty_step().kv_tier_plan is None
+
+
+@pytest.mark.skipif(
+    "batch_queue.full()" not in getsource(EngineCore.step_with_batch_queue),
+    reason="upstream sends every step",
+)
+def test_a_pipeline_sends_a_plan_where_nothing_runs() -> None:
+    """Else the copies of a step without tokens never begin."""
+    step = upstream.empty_step()
+    step.kv_tier_plan = StepPlan(1)
+    engine = MagicMock(batch_queue=Queue(1))
+    engine.scheduler.schedule.return_value = step
+    EngineCore.step_with_batch_queue(engine)
+    engine.model_executor.execute_model.assert_called_once_with(step)
 
 
 def test_a_worker_begins_without_a_tier() -> None:
