@@ -225,6 +225,7 @@ class Engine:
         self._count(step)
         step.is_void = self._is_void()
         self._check()
+        self.events["jumped"] = self._pool._stats.jumped_tokens
         return output.total_num_scheduled_tokens > 0
 
     def settle(self, num_steps: int = 1000) -> None:

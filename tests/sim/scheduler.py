@@ -17,6 +17,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig
 from vllm.v1.kv_tier.layout import (
     ElasticLayout,
@@ -93,6 +94,19 @@ class Setup:
     """They hold the same, in slots that they share."""
     pools: bool = False
     """The model pools: requests end with their prompts."""
+    jumps: bool = False
+    """Prefills skip what has come or was computed meanwhile, where the model lets
+    them."""
+
+    @property
+    def can_jump(self) -> bool:
+        return (
+            self.jumps
+            and len(self.layout.groups) == 1
+            and isinstance(self.layout.groups[0].spec, FullAttentionSpec)
+            and not self.speculates
+            and self.remote is None
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -250,6 +264,7 @@ def make_scheduler(
             tuning=setup.tuning,
             secondary=None if below is None else _secondary(layout, below, max_known),
             elastic=_elastic(setup, device),
+            can_jump=setup.can_jump,
         ),
     )
     scheduler = upstream.make_scheduler(

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from vllm.v1.kv_tier.plan import SecondaryResult
 from vllm.v1.kv_tier.releases import keys_are_bytes
+from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetches
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.secondary.manager import SecondaryTierManager
-from vllm.v1.kv_tier.scheduler.secondary.reader import SecondaryReader
 from vllm.v1.kv_tier.scheduler.secondary.writer import SecondaryWriter
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
 
@@ -111,23 +111,23 @@ def write_what_is_not_settled(patch: pytest.MonkeyPatch) -> None:
 
 def serve_before_it_came(patch: pytest.MonkeyPatch) -> None:
     """A key enters the slot table when its job begins."""
-    fetch = SecondaryReader._fetch
+    fetch = Fetches._fetch
 
-    def fetch_and_fill(self: SecondaryReader, blocks: list, indices: list[int]) -> None:
+    def fetch_and_fill(self: Fetches, blocks: list, indices: list[int]) -> None:
         fetch(self, blocks, indices)
         for block, index in zip(blocks, indices):
             if self._table.get(block.key) is None:
                 self._table.fill(index, block.key, block.num_tokens)
                 self._table._reserved.add(index)
 
-    patch.setattr(SecondaryReader, "_fetch", fetch_and_fill)
+    patch.setattr(Fetches, "_fetch", fetch_and_fill)
 
 
 def serve_what_did_not_come(patch: pytest.MonkeyPatch) -> None:
     """What a rank could not read counts as read."""
-    came = SecondaryReader._end_fetch
+    came = Fetches._end_fetch
     patch.setattr(
-        SecondaryReader, "_end_fetch", lambda self, b, i, there: came(self, b, i, True)
+        Fetches, "_end_fetch", lambda self, b, i, there: came(self, b, i, True)
     )
 
 

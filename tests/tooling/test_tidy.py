@@ -42,6 +42,7 @@ LAYERS: tuple[set[str], ...] = (
     {"hints.retention"},
     {"hints.tracker"},
     {"scheduler.promotion"},
+    {"scheduler.jumps"},
     {"scheduler.block_pool"},
     {"scheduler.events"},
     {"elastic"},

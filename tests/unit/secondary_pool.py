@@ -9,8 +9,8 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan, StepReport
+from vllm.v1.kv_tier.scheduler.secondary.found import SecondaryBlock
 from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
-from vllm.v1.kv_tier.scheduler.secondary.reader import SecondaryBlock
 from vllm.v1.kv_tier.stats import SecondaryStats
 
 from .tier import BLOCK, Tier, hash_of, hashes

@@ -415,3 +415,26 @@ def check_stages(vllm_config: "VllmConfig") -> None:
             "together: the first stages write Mamba states of a step during later "
             "ones. Remove one of them, or the backend."
         )
+
+
+def can_jump(vllm_config: "VllmConfig", kv_cache_config: Any) -> bool:
+    """Whether a running request can skip tokens of its prompt.
+
+    Full attention and MLA need nothing but the KV of a token. Windows and states need
+    more, guesses of a draft model have KV of their own, a KV connector counts tokens
+    itself, and model runner V2 does so on the device.
+    """
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    groups = kv_cache_config.kv_cache_groups
+    return (
+        releases.can_jump()
+        and len(groups) == 1
+        and type(releases.spec_of_layer(groups[0].kv_cache_spec)).__name__
+        in ("FullAttentionSpec", "MLAAttentionSpec")
+        and bool(scheduler.enable_chunked_prefill)
+        and vllm_config.speculative_config is None
+        and vllm_config.kv_transfer_config is None
+        and not releases.uses_v2_model_runner(vllm_config)
+        and releases.decode_context_ranks(parallel) == 1
+        and releases.prefill_context_ranks(parallel) == 1
+    )

@@ -191,3 +191,5 @@ class KVTierLayout:
     """The secondary tiers, if there are any."""
     elastic: ElasticLayout | None = None
     """Who maps device memory, if any of it is given back."""
+    can_jump: bool = False
+    """Whether a prefill can skip blocks that others have computed or fetched since."""

@@ -87,6 +87,14 @@ def uses_v2_model_runner(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
+def can_jump() -> bool:
+    """Whether a running request can skip tokens of its prompt: the patches of some
+    releases lack it."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    return hasattr(KVCacheManager, "jump")
+
+
 def mamba_cache_mode(cache_config: Any) -> str | None:
     """`--mamba-cache-mode`, since v0.16.0."""
     return getattr(cache_config, "mamba_cache_mode", None)

@@ -12,7 +12,7 @@ import psutil
 
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
-from vllm.v1.kv_tier import releases
+from vllm.v1.kv_tier import compatibility, releases
 from vllm.v1.kv_tier.about import about
 from vllm.v1.kv_tier.block_keys import AdapterLoads, set_adapter_loads
 from vllm.v1.kv_tier.config import GiB, KVTierConfig, is_one_machine, tier_config
@@ -81,9 +81,7 @@ def start_kv_tier(
     kv_cache_config: Any,
     states: FileStates | None = None,
 ) -> None:
-    """Allocate the host tier, and set it in the scheduler's `KVCacheConfig`.
-
-    Does nothing if the tier is off.
+    """Allocate the host tier, if any, and set it in the scheduler's `KVCacheConfig`.
 
     Args:
         vllm_config: Settings of the engine.
@@ -133,6 +131,7 @@ def start_kv_tier(
             config, vllm_config, executor, kv_cache_config, groups, num_slots, states
         ),
         elastic=open_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
+        can_jump=_can_jump(config, vllm_config, kv_cache_config),
     )
     logger.info(
         "KV tier: %d host slots (%.2f GiB on %d ranks%s) behind %d device blocks; "
@@ -145,6 +144,14 @@ def start_kv_tier(
         config.debug.store_policy,
         config.eviction_policy,
     )
+
+
+def _can_jump(
+    config: KVTierConfig, vllm_config: "VllmConfig", kv_cache_config: Any
+) -> bool:
+    """Whether requests compute their prompts while secondary tiers are read."""
+    is_on = bool(config.secondary_tiers) and config.debug.meet
+    return is_on and compatibility.can_jump(vllm_config, kv_cache_config)
 
 
 def flush_kv_tier(scheduler: Any, executor: Any) -> None:

@@ -46,6 +46,8 @@ class SecondaryStats:
     """Bytes that this engine evicted from it, on all ranks."""
     missed_blocks: int = 0
     """Blocks that it had listed but did not deliver, or only in part."""
+    overtaken_blocks: int = 0
+    """Blocks that a request computed while they were being fetched for it."""
     late_requests: int = 0
     """Requests that went on at their deadline without their blocks."""
     due_blocks: int = 0
@@ -83,6 +85,9 @@ class KVTierStats:
     resumed_host_hit_tokens: int = 0
     resumed_from_host: int = 0
     """Times that a preempted request continued with blocks from host slots."""
+    jumped_tokens: int = 0
+    """Prompt tokens that running requests skipped, since they had been fetched or
+    computed meanwhile. No hits, which are counted at admission."""
     stored_blocks: int = 0
     loaded_blocks: int = 0
     loaded_ahead_blocks: int = 0

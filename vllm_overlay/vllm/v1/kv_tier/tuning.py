@@ -158,6 +158,14 @@ class SchedulingTuning:
     computing, and a request waits for the result. Fewer would not show what its threads
     do in parallel."""
 
+    answer_patience_s: float = 0.02
+    """Seconds for which a request that can compute meanwhile waits for answers. What
+    they find can then be its hit, and the first step ends where it will be met."""
+
+    meet_tokens: int = 256
+    """Tokens that a step computes of a piece that is late. Fewer would take a step
+    about as long; more would be computed in vain."""
+
     fetch_job_s: float = 0.02
     """Least duration, in seconds, of jobs of a fast tier. Blocks of a job can be used
     only when all of them have arrived."""

@@ -40,12 +40,13 @@ from vllm.v1.kv_tier.scheduler.host_writer import (
     StoreTiming,
     WriteThrough,
 )
+from vllm.v1.kv_tier.scheduler.jumps import Jumps, can_jump
 from vllm.v1.kv_tier.scheduler.kv_groups import HitListener
 from vllm.v1.kv_tier.scheduler.load_admission import LoadAdmission, Prefetches
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
 from vllm.v1.kv_tier.scheduler.promotion import Loader, Promotion
+from vllm.v1.kv_tier.scheduler.secondary.found import before_secondary
 from vllm.v1.kv_tier.scheduler.secondary.manager import make_secondary_manager
-from vllm.v1.kv_tier.scheduler.secondary.reader import before_secondary
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
@@ -102,16 +103,17 @@ class TieredBlockPool(BlockPool):
         self.conversations = ConversationTracker(
             *common, writer, prefetches, retention, num_keys, stats
         )
-        num_spare = int(tuning.spare * self.num_gpu_blocks)
-        self.load_admission = waits = LoadAdmission(
-            costs, prefetches, builder, tuning, num_spare
-        )
+        spare = int(tuning.spare * self.num_gpu_blocks)
+        waits = LoadAdmission(costs, prefetches, builder, tuning, spare)
+        self.load_admission = waits
         loader = Loader(*common, builder, prefetches, self.costs, timing, stats, tuning)
         self.secondary = make_secondary_manager(layout, self, self.host, self.costs)
         self._promotion = Promotion(
             self, builder, loader, waits, prefetches, stats, tuning
         )
         self._promotion.listeners += self._hit_listeners()
+        self._jumps = self._make_jumps(loader)
+        self._can_jump = layout.can_jump
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
         self.void_plan = 0
@@ -119,12 +121,27 @@ class TieredBlockPool(BlockPool):
         self._num_taken = 0
         self._demoting = False
         self._serves_host = True
+        # Whether lookups find blocks of secondary tiers, for which requests wait.
+        self._finds_secondary = True
         # Whether the request that was looked up only waits for loads.
         self._is_deferred = False
         # Which blocks may be loaded for the request that is looked up; None for all.
         self._load_filter: Callable[[BlockHash], bool] | None = None
         # That request, if `_load_filter` is set.
         self._capped: Request | None = None
+
+    def _make_jumps(self, loader: Loader) -> Jumps:
+        return Jumps(
+            self,
+            self.host,
+            self._builder,
+            loader,
+            self.load_admission,
+            self.prefetches,
+            self.costs,
+            self._promotion.listeners,
+            self._stats,
+        )
 
     def _hit_listeners(self) -> list[HitListener]:
         listeners: list[HitListener] = [self.conversations]
@@ -155,6 +172,7 @@ class TieredBlockPool(BlockPool):
         """
         self.store_timing.record_allocated(self._num_taken)
         self._num_taken, self._capped = 0, None
+        self._jumps.end_step()
         below = self.secondary
         is_read = is_idle and below is not None and below.reader.num_awaited > 0
         self.store_timing.write(is_idle, is_read)
@@ -184,7 +202,11 @@ class TieredBlockPool(BlockPool):
             block = self.cached_block_hash_to_block.get_one_block(key)
             if block is None:
                 block = self.host.get(key)
-                if block is None and self.secondary is not None:
+                if (
+                    block is None
+                    and self.secondary is not None
+                    and self._finds_secondary
+                ):
                     block = self.secondary.reader.found.get(key)
                 if block is None:
                     return None
@@ -251,8 +273,12 @@ class TieredBlockPool(BlockPool):
         below = self.secondary if self._serves_host else None
         is_idle = not has_scheduled_reqs
         loadable = self.conversations.make_load_filter if speaks else None
-        if below is not None and below.reader.look_up(request, is_idle, loadable):
-            return True
+        self._finds_secondary = True
+        if below is not None:
+            meets = self._may_jump(request) and below.reader.can_meet
+            self._finds_secondary = not meets
+            if below.reader.look_up(request, is_idle, loadable, meets):
+                return True
         if has_scheduled_reqs and self.load_admission.is_loading(request):
             return True
         if speaks:
@@ -275,6 +301,45 @@ class TieredBlockPool(BlockPool):
         num_before = len(self._builder.prefetches)
         self._promotion.prefetch(managers, computed_blocks, num_tokens)
         self._count_loads_ahead(num_before)
+
+    # ------------------------------------------------------------------- jumps
+
+    def _may_jump(self, request: Request) -> bool:
+        can = self._can_jump and can_jump(request)
+        return can and not self.conversations.has_hints(request)
+
+    def jump(
+        self, request: Request, manager: Any, num_tokens: int, among_others: bool
+    ) -> list[KVCacheBlock]:
+        """Blocks that exist by now behind the front of a prefill, see `Jumps.jump`."""
+        if not (self._serves_host and self._may_jump(request)):
+            return []
+        return self._jumps.jump(request, manager, num_tokens, among_others)
+
+    @property
+    def has_jumped(self) -> bool:
+        """Whether requests got blocks that the step's output does not name yet."""
+        return bool(self._jumps.taken)
+
+    def take_jumped(
+        self, request: Request, new_blocks: tuple[list[KVCacheBlock], ...]
+    ) -> tuple[list[KVCacheBlock], ...]:
+        """The blocks of a jump of `request` in this step, and then `new_blocks`."""
+        jumped = self._jumps.taken.pop(request.request_id, [])
+        return ([*jumped, *new_blocks[0]],)
+
+    def cut(
+        self, request: Request, start: int, num_new_tokens: int, may_wait: bool
+    ) -> int:
+        """How many of `num_new_tokens` a prefill computes from `start` on, so that it
+        ends where the request can jump; see `Meetings.cut`."""
+        below = self.secondary
+        if below is None or not below.reader.meetings:
+            return num_new_tokens
+        may_wait = may_wait and request.request_id not in self._jumps.taken
+        keys = self._jumps.keys(request, below.block_sizes[0])
+        cut = below.reader.meetings.cut
+        return cut(request, keys, start, num_new_tokens, may_wait)
 
     # ------------------------------------------------------------------ demote
 

@@ -149,7 +149,7 @@ class SecondaryTierManager:
 
         At the end the listeners of a tier's presence are called.
         """
-        return self.reader.is_fetching(key) or any(
+        return key in self.reader.fetches.fetched_by or any(
             writer.is_writing(key) for writer in self.writers
         )
 
@@ -184,6 +184,7 @@ class SecondaryTierManager:
         has_more = self._jobs.has_ending or self.reader.has_more
         if is_idle and not has_more:
             num = self.reader.num_awaited or int(self.writes_on)
+            num = 1 if self.reader.meetings.is_waiting else num
             plan.awaits_secondary = self._jobs.num_ended + num if num else 0
         self.reader.end_step()
 

@@ -6,145 +6,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, ref
 
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
 )
 from vllm.v1.kv_tier.layout import SecondaryLayout
-from vllm.v1.kv_tier.releases import weak_reference_slots
 from vllm.v1.kv_tier.scheduler.costs import Costs
+from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetches
+from vllm.v1.kv_tier.scheduler.secondary.found import FoundBlocks, SecondaryBlock
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.secondary.lookup import LoadFilter, PromptLookup
+from vllm.v1.kv_tier.scheduler.secondary.meeting import Meetings
 from vllm.v1.kv_tier.scheduler.secondary.tier import Answer, Arrivals, Tier, Wanted
 from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.request import Request
-
-
-class SecondaryBlock(KVCacheBlock):
-    """A block that a secondary tier has, and the placeholder for it in a prefix scan.
-
-    Like a `HostSlot` it is never referenced, and counts as one block to allocate. But
-    it has no memory, so a hit with one cannot be admitted.
-
-    Args:
-        key: Key of the block.
-        num_tokens: Prefix tokens up to its end.
-        tier: The first tier that has it.
-
-    """
-
-    # Weakly referenced; the request that found it keeps it alive.
-    __slots__ = (
-        *weak_reference_slots(KVCacheBlock),
-        "is_found",
-        "key",
-        "num_tokens",
-        "tier",
-    )
-    block_id = -1
-    ref_cnt = 0
-    prev_free_block = next_free_block = None
-    is_null = False
-
-    def __init__(self, key: BlockHashWithGroupId, num_tokens: int, tier: Tier) -> None:
-        self.key = key
-        self.num_tokens = num_tokens
-        self.tier = tier
-        self.is_found = True
-        """Whether lookups find it, as long as it is referenced."""
-
-    @property
-    def block_hash(self) -> BlockHashWithGroupId:
-        return self.key
-
-    @property
-    def block_hash_num_tokens(self) -> int:
-        return self.num_tokens
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-    __repr__ = object.__repr__
-
-
-class FoundBlocks:
-    """The blocks of secondary tiers that lookups find, by weak references.
-
-    Args:
-        max_taken: Most forgotten and released blocks that a step lets go. At least as
-            many as a step finds, so that they do not pile up.
-
-    """
-
-    def __init__(self, max_taken: int) -> None:
-        self._max_taken = max_taken
-        self._blocks: WeakValueDictionary[BlockHashWithGroupId, SecondaryBlock]
-        self._blocks = WeakValueDictionary()
-        # Forgotten and released blocks, which may still be in `_blocks`.
-        self._gone: deque[Sequence[SecondaryBlock]] = deque()
-
-    def __len__(self) -> int:
-        """Blocks, with those that are forgotten or released, and not let go yet."""
-        return len(self._blocks)
-
-    def get(self, key: BlockHashWithGroupId) -> SecondaryBlock | None:
-        """What stands for `key` in a prefix hit."""
-        block = self._blocks.get(key)
-        return block if block is not None and block.is_found else None
-
-    def add(self, block: SecondaryBlock) -> SecondaryBlock:
-        """Let `block` be the only one for its key."""
-        self._blocks[block.key] = block
-        return block
-
-    def remove(self, block: SecondaryBlock) -> None:
-        """Let no block stand for the key of `block`."""
-        block.is_found = False
-        self._blocks.pop(block.key, None)
-
-    def forget(self, blocks: Sequence[SecondaryBlock]) -> None:
-        """Let no lookup find `blocks`. The sequence must not change afterwards."""
-        for block in blocks:
-            block.is_found = False
-        self.release(blocks)
-
-    def release(self, blocks: Sequence[SecondaryBlock]) -> None:
-        """Let go of `blocks` in the next steps, since freeing all blocks of a long
-        prompt takes too long for one. The sequence must not change afterwards."""
-        if blocks:
-            self._gone.append(blocks)
-
-    def begin_step(self) -> None:
-        """Let go of some of what is forgotten or released."""
-        num_left = self._max_taken
-        while self._gone and num_left > 0:
-            blocks = self._gone.popleft()
-            for block in blocks[:num_left]:
-                if not block.is_found and self._blocks.get(block.key) is block:
-                    del self._blocks[block.key]
-            if len(blocks) > num_left:
-                self._gone.appendleft(blocks[num_left:])
-            num_left -= len(blocks)
-
-    def clear(self) -> None:
-        """Let lookups find nothing."""
-        self._blocks.clear()
-        self._gone.clear()
-
-
-def before_secondary(
-    groups: Sequence[Sequence[KVCacheBlock]],
-) -> tuple[Sequence[KVCacheBlock], ...]:
-    """The part of a hit, by group, before the first block of a secondary tier."""
-    cut = []
-    for group in groups:
-        # A hot path: every block of a long prefix.
-        types = list(map(type, group))
-        is_whole = SecondaryBlock not in types
-        cut.append(group if is_whole else group[: types.index(SecondaryBlock)])
-    return tuple(cut)
 
 
 class _State(Enum):
@@ -195,6 +73,8 @@ class _Wait:
     """Number of ended jobs at which its prefix is looked up again."""
     was_idle: bool = True
     """Whether the engine has run nothing else since."""
+    meets: bool = False
+    """Whether its request computes what has not arrived."""
 
     def end(self) -> None:
         """Let the request compute what it lacks."""
@@ -236,18 +116,15 @@ class SecondaryReader:
         arrivals: Arrivals,
         tuning: SchedulingTuning,
     ) -> None:
-        self._layout = layout
         self._tiers = tiers
         self._table = table
         self._jobs = jobs
         self._costs = costs
-        self._arrivals = arrivals
         self._tuning = tuning
         sizes = layout.block_sizes
         self._lookup = PromptLookup(sizes, hash_size, table, is_cached, tuning)
         self.found = FoundBlocks(tuning.max_looks)
         """Stored blocks in prompts of waiting requests, for as long as these wait."""
-        self._fetched_by: dict[BlockHashWithGroupId, int] = {}
         # Weak, since the tier is not notified of aborted requests.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
         self.num_asked = 0
@@ -261,12 +138,22 @@ class SecondaryReader:
         ) = None
         """Called before keys of a request count as found: with the request, the keys,
         and the tokens up to the end of the last of them."""
-        # Of each job that has not ended.
-        self._blocks_of: dict[int, Sequence[SecondaryBlock]] = {}
-        # Requests for which there is more to fetch than a step may begin, in order, and
-        # how many blocks this step may still begin to fetch.
+        # Requests for which there is more to fetch than a step may begin, in order.
         self._unbegun: deque[ref[_Wait]] = deque()
-        self._num_left = tuning.max_fetches
+        self.fetches = Fetches(layout, tiers, table, jobs, self.found, arrivals, tuning)
+        self.can_meet = not any(tier.settings.fetches_always for tier in tiers)
+        """Whether requests need not wait for all that is fetched for them."""
+        self.meetings = Meetings(
+            sizes[0],
+            jobs,
+            costs,
+            lambda key: key and (table.get(key) or is_cached(key)),
+            self.fetches,
+            min(layout.max_job, tuning.max_ended),
+            tuning,
+        )
+        # Requests that compute while their answers are awaited.
+        self._unanswered: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
 
     def forget(self) -> None:
         """Nothing that was found is there any more, and nothing else is fetched."""
@@ -275,17 +162,16 @@ class SecondaryReader:
             if (wait := reference()) is not None:
                 wait.rest = []
         self._unbegun.clear()
-
-    def is_fetching(self, key: BlockHashWithGroupId) -> bool:
-        """Whether `key` is being read from a tier."""
-        return key in self._fetched_by
+        self.meetings.forget()
+        self._unanswered.clear()
 
     def end_step(self) -> None:
         """Reset the limits of the step."""
-        self._num_left = self._tuning.max_fetches
+        self.fetches.end_step()
         self.num_asked, self._until = 0, 0.0
         self._num_wanted = self._num_heard = 0
         self._lookup.end_step()
+        self.meetings.end_step()
 
     @property
     def num_awaited(self) -> int:
@@ -302,6 +188,7 @@ class SecondaryReader:
         request: Request,
         is_idle: bool,
         loadable: LoadFilter | None = None,
+        meets: bool = False,
     ) -> bool:
         """Whether `request` must wait. Asks for its blocks the first time.
 
@@ -310,6 +197,8 @@ class SecondaryReader:
             is_idle: The step runs nothing so far, so it may wait a moment for the
                 answer. Another empty step would take longer.
             loadable: Says what may be loaded for the request; None for everything.
+            meets: The request can compute what has not arrived, so it waits for answers
+                only, and not for long.
 
         """
         wait = self._waits.get(request)
@@ -320,9 +209,11 @@ class SecondaryReader:
             return True
         now = self._costs.clock()
         if wait is None:
-            if not self._open_tiers(now) or not self._lookup.has_blocks(request):
+            if not self._lookup.has_blocks(request) or not self._tiers_for(now, meets):
                 return False
-            wait = self._waits[request] = _Wait(self.found, now, _State.TO_LOOK_UP)
+            wait = self._waits[request] = _Wait(
+                self.found, now, _State.TO_LOOK_UP, meets=meets
+            )
         if not self._jobs.is_detached:
             if wait.state is _State.TO_LOOK_UP:
                 self._look_up_more(request, wait, loadable)
@@ -340,7 +231,11 @@ class SecondaryReader:
             self._give_up(wait)
             return False
         if wait.state is _State.ASKED and self._awaits_answers(request, wait, now):
-            return True
+            if not wait.meets or now < wait.since + self._tuning.answer_patience_s:
+                return True
+            self._unanswered[request] = wait
+        if wait.meets:
+            return False
         return self._awaits_jobs(wait, now)
 
     def _must_queue(self, wait: _Wait | None) -> bool:
@@ -405,12 +300,33 @@ class SecondaryReader:
                 tier.reads.record_late(wait.since, now)
         if wait.questions:
             return True
-        wait.state, wait.wanted = _State.ANSWERED, []
+        wait.state = _State.ANSWERED
+        if wait.meets:
+            self._meet(request, wait)
+        wait.wanted = []
         return False
 
-    def _open_tiers(self, now: float) -> list[Tier]:
+    def _meet(self, request: Request, wait: _Wait) -> None:
+        """Begin to fetch the end of what was found, up to the first block that is
+        nowhere."""
+        blocks = []
+        for key, num_tokens in wait.wanted:
+            block = self.found.get(key)
+            if num_tokens >= request.num_tokens:
+                break
+            if block is not None:
+                blocks.append(block)
+            elif not self.meetings.is_there(key):
+                break
+        self.meetings.begin(request, blocks)
+        wait.end()
+
+    def _tiers_for(self, now: float, meets: bool) -> list[Tier]:
+        """Tiers that are asked for a request."""
         if self._jobs.is_detached:
             return []
+        if meets:
+            return [each for each in self._tiers if each.reads.is_open(now)]
         return [each for each in self._tiers if each.reads.is_used(now)]
 
     def _look_up_more(
@@ -425,10 +341,15 @@ class SecondaryReader:
 
     def _ask(self, wait: _Wait, now: float, is_idle: bool) -> None:
         wait.since = now
+        num = len(wait.wanted)
         wait.questions = {
             tier: tier.ask(wait.wanted)
-            for tier in self._open_tiers(now)
-            if tier.reads.is_worth_asking(len(wait.wanted), is_idle)
+            for tier in self._tiers_for(now, wait.meets)
+            if (
+                tier.reads.is_worth_meeting(num)
+                if wait.meets
+                else tier.reads.is_worth_asking(num, is_idle)
+            )
         }
         if wait.questions:
             wait.state = _State.ASKED
@@ -473,7 +394,9 @@ class SecondaryReader:
     def _give_up(self, wait: _Wait) -> None:
         # Including blocks that other requests found: a job that never ends must not
         # make a request wait twice.
-        late = [block for job in wait.jobs for block in self._blocks_of.get(job, ())]
+        late = [
+            block for job in wait.jobs for block in self.fetches.blocks_of.get(job, ())
+        ]
         self.found.forget(wait.found)
         self.found.forget(late)
         wait.found = []
@@ -506,7 +429,7 @@ class SecondaryReader:
         # The beginning of a prefix is useful without its end.
         if len(groups) > 1:
             blocks.sort(key=lambda block: block.num_tokens)
-        fetched_by = self._fetched_by
+        fetched_by = self.fetches.fetched_by
         new = [b for b in blocks if b.key not in fetched_by]
         wait = None if request is None else self._waits.get(request)
         is_idle = wait is not None and wait.was_idle
@@ -514,8 +437,8 @@ class SecondaryReader:
         if worth := self._worth_it(new, is_idle):
             # The host part of the hit must not be evicted for the rest.
             self._table.pin(b for g in groups for b in g if type(b) is HostSlot)
-            num_wanted = min(len(worth), self._room)
-            num_begun, is_all = self._begin(worth[:num_wanted])
+            num_wanted = min(len(worth), self.fetches.room)
+            num_begun, is_all = self.fetches.begin_first(worth[:num_wanted])
             if not is_all:
                 num_wanted = num_begun
         self.found.forget(new[num_wanted:])
@@ -529,19 +452,6 @@ class SecondaryReader:
             self._wait_for(request, jobs, num_fetched, new[num_begun:num_wanted])
         return True
 
-    def _begin(self, blocks: Sequence[SecondaryBlock]) -> tuple[int, bool]:
-        """Begin to fetch the first of `blocks`.
-
-        Returns:
-            How many, and whether there are slots for more of them in the next steps.
-
-        """
-        num = min(len(blocks), self._num_left)
-        indices = self._table.reserve(num)
-        self._num_left -= len(indices)
-        self._fetch(blocks[: len(indices)], indices)
-        return len(indices), len(indices) == num
-
     # ----------------------------------------------------- more than a step begins
 
     @property
@@ -552,7 +462,17 @@ class SecondaryReader:
     def go_on(self) -> None:
         """Begin to fetch more for requests that wait, as much as a step may."""
         self.found.begin_step()
-        while self._unbegun and self._num_left > 0:
+        now = self._costs.clock()
+        for request, wait in list(self._unanswered.items()):
+            is_over = wait.state is not _State.ASKED or request.is_finished()
+            if is_over or not self._awaits_answers(request, wait, now):
+                del self._unanswered[request]
+        self.meetings.go_on()
+        self._go_on_waiting()
+
+    def _go_on_waiting(self) -> None:
+        """Begin to fetch more for requests that wait for all of it."""
+        while self._unbegun and self.fetches.num_left > 0:
             wait = self._unbegun[0]()
             # The request may have been aborted, or have waited for long enough.
             if wait is not None and wait.rest:
@@ -562,10 +482,13 @@ class SecondaryReader:
 
     def _go_on(self, wait: _Wait) -> None:
         """Begin to fetch the first of the rest that `wait` waits for."""
-        some, wait.rest = wait.rest[: self._num_left], wait.rest[self._num_left :]
+        some, wait.rest = (
+            wait.rest[: self.fetches.num_left],
+            wait.rest[self.fetches.num_left :],
+        )
         new: list[SecondaryBlock] = []
         for block in some:
-            if (job := self._fetched_by.get(block.key)) is not None:
+            if (job := self.fetches.fetched_by.get(block.key)) is not None:
                 # Others have begun to fetch it meanwhile.
                 wait.jobs[job] = block.tier
             elif block.is_found:
@@ -575,11 +498,11 @@ class SecondaryReader:
                 self.found.forget(wait.rest)
                 wait.rest = []
                 break
-        worth = self._in_time(new)[: self._room]
-        num_begun, _ = self._begin(worth)
+        worth = self._in_time(new)[: self.fetches.room]
+        num_begun, _ = self.fetches.begin_first(worth)
         for block in worth[:num_begun]:
-            wait.jobs[self._fetched_by[block.key]] = block.tier
-        self._num_left -= len(some) - num_begun
+            wait.jobs[self.fetches.fetched_by[block.key]] = block.tier
+        self.fetches.num_left -= len(some) - num_begun
         if num_begun < len(new):
             self.found.forget(new[num_begun:])
             self.found.forget(wait.rest)
@@ -655,51 +578,3 @@ class SecondaryReader:
 
     def _num_ended(self, wait: _Wait) -> int:
         return sum(not self._jobs.is_under_way(job) for job in wait.jobs)
-
-    def _fetch(self, blocks: Sequence[SecondaryBlock], indices: list[int]) -> None:
-        """Fetch as many of `blocks` as there are slots."""
-        places, least = list(zip(blocks, indices)), self._layout.max_job
-        for tier in self._tiers:
-            some = [place for place in places if place[0].tier is tier]
-            # A few blocks tell whether the others are worth the wait.
-            num = size = min(tier.reads.job_size(least), self._tuning.max_ended)
-            if some and not tier.reads.is_known:
-                num = min(size, self._tuning.first_fetch)
-            while some:
-                self._fetch_from(tier, some[:num])
-                some, num = some[num:], size
-
-    def _fetch_from(
-        self, tier: Tier, places: Sequence[tuple[SecondaryBlock, int]]
-    ) -> None:
-        def ended(done: Sequence[bool], seconds: float) -> None:
-            del self._blocks_of[job]
-            for (block, index), is_there in zip(places, done):
-                self._end_fetch(block, index, is_there)
-            tier.reads.record_fetch(done, seconds)
-
-        tier.reads.begin_fetch(len(places))
-        keys, indices = [b.key for b, _ in places], [index for _, index in places]
-        job = self._jobs.add(False, tier.index, keys, indices, ended)
-        self._fetched_by.update(dict.fromkeys(keys, job))
-        self._blocks_of[job] = [block for block, _ in places]
-        tier.num_filling += len(keys)
-
-    def _end_fetch(self, block: SecondaryBlock, index: int, is_there: bool) -> None:
-        key, tier = block.key, block.tier
-        del self._fetched_by[key]
-        tier.num_filling -= 1
-        self.found.remove(block)
-        if is_there and not self._jobs.is_detached and self._table.get(key) is None:
-            tier.presence.mark_present(key)
-            self._arrivals.add(key, tier)
-            self._table.fill(index, key, block.num_tokens)
-            return
-        if not is_there:
-            tier.presence.mark_absent(key)
-        self._table.unreserve(index)
-
-    @property
-    def _room(self) -> int:
-        room = int(self._tuning.fetch_part * self._table.num_slots)
-        return max(0, room - len(self._fetched_by))

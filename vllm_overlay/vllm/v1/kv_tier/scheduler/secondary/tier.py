@@ -259,6 +259,17 @@ class ReadCostModel:
         """Whether it is used. After it was too slow, it is not for a while."""
         return now >= self._closed_until
 
+    def is_worth_meeting(self, num_blocks: int) -> bool:
+        """Whether a request that computes `num_blocks` meanwhile may gain by an answer.
+
+        Returns True from time to time in any case, as `is_worth_asking`.
+        """
+        if not self._prefill_s:
+            return True
+        retry_at = self._asked_at + self._tuning.retry_store_s
+        is_gain = num_blocks * self._prefill_s > self._tier.lookup.ask_s + self._fetch_s
+        return is_gain or self._costs.clock() >= retry_at
+
     def is_worth_asking(self, num_blocks: int, is_idle: bool) -> bool:
         """Whether fetching `num_blocks` would save more time than an answer takes.
 
@@ -300,6 +311,11 @@ class ReadCostModel:
     def record_question(self) -> None:
         """Record that the tier is asked."""
         self._asked_at = self._costs.clock()
+
+    @property
+    def fetch_s(self) -> float:
+        """Seconds to fetch a block, as measured last; 0 if unknown."""
+        return self._fetch_s
 
     @property
     def is_known(self) -> bool:
