@@ -112,7 +112,7 @@ def test_defaults(model: str) -> None:
             max_load_stall_ms=2.0,
             copy_engine="auto",
             layerwise_loads=True,
-            meet=True,
+            meet=False,
             verify=False,
             check_memory=True,
         ),
@@ -126,7 +126,7 @@ DEBUG: dict[str, Any] = {
     "max_load_stall_ms": 0.25,
     "copy_engine": "dma",
     "layerwise_loads": False,
-    "meet": False,
+    "meet": True,
     "verify": True,
     "check_memory": False,
 }

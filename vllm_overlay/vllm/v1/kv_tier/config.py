@@ -89,10 +89,10 @@ class DebugConfig:
     the step for all of them. Where that is not possible the log line `KV tier: steps
     wait for all their loads at once` gives the reason."""
 
-    meet: Flag = True
+    meet: Flag = False
     """With `secondary_tiers`: let a request compute its prompt from the beginning while
     the end is fetched, and skip what has arrived when it gets there. `false`: it waits
-    for all of it, or computes all."""
+    for all of it, or computes all. Off by default, since it has not run on a GPU."""
 
     verify: Flag = False
     """Keep a checksum of every host slot, and do not load a slot whose bytes have

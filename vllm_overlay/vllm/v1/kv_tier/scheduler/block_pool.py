@@ -318,14 +318,14 @@ class TieredBlockPool(BlockPool):
 
     @property
     def has_jumped(self) -> bool:
-        """Whether requests got blocks that the step's output does not name yet."""
+        """Whether requests got blocks that no output names yet."""
         return bool(self._jumps.taken)
 
     def take_jumped(
         self, request: Request, new_blocks: tuple[list[KVCacheBlock], ...]
     ) -> tuple[list[KVCacheBlock], ...]:
-        """The blocks of a jump of `request` in this step, and then `new_blocks`."""
-        jumped = self._jumps.taken.pop(request.request_id, [])
+        """The blocks of a jump of `request`, and then `new_blocks`."""
+        jumped = self._jumps.taken.pop(request, [])
         return ([*jumped, *new_blocks[0]],)
 
     def cut(
@@ -336,7 +336,7 @@ class TieredBlockPool(BlockPool):
         below = self.secondary
         if below is None or not below.reader.meetings:
             return num_new_tokens
-        may_wait = may_wait and request.request_id not in self._jumps.taken
+        may_wait = may_wait and request not in self._jumps.taken
         keys = self._jumps.keys(request, below.block_sizes[0])
         cut = below.reader.meetings.cut
         return cut(request, keys, start, num_new_tokens, may_wait)

@@ -5,7 +5,7 @@ They were fetched from a secondary tier meanwhile, or computed by another reques
 front of a request is what the planned steps will have computed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -74,9 +74,9 @@ class Jumps:
         self._costs = costs
         self._listeners = listeners
         self._stats = stats
-        self.taken: dict[str, list[KVCacheBlock]] = {}
-        """Blocks of jumps of this step that its output does not name yet, by id of the
-        request."""
+        self._owned: Mapping[str, list[KVCacheBlock]] = {}
+        self.taken: dict[Request, list[KVCacheBlock]] = {}
+        """Blocks of jumps that no step's output names yet."""
 
     def keys(
         self, request: Request, block_size: int
@@ -139,7 +139,8 @@ class Jumps:
         for listener in self._listeners:
             listener.on_hit(request, UsedBlocks(hit, size))
         self._stats.jumped_tokens += len(hit) * size
-        self.taken[name] = hit
+        self.taken[request] = [*self.taken.get(request, ()), *hit]
+        self._owned = manager.req_to_blocks
         return hit
 
     def _find_from(
@@ -184,5 +185,12 @@ class Jumps:
         return max(costs.max_stall_s, num_blocks * costs.prefill_s) / costs.load_s
 
     def end_step(self) -> None:
-        """Forget jumps of requests that were preempted since."""
-        self.taken.clear()
+        """Forget jumps of requests that have lost their blocks since: preempted ones.
+
+        One that is left out of the step keeps its blocks for the output of a later one.
+        """
+        self.taken = {
+            request: blocks
+            for request, blocks in self.taken.items()
+            if self._owned.get(request.request_id) and not request.is_finished()
+        }
