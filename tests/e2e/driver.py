@@ -8,6 +8,7 @@ A workload that the release at hand cannot run has `{"lacks": reason}`.
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from . import features as features
 from . import harmful_workloads as harmful_workloads
 from . import meeting as meeting
 from . import sharp_weights as sharp_weights  # A load format.
+from . import throttled_workloads as throttled_workloads
 from .async_cpu import allow_async_scheduling, do_without_streams
 from .engine import Engine
 from .kinds import IMAGE_TOKEN
@@ -30,6 +32,19 @@ from .release import (
     lacking_engine,
 )
 from .workloads import WORKLOADS
+
+
+def _prepare(engine: Engine, change: Callable[..., Any]) -> None:
+    """Change the ranks, not their weights, which would be the end of secondary
+    tiers."""
+    secondary = getattr(engine.pool, "secondary", None)
+    if secondary is None:
+        engine.on_ranks(change)
+        return
+    calls = secondary._layout.rank_calls
+    may_change, calls.may_change = calls.may_change, lambda method: None
+    engine.on_ranks(change)
+    calls.may_change = may_change
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -56,9 +71,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         know_image_token(IMAGE_TOKEN)
     engine = Engine(**job["llm"])
     if job["llm"].get("async_scheduling"):
-        engine.on_ranks(do_without_streams)
+        _prepare(engine, do_without_streams)
     if job["llm"].get("pipeline_parallel_size", 1) > 1:
-        engine.on_ranks(make_buffers_between_stages)
+        _prepare(engine, make_buffers_between_stages)
     results: dict[str, Any] = {}
     for name in job["workloads"]:
         if name in unasked:

@@ -163,8 +163,9 @@ class SchedulingTuning:
     they find can then be its hit, and the first step ends where it will be met."""
 
     meet_tokens: int = 256
-    """Tokens that a step computes of a piece that is late. Fewer would take a step
-    about as long; more would be computed in vain."""
+    """Tokens that a step computes of a piece that is late, twice as many in each
+    further step. Fewer would take a step about as long; more would be computed in
+    vain."""
 
     fetch_job_s: float = 0.02
     """Least duration, in seconds, of jobs of a fast tier. Blocks of a job can be used

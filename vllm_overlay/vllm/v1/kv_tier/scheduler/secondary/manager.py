@@ -61,9 +61,12 @@ def make_secondary_manager(
                 f"{hash_size}. Remove secondary_tiers."
             )
     is_cached = pool.cached_block_hash_to_block.get_one_block
-    return SecondaryTierManager(
+    manager = SecondaryTierManager(
         layout.secondary, hash_size, table, costs, is_cached, layout.tuning
     )
+    for tier in manager.tiers:
+        tier.reads.meets = layout.can_jump
+    return manager
 
 
 class SecondaryTierManager:
@@ -263,7 +266,7 @@ class SecondaryTierManager:
             stats.due_blocks = writer.num_due
             stats.writing_blocks = writer.num_writing
             stats.filling_blocks = tier.num_filling
-            stats.is_closed = int(not tier.reads.is_used(now))
+            stats.is_closed = int(tier.reads.is_closed(now))
             stats.loaded_tokens = self._layout.tokens_of(stats.loaded_blocks)
             stats.hit_tokens = self._layout.tokens_of(tier.num_hit)
             tier.num_hit = 0

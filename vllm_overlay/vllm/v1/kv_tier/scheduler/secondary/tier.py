@@ -249,11 +249,18 @@ class ReadCostModel:
         self._last_came = -math.inf
         self._closed_until = 0.0
         self._was_dear = False
+        self.meets = False
+        """Whether requests compute while it is read, so that a slow tier is read, too:
+        as much as computing leaves time for."""
         self._told_at = -math.inf
 
     def is_used(self, now: float) -> bool:
         """Whether the tier is read from."""
         return self.is_open(now) and self.is_worth_it
+
+    def is_closed(self, now: float) -> bool:
+        """Whether the tier is read from for no request."""
+        return not (self.is_open(now) if self.meets else self.is_used(now))
 
     def is_open(self, now: float) -> bool:
         """Whether it is used. After it was too slow, it is not for a while."""
@@ -399,7 +406,7 @@ class ReadCostModel:
         """Log once that it is slower than computing, if that was measured."""
         was_dear = self._was_dear
         self._was_dear = self._is_dear and self._costs.prefill_s > 0
-        may_tell = now >= self._told_at + self._tuning.tell_again_s
+        may_tell = now >= self._told_at + self._tuning.tell_again_s and not self.meets
         if self._was_dear and not was_dear and may_tell:
             self._told_at = now
             logger.warning(
