@@ -199,7 +199,7 @@ def name_no_blocks(patch: pytest.MonkeyPatch) -> None:
 
     def jump_silently(self: Jumps, *args: Any) -> list:
         hit = jump(self, *args)
-        self.taken.clear()
+        self._unnamed.clear()
         return hit
 
     patch.setattr(Jumps, "jump", jump_silently)

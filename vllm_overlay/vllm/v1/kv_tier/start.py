@@ -151,6 +151,8 @@ def _can_jump(
 ) -> bool:
     """Whether requests compute their prompts while secondary tiers are read."""
     is_on = bool(config.secondary_tiers) and config.debug.meet
+    # Memory that comes and goes counts blocks of a prompt at its admission.
+    is_on = is_on and config.shrink_after_s is None
     return is_on and compatibility.can_jump(vllm_config, kv_cache_config)
 
 

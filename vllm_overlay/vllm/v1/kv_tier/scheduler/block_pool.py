@@ -172,7 +172,6 @@ class TieredBlockPool(BlockPool):
         """
         self.store_timing.record_allocated(self._num_taken)
         self._num_taken, self._capped = 0, None
-        self._jumps.end_step()
         below = self.secondary
         is_read = is_idle and below is not None and below.reader.num_awaited > 0
         self.store_timing.write(is_idle, is_read)
@@ -318,15 +317,15 @@ class TieredBlockPool(BlockPool):
 
     @property
     def has_jumped(self) -> bool:
-        """Whether requests got blocks that no output names yet."""
-        return bool(self._jumps.taken)
+        """Whether requests have blocks that no step has named to the workers yet."""
+        return self._jumps.has_unnamed
 
     def take_jumped(
         self, request: Request, new_blocks: tuple[list[KVCacheBlock], ...]
     ) -> tuple[list[KVCacheBlock], ...]:
         """The blocks of a jump of `request`, and then `new_blocks`."""
-        jumped = self._jumps.taken.pop(request, [])
-        return ([*jumped, *new_blocks[0]],)
+        jumped = self._jumps.take_unnamed(request)
+        return ([*jumped, *new_blocks[0]], *new_blocks[1:])
 
     def cut(
         self, request: Request, start: int, num_new_tokens: int, may_wait: bool
@@ -336,7 +335,6 @@ class TieredBlockPool(BlockPool):
         below = self.secondary
         if below is None or not below.reader.meetings:
             return num_new_tokens
-        may_wait = may_wait and request not in self._jumps.taken
         keys = self._jumps.keys(request, below.block_sizes[0])
         cut = below.reader.meetings.cut
         return cut(request, keys, start, num_new_tokens, may_wait)

@@ -5,8 +5,9 @@ They were fetched from a secondary tier meanwhile, or computed by another reques
 front of a request is what the planned steps will have computed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -74,9 +75,10 @@ class Jumps:
         self._costs = costs
         self._listeners = listeners
         self._stats = stats
-        self._owned: Mapping[str, list[KVCacheBlock]] = {}
-        self.taken: dict[Request, list[KVCacheBlock]] = {}
-        """Blocks of jumps that no step's output names yet."""
+        # Blocks of jumps that no step has named to the workers yet, and how often their
+        # request had been preempted. Weak, since it may be aborted.
+        self._unnamed: WeakKeyDictionary[Request, tuple[int, list[KVCacheBlock]]]
+        self._unnamed = WeakKeyDictionary()
 
     def keys(
         self, request: Request, block_size: int
@@ -139,9 +141,20 @@ class Jumps:
         for listener in self._listeners:
             listener.on_hit(request, UsedBlocks(hit, size))
         self._stats.jumped_tokens += len(hit) * size
-        self.taken[request] = [*self.taken.get(request, ()), *hit]
-        self._owned = manager.req_to_blocks
+        earlier = self.take_unnamed(request)
+        self._unnamed[request] = request.num_preemptions, [*earlier, *hit]
         return hit
+
+    @property
+    def has_unnamed(self) -> bool:
+        """Whether requests have blocks that no step has named to the workers yet."""
+        return bool(self._unnamed)
+
+    def take_unnamed(self, request: Request) -> list[KVCacheBlock]:
+        """Those of `request`, which are about to be named."""
+        num_preemptions, blocks = self._unnamed.pop(request, (0, []))
+        # A request that was preempted since has lost them.
+        return blocks if num_preemptions == request.num_preemptions else []
 
     def _find_from(
         self,
@@ -183,14 +196,3 @@ class Jumps:
         if not (among_others and costs.load_s and costs.prefill_s):
             return float("inf")
         return max(costs.max_stall_s, num_blocks * costs.prefill_s) / costs.load_s
-
-    def end_step(self) -> None:
-        """Forget jumps of requests that have lost their blocks since: preempted ones.
-
-        One that is left out of the step keeps its blocks for the output of a later one.
-        """
-        self.taken = {
-            request: blocks
-            for request, blocks in self.taken.items()
-            if self._owned.get(request.request_id) and not request.is_finished()
-        }
