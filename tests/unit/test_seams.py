@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs, core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
@@ -83,6 +84,46 @@ def test_llm_records_a_step_that_only_moved_blocks() -> None:
     LLMEngine.step(engine)
     calls = [engine.logger_manager.record, engine.stat_logger.record]
     assert sum(call.call_count for call in calls) == 1
+
+
+@pytest.mark.skipif(
+    not hasattr(core, "flush_kv_tier"), reason="has no secondary tiers to write to"
+)
+def test_an_engine_that_ends_writes_before_its_ranks_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that ends by itself writes too, but not through ranks elsewhere."""
+    order: list[str] = []
+    monkeypatch.setattr(core, "flush_kv_tier", lambda *_: order.append("writes"))
+    monkeypatch.setattr(core, "cleanup_dist_env_and_memory", lambda: None, False)
+    engine = MagicMock()
+    engine.model_executor.shutdown = lambda: order.append("ranks end")
+    EngineCore.shutdown(engine)
+    assert order == ["writes", "ranks end"]
+
+
+@pytest.mark.skipif(
+    not hasattr(Scheduler, "_handle_invalid_blocks")
+    or "recompute_kv_load_failures" not in getsource(Scheduler._handle_invalid_blocks),
+    reason="requests of failed loads end otherwise in this release",
+)
+@pytest.mark.parametrize("has_tier", [True, False])
+def test_keys_of_blocks_that_a_connector_could_not_load(has_tier: bool) -> None:
+    """Upstream keeps them, since the blocks are computed in place; a tier would store
+    them before."""
+    tier = object() if has_tier else None
+    scheduler = MagicMock(recompute_kv_load_failures=True)
+    scheduler.kv_cache_manager.kv_tier = tier
+    scheduler.kv_cache_config.kv_cache_groups = ["one"]
+    # None that waits, and one that runs.
+    found = [(set(), 0, set()), ({"r"}, 1, {3})]
+    scheduler._update_requests_with_invalid_blocks.side_effect = found
+    # Newer releases are told how many tokens each request computes.
+    handle = Scheduler._handle_invalid_blocks
+    arguments = [scheduler, {3}, {"r": 1}][: len(signature(handle).parameters)]
+    assert handle(*arguments) == {"r"}
+    evicted = scheduler.kv_cache_manager.evict_blocks
+    assert [call.args for call in evicted.call_args_list] == [({3},)] * has_tier
 
 
 def test_a_layer_waits_before_all_else() -> None:

@@ -290,15 +290,35 @@ def test_a_store_that_hangs_voids_nothing(rank: Rank) -> None:
     assert tier.end_step(output()).kv_tier_report == StepReport(lost_blocks=[])
 
 
+def a_wrapper() -> WorkerWrapperBase:
+    config = {"vllm_config": SimpleNamespace(model_config=None)}
+    known = signature(WorkerWrapperBase).parameters
+    return WorkerWrapperBase(**{k: v for k, v in config.items() if k in known})
+
+
+def test_copies_are_queued_before_the_step() -> None:
+    calls: list[str] = []
+    wrapper = a_wrapper()
+    wrapper.mm_receiver_cache = None
+    wrapper.worker = SimpleNamespace(  # type: ignore[assignment]
+        execute_model=lambda step: calls.append("step")
+    )
+    wrapper.execute_model(upstream.empty_step())
+    wrapper.kv_tier = SimpleNamespace(  # type: ignore[assignment]
+        begin_step=lambda step: calls.append("copies"),
+        end_step=lambda output: calls.append("report"),
+    )
+    wrapper.execute_model(upstream.empty_step())
+    assert calls == ["step", "copies", "step", "report"]
+
+
 def test_copies_end_before_the_engine_sleeps() -> None:
     """A pause promises an idle device; sleep then takes its memory away."""
     # Not all releases have a call that waits for the device: sleep itself does there.
     waits = hasattr(WorkerBase, "synchronize_device")
     name = "synchronize_device" if waits else "sleep"
     calls: list[str] = []
-    config = {"vllm_config": SimpleNamespace(model_config=None)}
-    known = signature(WorkerWrapperBase).parameters
-    wrapper = WorkerWrapperBase(**{k: v for k, v in config.items() if k in known})
+    wrapper = a_wrapper()
     wrapper.worker = SimpleNamespace(  # type: ignore[assignment]
         **{name: lambda *level: calls.append("device")}
     )
