@@ -134,7 +134,7 @@ class Runner:
     def run(self, name: str, config: Config, repeats: range) -> None:
         """Run the cells of a configuration; every one gets a line of results."""
         workloads = self._args.workloads
-        if self._args.fresh and not config.resets:
+        if self.empties and not config.resets:
             # What cannot be emptied is new.
             for workload in workloads:
                 for i in repeats:

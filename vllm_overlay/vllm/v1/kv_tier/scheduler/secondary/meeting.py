@@ -147,9 +147,7 @@ class Meetings:
                 break
             if end and block.num_tokens + self._size != end[0].num_tokens:
                 break
-            if end and (
-                self.is_there(block.key) or block.key in self._fetches.fetched_by
-            ):
+            if end and self._needs_no_job(block):
                 break
             first -= 1
         if first == len(todo):
