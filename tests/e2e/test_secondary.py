@@ -8,6 +8,7 @@ import pytest
 
 from vllm.v1.kv_tier.stores.format import ObjectFormat
 
+from ..unit.stores.servers import until
 from .jobs import BLOCK_BYTES
 from .model import make_llama, make_tokenizer
 from .secondary import (
@@ -48,6 +49,9 @@ def stored(
         texts = [ask(server, prompt)[0] for prompt in PROMPTS]
         assert len(set(texts)) == len(PROMPTS)
         writes(server, 5 * len(PROMPTS), before=0)
+        # What is killed while it writes leaves temporary files.
+        gauge = "vllm:kv_tier_secondary_writing_blocks"
+        until(lambda: server.metrics("vllm:kv_tier_")[gauge] == 0)
     return root, texts
 
 

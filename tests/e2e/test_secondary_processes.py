@@ -4,7 +4,6 @@
 import mmap
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from ..settings import with_debug
+from ..unit.stores.servers import until
 from .jobs import BLOCK_BYTES, BLOCK_TOKENS
 from .model import make_llama, make_tokenizer
 from .secondary import (
@@ -104,10 +104,3 @@ def test_what_is_killed_or_stopped_costs_time_only(
         assert CHANGED in server.log()
         pids = [each.pid for each in second]
     until(lambda: not any(map(psutil.pid_exists, pids)))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < limit, "it does not happen"
-        time.sleep(0.05)
