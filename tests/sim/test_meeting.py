@@ -7,7 +7,7 @@ each step are those of all scripts.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,7 +16,6 @@ import pytest
 
 from vllm.v1.kv_tier.releases import can_jump, keys_are_bytes
 from vllm.v1.kv_tier.scheduler.jumps import Jumps
-from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetches
 from vllm.v1.kv_tier.scheduler.secondary.meeting import Meetings
 from vllm.v1.request import Request
 
@@ -24,7 +23,11 @@ from . import upstream
 from .content import Violation
 from .layouts import LAYOUTS
 from .scripts import Add, Script, random_script
-from .test_secondary import end_with_the_first_rank, with_below
+from .test_secondary import (
+    end_with_the_first_rank,
+    serve_before_it_came,
+    with_below,
+)
 
 pytestmark = [
     pytest.mark.skipif(
@@ -122,22 +125,6 @@ def test_scripts_with_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def register_before_it_came(patch: pytest.MonkeyPatch) -> None:
-    """A key enters the slot table when its piece is begun."""
-    fetch = Fetches.begin_last
-
-    def fetch_and_fill(self: Fetches, *args: Any) -> tuple[int, Sequence]:
-        before = set(self._table._reserved)
-        job, blocks = fetch(self, *args)
-        for block, index in zip(blocks, sorted({*self._table._reserved} - before)):
-            if self._table.get(block.key) is None:
-                self._table.fill(index, block.key, block.num_tokens)
-                self._table._reserved.add(index)
-        return job, blocks
-
-    patch.setattr(Fetches, "begin_last", fetch_and_fill)
-
-
 def _found_elsewhere(distance: int) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
         keys = Jumps.keys
@@ -207,7 +194,7 @@ def name_no_blocks(patch: pytest.MonkeyPatch) -> None:
 
 BUGS = [
     (end_with_the_first_rank, 2),
-    (register_before_it_came, 1),
+    (serve_before_it_came, 1),
     (leave_a_hole, 1),
     (overlap, 1),
     (jump_over_a_hole, 1),

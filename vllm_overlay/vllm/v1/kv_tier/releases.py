@@ -433,15 +433,6 @@ def kv_replicas(kv_cache_config: Any) -> int | None:
     return getattr(kv_cache_config, "kv_tp_replicas", None)
 
 
-def weak_reference_slots(base: type) -> tuple[str, ...]:
-    """What `__slots__` of a subclass must have for weak references to its objects.
-
-    `KVCacheBlock` has slots since v0.19.1. Before, its objects can be referenced
-    weakly, and a second slot for that is an error.
-    """
-    return () if base.__weakrefoffset__ else ("__weakref__",)
-
-
 # -------------------------------------------------------------------- model runner
 def copies_blocks(scheduler_output: Any) -> bool:
     """Whether a step copies KV blocks before the forward pass, since v0.28.0."""
