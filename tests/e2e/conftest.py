@@ -113,8 +113,10 @@ def results(
             future.cancel()
 
 
-def run_engine(name: str, spec: Job, model: Path, folder: Path) -> dict[str, Any]:
-    """What `driver` found, in a process of its own.
+def run_engine(
+    name: str, spec: Job, model: Path, folder: Path, driver: str = "driver"
+) -> dict[str, Any]:
+    """What a driver found, in a process of its own.
 
     Raises:
         RuntimeError: The engine failed; with the end of its log.
@@ -135,7 +137,7 @@ def run_engine(name: str, spec: Job, model: Path, folder: Path) -> dict[str, Any
         ray = ray_cpu.environment()
     with log.open("w") as output, ray as others:
         run = subprocess.run(
-            [sys.executable, "-m", "tests.e2e.driver", str(job), str(result)],
+            [sys.executable, "-m", f"tests.e2e.{driver}", str(job), str(result)],
             env=environment(**others),
             stdout=output,
             stderr=subprocess.STDOUT,
