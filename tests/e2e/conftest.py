@@ -114,7 +114,12 @@ def results(
 
 
 def run_engine(
-    name: str, spec: Job, model: Path, folder: Path, driver: str = "driver"
+    name: str,
+    spec: Job,
+    model: Path,
+    folder: Path,
+    driver: str = "driver",
+    timeout_s: float = ENGINE_TIMEOUT_S,
 ) -> dict[str, Any]:
     """What a driver found, in a process of its own.
 
@@ -141,7 +146,7 @@ def run_engine(
             env=environment(**others),
             stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=ENGINE_TIMEOUT_S,
+            timeout=timeout_s,
         )
     if run.returncode != 0:
         raise RuntimeError(f"engine {name} failed:\n{log.read_text()[-6000:]}")
