@@ -67,11 +67,11 @@ SCALES = {
         sizes=Sizes(
             max_len=20480,
             lengths=(4096, 16384),
-            num_prefixes=8,
+            num_prefixes=6,
             rates=(1, 3, 6, 12, float("inf")),
             repeats=3,
             together=50,
-            together_output=256,
+            together_output=192,
             decoders=16,
             equal_prefixes=40,
             equal_length=2048,
@@ -229,16 +229,20 @@ def tier(
 
 
 def needed_gib(scale: Scale, is_small: bool) -> float:
-    """Of the store: all prefixes, and what else is computed."""
+    """Of the store: all that is computed."""
     sizes, itemsize = scale.sizes, 2 if scale.dtype == "bfloat16" else 4
     if is_small:
         num_tokens = sizes.equal_prefixes * (sizes.equal_length + 256)
         num_tokens += sizes.equal_prefixes * sizes.equal_rounds * 64
         token_bytes = scale.equal_shape.kv_bytes_per_token(itemsize)
     else:
-        num_tokens = (sizes.num_prefixes + 10) * sum(sizes.lengths)
+        num_tokens = (sizes.num_prefixes + 2) * sum(sizes.lengths)
+        # What is computed beside others, and the answers of many on one prefix.
+        num_tokens += (1 + sizes.repeats) * max(sizes.lengths)
+        each = TAIL + sizes.together_output
+        num_tokens += 2 * sizes.repeats * sizes.together * each
         token_bytes = scale.shape.kv_bytes_per_token(itemsize)
-    return round(1.2 * num_tokens * token_bytes / GiB + 0.5, 1)
+    return round(1.1 * num_tokens * token_bytes / GiB + 0.5, 1)
 
 
 def environment(name: str, args: argparse.Namespace) -> dict[str, str]:

@@ -58,6 +58,7 @@ class Engine:
 
     def __init__(self, job: dict[str, Any]) -> None:
         from suite.loader import LOAD_FORMAT
+
         from vllm import LLM
         from vllm.v1.kv_tier.stores import identity
 
@@ -78,10 +79,11 @@ class Engine:
             disable_log_stats=False,
             **job["llm"],
         )
-        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.core = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._vocab = self.core.vllm_config.model_config.get_vocab_size()
         self._next: Counter[int] = Counter()
         self.num_asked = 0
+        self._num_blocks = 0
 
     def tokens(self, seed: object, num_tokens: int) -> list[int]:
         return random.Random(str(seed)).choices(range(3, self._vocab), k=num_tokens)
@@ -122,25 +124,26 @@ class Engine:
         )
         return {name: found.get(f"vllm:kv_tier_{name}") or 0 for name in names}
 
-    def until_written(self, num_tokens: int) -> None:
-        """Short requests, whose steps begin and end writes, until so many more tokens
-        than `num_tokens` are written."""
-        blocks = num_tokens // self.block_size
+    def write(self, prompt: list[int]) -> float:
+        """Seconds to compute a new prompt, which the store has afterwards. Short
+        requests, whose steps begin and end writes, follow until then."""
+        seconds = self.ttft(prompt)
+        self._num_blocks += len(prompt) // self.block_size
         limit = time.monotonic() + WRITE_S
-        while self.counters()["secondary_stored_blocks"] < blocks:
+        while self.counters()["secondary_stored_blocks"] < self._num_blocks:
             if time.monotonic() > limit:
-                raise RuntimeError(f"Of {blocks} blocks: {self.counters()}")
+                raise RuntimeError(f"Of {self._num_blocks} blocks: {self.counters()}")
             self.ask([self.fresh(3)], 2)
+        return seconds
 
     def fill(self, lengths: tuple[int, ...], num: int) -> dict[int, list[float]]:
         """Let the store have all prefixes. Seconds to compute each, by length."""
+        for n in lengths:
+            self.write(self.fresh(n + TAIL))
         seconds: dict[int, list[float]] = {n: [] for n in lengths}
-        written = self.counters()["secondary_stored_blocks"] * self.block_size
         for number in range(num):
             for n in lengths:
-                seconds[n].append(self.ttft(self.prompt(n, number)))
-                written += n
-                self.until_written(int(written))
+                seconds[n].append(self.write(self.prompt(n, number)))
         return seconds
 
 
@@ -169,8 +172,8 @@ def first_tokens(
     rows: list[dict[str, Any]] = []
     names = sorted(next(iter(rates.values())), key=lambda n: _of_all(rates, n))
     for name in reversed(names):
-        found = [
-            {"length": int(n), "rate": name, "bytes_per_s": named[name]} | {"seconds": []}
+        found: list[dict[str, Any]] = [
+            {"length": int(n), "rate": name, "bytes_per_s": named[name], "seconds": []}
             for n, named in rates.items()
         ]
         # Lengths take turns, so that many bytes pass before one prefix comes again. The
@@ -307,9 +310,6 @@ def _watch_jumps(scheduler: Any, jumped: set[str]) -> None:
 def meets(engine: Engine) -> dict[str, Any]:
     """All times of the engine that meets. Leaves the rates to the one that fetches."""
     sizes = engine.sizes
-    for length in sizes.lengths:
-        for _ in range(2):
-            engine.ttft(engine.fresh(length + TAIL))
     computed = engine.fill(sizes.lengths, sizes.num_prefixes)
     rates: dict[str, dict[str, float]] = {}
     for length, seconds in computed.items():
