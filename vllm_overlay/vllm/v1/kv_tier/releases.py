@@ -285,6 +285,13 @@ def kv_transfer_params(request: Any) -> dict[str, Any] | None:
     return getattr(request, "kv_transfer_params", None)
 
 
+def scores_prompt(params: Any) -> bool:
+    """Whether sampling parameters ask for logprobs of a prompt: `prompt_logprobs`, or
+    `prompt_logprob_token_ids` since v0.31.0."""
+    ids = getattr(params, "prompt_logprob_token_ids", None)
+    return ids is not None or getattr(params, "prompt_logprobs", None) is not None
+
+
 def token_id_mask(request: "Request") -> Any | None:
     """Which positions of a prompt with embeddings are token ids, since v0.25.1."""
     return getattr(request, "prompt_is_token_ids", None)

@@ -73,6 +73,14 @@ class SchedulingTuning:
     more clean blocks would only duplicate on the host what the device has. (2 MiB
     blocks at 50 GB/s: 12 GiB, six prefixes of 16,384 tokens of an 8B model.)"""
 
+    clean_loads: float = 4.0
+    """Times the blocks that one step took for loads lately that are kept clean. A copy
+    of what the device still has takes the slot of what it has no longer: with 20 GiB of
+    device and 40 GiB of host, as many clean blocks as `clean_s` allows took 10 GiB."""
+
+    load_rate_decay: float = 0.999
+    """Decay per step of the maximum of blocks that steps take for loads."""
+
     look_anew_steps: int = 1000
     """Steps with enough clean blocks after which the cleaner counts them again, since
     hits take some, and the host may drop some."""

@@ -321,6 +321,8 @@ class TieredBlockPool(BlockPool):
     ) -> tuple[list[KVCacheBlock], ...]:
         """The blocks of a jump of `request`, and then `new_blocks`."""
         jumped = self._jumps.take_unnamed(request)
+        if jumped:
+            self._builder.name_jump(request.request_id)
         return ([*jumped, *new_blocks[0]], *new_blocks[1:])
 
     def cut(
