@@ -176,5 +176,5 @@ class Below:
             return self.tier.where(name)
         waits = self.backing.reader._waits.values()  # type: ignore[union-attr]
         blocks = [wait.found.get(key(name)) for wait in waits]  # type: ignore[call-overload]
-        is_below = any(block is not None and not block.was_lost for block in blocks)
+        is_below = any(b is not None and b.key in b.tier.presence.keys for b in blocks)
         return "below" if is_below else "nowhere"

@@ -474,6 +474,22 @@ def test_portions_end_with_their_request(end: str) -> None:
     assert below.stats().filling_blocks == 0
 
 
+def test_a_block_that_another_request_did_not_get_is_not_found() -> None:
+    below = Below()
+    below.store.keys = {key("a"), key("b")}
+    first, second = Request("ab"), Request("ab")
+    below.tier.begin()
+    below.asked(second)
+    below.tier.end()
+    job = below.begins_to_fetch(first, "ab")
+    below.end(job, True, False)
+    below.tier.begin()
+    assert not below.pool.is_loading(second, False)  # type: ignore[arg-type]
+    assert below.pool.get_cached_block(hash_of("b"), [0]) is None
+    below.tier.promote(below.tier.find("a"), request=second)
+    assert not below.tier.end().secondary
+
+
 def test_a_lost_block_is_not_fetched_again_and_ends_the_hit() -> None:
     below = Below(num_blocks=64, num_slots=64, max_job=1, tuning={"max_fetches": 3})
     below.store.keys = {key(name) for name in "abcdefgh"}

@@ -28,7 +28,7 @@ class SecondaryBlock(KVCacheBlock):
 
     """
 
-    __slots__ = ("key", "num_tokens", "tier", "was_lost")
+    __slots__ = ("key", "num_tokens", "tier")
     block_id = -1
     ref_cnt = 0
     prev_free_block = next_free_block = None
@@ -38,8 +38,6 @@ class SecondaryBlock(KVCacheBlock):
         self.key = key
         self.num_tokens = num_tokens
         self.tier = tier
-        self.was_lost = False
-        """Whether the tier did not deliver it, so that it is not fetched again."""
 
     @property
     def block_hash(self) -> BlockHashWithGroupId:
@@ -144,7 +142,6 @@ class Fetches:
         key, tier = block.key, block.tier
         del self.fetched_by[key]
         tier.num_filling -= 1
-        block.was_lost = not is_there
         if is_there and not self._jobs.is_detached and self._table.get(key) is None:
             tier.presence.mark_present(key)
             self._arrivals.add(key, tier)

@@ -268,9 +268,11 @@ class SecondaryReader:
 
     def find(self, key: BlockHashWithGroupId) -> SecondaryBlock | None:
         """What stands for `key` in the hit of the request that was looked up last."""
-        wait = self._current
-        block = wait.found.get(key) if wait is not None else None
-        return None if block is None or block.was_lost else block
+        if self._current is None or (block := self._current.found.get(key)) is None:
+            return None
+        # Meanwhile the tier may not have delivered it to another request. Nor do
+        # followers of KV events have a description of it then.
+        return block if key in block.tier.presence.keys else None
 
     def end_wait(self, request: Request) -> None:
         """Stop waiting for `request`, which computes what it lacks."""
