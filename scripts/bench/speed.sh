@@ -78,7 +78,7 @@ for call in "${calls[@]}"; do
     8) run "$python" "$here/compare.py" --out "$out/goodput" --logprobs= --repeats "${REPEATS:-3}" \
         "${common[@]}" --llm '{"max_num_seqs": 256}' --side-by-side --count \
         --device-gib 20 --host-gib 40 --workloads goodput \
-        --extra 'device={"like": "large", "device_scale": 4}' \
+        --extra 'device={"like": "large", "device_scale": 3}' \
         --configs "${ENGINES:-core,offloading,none}" ;;
     report) ;;
     *) echo "speed.sh: no call $call; use 1 to 8, or report" >&2 && exit 2 ;;

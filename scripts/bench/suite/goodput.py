@@ -17,7 +17,7 @@ COLUMNS = {
     "SimpleCPUOffload": ("simple-eager", "simple-lazy"),
     "LMCache": ("lmcache",),
     "no host memory": ("none",),
-    "all on the device": ("device", "large"),
+    "60 GiB on the device": ("device",),
 }
 """Columns of the table and lines of the picture; the better mode stands for both."""
 COLORS = ("#1f77b4", "#f4a261", "#e76f51", "#8d5a97", "#9aa5b1", "#2a9d8f")
