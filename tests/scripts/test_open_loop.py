@@ -141,7 +141,7 @@ def test_pages_have_the_tables_of_the_kept_runs() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [page.read_text() for page in pages] == before
-    assert re.search(r"KVTier .*\| no host memory", before[0])
+    assert re.search(r"KVTier .*\| SimpleCPUOffload", before[0])
 
 
 def test_a_page_without_its_comments_is_refused() -> None:
