@@ -114,6 +114,9 @@ class TieredBlockPool(BlockPool):
         self._promotion.listeners += self._hit_listeners()
         self._jumps = self._make_jumps(loader)
         self._can_jump = layout.can_jump
+        self.has_jumped = False
+        """Whether requests may have blocks that no step has named to the workers yet.
+        A plain attribute, since each request of a step looks at it."""
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
         self.void_plan = 0
@@ -306,21 +309,18 @@ class TieredBlockPool(BlockPool):
         if not (self._serves_host and self._may_jump(request)):
             return []
         hit = self._jumps.jump(request, manager, num_tokens, among_others)
+        self.has_jumped = self.has_jumped or bool(hit)
         below = self.secondary
         if hit and below is not None and below.reader.meetings.is_first_jump(request):
             self._stats.record_meeting(request.num_computed_tokens, request.num_tokens)
         return hit
-
-    @property
-    def has_jumped(self) -> bool:
-        """Whether requests have blocks that no step has named to the workers yet."""
-        return self._jumps.has_unnamed
 
     def take_jumped(
         self, request: Request, new_blocks: tuple[list[KVCacheBlock], ...]
     ) -> tuple[list[KVCacheBlock], ...]:
         """The blocks of a jump of `request`, and then `new_blocks`."""
         jumped = self._jumps.take_unnamed(request)
+        self.has_jumped = self._jumps.has_unnamed
         if jumped:
             self._builder.name_jump(request.request_id)
         return ([*jumped, *new_blocks[0]], *new_blocks[1:])
