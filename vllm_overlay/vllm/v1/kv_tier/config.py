@@ -92,7 +92,8 @@ class DebugConfig:
     meet: Flag = False
     """With `secondary_tiers`: let a request compute its prompt from the beginning while
     the end is fetched, and skip what has arrived when it gets there. `false`: it waits
-    for all of it, or computes all. Off by default, since it has not run on a GPU."""
+    for all of it, or computes all. Off by default, since it costs short prompts
+    more than it saves ([measured](secondary-tiers.md#what-happens))."""
 
     verify: Flag = False
     """Keep a checksum of every host slot, and do not load a slot whose bytes have
