@@ -55,6 +55,7 @@ def meeting_script(seed: int, num_ranks: int | None = None) -> Script:
         script.setup.tuning,
         answer_patience_s=rng.choice([0, 2, 100]),
         meet_tokens=rng.choice([1, 4, 9]),
+        meet_steps=rng.choice([0.0, 3.0]),
     )
     stages = rng.choice([1, 3]) if upstream.PREEMPTS_IN_PIPELINES else 1
     values: dict[str, Any] = {

@@ -217,6 +217,16 @@ def test_a_late_piece_is_computed_in_steps_that_grow() -> None:
     assert not engine.meetings
 
 
+def test_a_late_piece_is_computed_in_steps_that_are_worth_their_launch() -> None:
+    engine = Engine(32, fetch_s=PREFILL_S, max_job=32)
+    engine.costs.join_s = {6: 2.5 * PREFILL_S}
+    engine.meet()
+    assert engine.fetched == [[*range(16, 32)]]
+    engine.now = 1000.0
+    assert engine.cut(16 * SIZE, 16 * SIZE) == 5 * SIZE
+    assert engine.cut(21 * SIZE, 11 * SIZE) == 10 * SIZE
+
+
 def test_a_request_meets_its_back_once() -> None:
     engine = Engine(16, fetch_s=PREFILL_S)
     assert not engine.meetings.is_first_jump(engine.request)

@@ -142,7 +142,7 @@ def test_a_job_that_does_not_end_stops_everything(block_s: float) -> None:
         assert not tier.rate.is_avoided(True)
         tier.rate.record_output()
     assert tier.rate.is_avoided(True) and tier.rate.is_avoided(False)
-    assert tier.rate.most_to_meet(1000, BLOCKS) == 0
+    assert tier.rate.most_to_meet(1000, BLOCKS, False) == 0
     tier.rate.record_late(tier.now - 1)
     tier.rate.record_fetch([False] * BLOCKS, 5.0)
     # Nor is it trusted again at once.
@@ -185,11 +185,25 @@ def test_always_is_waited_for_however_slow_it_is() -> None:
 def test_a_meeting_gets_what_arrives_before_the_front() -> None:
     tier = Fetches()
     # Unknown, it is taken for as fast as computing.
-    assert tier.rate.most_to_meet(100, 0) == 50
+    assert tier.rate.most_to_meet(100, 0, False) == 50
     tier.fetch(PREFILL_S / 3, 5)
-    assert tier.rate.most_to_meet(100, 0) == pytest.approx(75, abs=1)
+    assert tier.rate.most_to_meet(100, 0, False) == pytest.approx(75, abs=1)
     # 30 before them take ten blocks' time.
-    assert tier.rate.most_to_meet(100, 30) == pytest.approx(0.75 * 90, abs=1)
+    assert tier.rate.most_to_meet(100, 30, False) == pytest.approx(0.75 * 90, abs=1)
+
+
+def test_a_meeting_that_saves_less_than_its_steps_cost_is_not_begun() -> None:
+    tier = Fetches()
+    tier.fetch(PREFILL_S, 5)
+    tier.costs.join_s = {4: 9 * PREFILL_S, 6: 20 * PREFILL_S}
+    assert tier.rate.most_to_meet(60, 0, True) == 30
+    assert tier.rate.most_to_meet(50, 0, True) == 0
+    # But it is tried from time to time, since it may be faster by now.
+    tier.now += tier.tuning.remeasure_s
+    assert tier.rate.most_to_meet(50, 0, True) == tier.tuning.first_fetch
+    assert tier.rate.most_to_meet(50, 0, True) == 0
+    # More of what was begun costs no steps.
+    assert tier.rate.most_to_meet(50, 0, False) == 25
 
 
 def test_the_log_says_why_a_tier_is_left_alone() -> None:

@@ -170,6 +170,11 @@ class SchedulingTuning:
     further step. Fewer would take a step about as long; more would be computed in
     vain."""
 
+    meet_steps: float = 3.0
+    """Steps with little to compute that meeting a fetch costs a request: less is not
+    worth it. (H200, 4,096 tokens: such a step takes 10 ms of the CPU, all of the prompt
+    takes 100.)"""
+
     fetch_job_s: float = 0.02
     """Least duration, in seconds, of jobs of a fast tier. Blocks of a job can be used
     only when all of them have arrived."""

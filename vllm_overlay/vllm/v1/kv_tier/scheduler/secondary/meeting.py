@@ -157,7 +157,9 @@ class Meetings:
         tier = todo[-1].tier
         first = len(todo)
         most = tier.reads.most_to_meet(
-            (todo[-1].num_tokens - front) / self._size, tier.num_filling
+            (todo[-1].num_tokens - front) / self._size,
+            tier.num_filling,
+            is_first=todo[-1].num_tokens == meeting.end,
         )
         most = min(most, self._fetches.job_size(tier))
         while first and len(todo) - first < most:
@@ -263,8 +265,11 @@ class Meetings:
 
     @property
     def _few_tokens(self) -> int:
-        """Tokens of a step that computes what is late: whole blocks."""
-        return -(-self._tuning.meet_tokens // self._size) * self._size
+        """Tokens of a step that computes what is late: whole blocks, and so many that
+        computing them takes longer than a step that computes little."""
+        costs = self._costs
+        num_blocks = int(2 * costs.least_join_s / costs.compute_s)
+        return max(-(-self._tuning.meet_tokens // self._size), num_blocks) * self._size
 
     def _arrives_soon(self, piece: _Piece) -> bool:
         """Whether waiting for a piece costs less than computing a part of it."""

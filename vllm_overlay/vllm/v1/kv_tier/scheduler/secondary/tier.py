@@ -324,18 +324,27 @@ class ReadRate:
             return num_blocks
         return math.ceil(self._tier.deadline_s / self.fetch_s) - 1 - num_before
 
-    def most_to_meet(self, distance: float, num_before: int) -> int:
+    def most_to_meet(self, distance: float, num_before: int, is_first: bool) -> int:
         """How many of the last of `distance` blocks would arrive before a request has
-        computed those before them, behind `num_before` others."""
+        computed those before them, behind `num_before` others.
+
+        Args:
+            distance: Blocks that it lacks.
+            num_before: Blocks that are read first.
+            is_first: Nothing is read for it so far, so a jump costs it some more steps.
+
+        """
         if self.is_avoided(True):
             return 0
         compute_s = self._costs.compute_s
         fetch_s = self.fetch_s or compute_s
         room_s = distance * compute_s - num_before * fetch_s
         most, now = int(room_s / (fetch_s + compute_s)), self._costs.clock()
-        if most < 1 and not num_before:
+        steps_s = self._tuning.meet_steps * self._costs.least_join_s
+        if most < 1 or (is_first and most * compute_s < steps_s):
             # It may be faster by now.
-            if now < self._tried_at + self._tuning.remeasure_s:
+            tried_at = self._tried_at + self._tuning.remeasure_s
+            if num_before or now < tried_at:
                 return 0
             most = self._tuning.first_fetch
         self._tried_at = now
