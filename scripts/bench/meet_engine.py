@@ -60,10 +60,7 @@ class Engine:
         from suite.loader import LOAD_FORMAT
 
         from vllm import LLM
-        from vllm.v1.kv_tier.stores import identity
 
-        # Its weights are the same in every process, so its name identifies them.
-        identity._FROM_FOLDER |= {LOAD_FORMAT}
         model = Path(job["llm"]["model"])
         (model / "model.safetensors").write_text(LOAD_FORMAT)
         self.folder = Path(job["folder"])

@@ -266,6 +266,13 @@ def test_weights_from_elsewhere_are_refused(model: Path, load_format: str) -> No
         model_files(*model_at(str(model), load_format=load_format))
 
 
+def test_a_loader_that_its_plugin_accepts_has_secondary_tiers(model: Path) -> None:
+    """That of the benchmarks, whose engines have files and servers."""
+    from bench.suite.loader import LOAD_FORMAT
+
+    assert model_files(*model_at(str(model), load_format=LOAD_FORMAT))[1]
+
+
 def test_a_tensorizer_file_must_be_here(model: Path) -> None:
     def files(uri: str) -> list[Path]:
         load = {"load_format": "tensorizer"}

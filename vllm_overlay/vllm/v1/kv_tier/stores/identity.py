@@ -321,13 +321,11 @@ def is_harmless_file(name: str, multimodal: bool) -> bool:
 _SETTING = "--kv-offloading-config: secondary_tiers"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 # Loaders that take all weights from the model's folder.
-_FROM_FOLDER = frozenset(
-    {
-        *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf"),
-        *("bitsandbytes", "sharded_state", "fastsafetensors", "instanttensor"),
-        *("runai_streamer", "runai_streamer_sharded"),
-    }
-)
+_FROM_FOLDER = {
+    *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf"),
+    *("bitsandbytes", "sharded_state", "fastsafetensors", "instanttensor"),
+    *("runai_streamer", "runai_streamer_sharded"),
+}
 _MAX_STATES = 100_000
 _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 64 << 10, 16, 4 << 10
 _CHUNK_BYTES, _NUM_THREADS = 16 << 20, 4
@@ -454,6 +452,19 @@ def model_folder(name: str, revision: str | None, load: Any) -> Path:
             f"({type(e).__name__}), so its KV cannot be identified. Download the model "
             "and give its directory with --model, or remove secondary_tiers."
         ) from e
+
+
+def accept_loader(load_format: str) -> None:
+    """Let engines with a loader of their own have secondary tiers.
+
+    For the plugin that registers it, in each process of an engine.
+
+    Args:
+        load_format: Its name. It must give the same weights for the same files in the
+            model's folder, since the KV is identified by these.
+
+    """
+    _FROM_FOLDER.add(load_format)
 
 
 def _check_elsewhere(load_format: str, load: Any) -> None:
