@@ -87,6 +87,7 @@ def test_engine_is_what_the_test_means(results: Results, name: str) -> None:
     facts, llm = results(name)["facts"], JOBS[name].llm
     assert facts == {
         "async_scheduling": llm.get("async_scheduling", False) and HAS_ASYNC,
+        "runner_v2": False,
         "world_size": llm["tensor_parallel_size"],
         "num_device_blocks": SMALL,
         "num_host_slots": facts["num_host_slots"],

@@ -65,6 +65,7 @@ def test_engine_is_what_the_test_means(results: Results, name: str) -> None:
     facts, job = results(name)["facts"], JOBS[name]
     assert facts == {
         "async_scheduling": job.llm.get("async_scheduling", False),
+        "runner_v2": False,
         "world_size": job.num_ranks,
         "num_device_blocks": SMALL,
         "num_host_slots": 1000,
