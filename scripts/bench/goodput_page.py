@@ -16,15 +16,15 @@ from suite.records import RESULTS, read
 from suite.table import Results
 
 ROOT = Path(__file__).parents[2]
-DATA = Path("docs/goodput")
+DATA = ROOT / "docs/goodput"
 PAGES = {
-    Path("README.md"): "docs/goodput/goodput.svg",
-    Path("docs/benchmarks.md"): "goodput/goodput.svg",
+    ROOT / "README.md": "docs/goodput/goodput.svg",
+    ROOT / "docs/benchmarks.md": "goodput/goodput.svg",
 }
 NOT_KEPT = ("folder", "outputs", "counted", "began")
 
 
-def keep(folders: list[Path], root: Path) -> None:
+def keep(folders: list[Path]) -> None:
     """Copy the finished runs of the workload to the project's data.
 
     A configuration that lacks a run which the tier has is left out, and so are runs
@@ -42,26 +42,22 @@ def keep(folders: list[Path], root: Path) -> None:
             lines.append(json.dumps({k: v for k, v in r.items() if k not in NOT_KEPT}))
     left_out = [config for config, of in ran.items() if not common <= of]
     print(*(f"{config} lacks runs: left out" for config in left_out), sep="\n")
-    (root / DATA).mkdir(parents=True, exist_ok=True)
-    (root / DATA / RESULTS).write_text("\n".join(lines) + "\n")
+    DATA.mkdir(parents=True, exist_ok=True)
+    (DATA / RESULTS).write_text("\n".join(lines) + "\n")
 
 
-def pages(root: Path) -> dict[Path, str]:
+def pages() -> dict[Path, str]:
     """The pages with the tables of the data in them."""
-    results = Results([root / DATA])
+    results = Results([DATA])
     made = {}
     for page, picture in PAGES.items():
-        text = (root / page).read_text()
+        text = page.read_text()
         content = f"{table(results)}\n\n![Good turns over the rate]({picture})"
         text = between(text, WORKLOAD, content)
         if page.name == "benchmarks.md":
             text = between(text, f"{WORKLOAD} spread", spread(results))
         made[page] = text
     return made
-
-
-def page_text(page: Path) -> str:
-    return (ROOT / page).read_text()
 
 
 def main() -> int:
@@ -73,19 +69,17 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.check:
-            old = [page for page, t in pages(ROOT).items() if page_text(page) != t]
-            print(
-                *(f"{page} is old: run `make goodput-page`" for page in old), sep="\n"
-            )
+            old = [p for p, text in pages().items() if p.read_text() != text]
+            print(*(f"{p} is old: run `make goodput-page`" for p in old), sep="\n")
             return int(bool(old))
         if args.folders:
-            keep(args.folders, ROOT)
-        for page, text in pages(ROOT).items():
-            (ROOT / page).write_text(text)
+            keep(args.folders)
+        for page, text in pages().items():
+            page.write_text(text)
     except ValueError as error:
         sys.exit(str(error))
-    draw(Results([ROOT / DATA]), ROOT / DATA / "goodput.svg")
-    print(f"{len(read(ROOT / DATA))} runs")
+    draw(Results([DATA]), DATA / "goodput.svg")
+    print(f"{len(read(DATA))} runs")
     return 0
 
 

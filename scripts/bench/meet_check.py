@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from meet_engine import TAIL, Sizes
 from suite.model import SHAPES, Shape, write_config
 
@@ -291,7 +292,7 @@ def first_token_rows(
 
 
 def p99(values: list[float]) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[-1]
+    return float(np.percentile(values, 99))
 
 
 def report(results: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ It writes NAME.ready, waits for a line on its standard input, and writes NAME.js
 """
 
 import json
-import random
 import sys
 import time
 from collections import Counter
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from suite.workloads import tokens
 
 TAIL = 32
 """Tokens after a prefix, which no other request has."""
@@ -82,17 +83,17 @@ class Engine:
         self.num_asked = 0
         self._num_blocks = 0
 
-    def tokens(self, seed: object, num_tokens: int) -> list[int]:
-        return random.Random(str(seed)).choices(range(3, self._vocab), k=num_tokens)
+    def tokens(self, num_tokens: int, *seed: int | str) -> list[int]:
+        return tokens(self._vocab, num_tokens, *seed)
 
     def fresh(self, num_tokens: int) -> list[int]:
         """A prompt that no engine has had."""
         self.num_asked += 1
-        return self.tokens(("fresh", self.folder.name, self.num_asked), num_tokens)
+        return self.tokens(num_tokens, "fresh", self.folder.name, self.num_asked)
 
     def prompt(self, length: int, number: int) -> list[int]:
         """A prefix and a new tail."""
-        return self.tokens((length, number), length) + self.fresh(TAIL)
+        return self.tokens(length, length, number) + self.fresh(TAIL)
 
     def evicted(self, length: int) -> list[int]:
         """The prompt of the prefix that was used longest ago."""
@@ -270,25 +271,25 @@ def equal_answers(engine: Engine, has_tier: bool) -> dict[str, Any]:
     """Answers to requests in waves of four, on prefixes that are evicted again and
     again, and how many of them have jumped."""
     sizes, n = engine.sizes, engine.sizes.equal_length
-    prefixes = [engine.tokens((n, i), n) for i in range(sizes.equal_prefixes)]
+    prefixes = [engine.tokens(n, n, i) for i in range(sizes.equal_prefixes)]
     jumped: set[str] = set()
     if has_tier:
         seconds = engine.fill((n,), sizes.equal_prefixes)[n]
         rate = n * engine.token_bytes / sorted(seconds)[len(seconds) // 2]
         engine.rate_file.write_text(repr(2 * rate))
         _watch_jumps(engine.core.scheduler, jumped)
-    tokens, num_jumped = [], 0
+    found, num_jumped = [], 0
     for turn in range(sizes.equal_rounds):
         for i in range(0, len(prefixes), 4):
             jumped.clear()
             prompts = [
-                prefix + engine.tokens(("tail", turn, i + k), TAIL)
+                prefix + engine.tokens(TAIL, "tail", turn, i + k)
                 for k, prefix in enumerate(prefixes[i : i + 4])
             ]
             _, answers = engine.ask(prompts, sizes.equal_output)
-            tokens += [list(answer.outputs[0].token_ids) for answer in answers]
+            found += [list(answer.outputs[0].token_ids) for answer in answers]
             num_jumped += len(jumped)
-    return {"answers": tokens, "jumped": num_jumped, "counters": engine.counters()}
+    return {"answers": found, "jumped": num_jumped, "counters": engine.counters()}
 
 
 def _watch_jumps(scheduler: Any, jumped: set[str]) -> None:
@@ -340,6 +341,8 @@ WORK: dict[str, Callable[[Engine], dict[str, Any]]] = {
 
 
 def main() -> None:
+    from vllm.v1.kv_tier.releases import uses_v2_model_runner
+
     job = json.loads(Path(sys.argv[1]).read_text())
     name, folder = job["name"], Path(job["folder"])
     begun = time.perf_counter()
@@ -351,7 +354,7 @@ def main() -> None:
     result = WORK[name](engine)
     config = engine.core.vllm_config
     result |= {"start_s": started, "work_s": time.perf_counter() - begun}
-    result["runner_v2"] = bool(getattr(config, "use_v2_model_runner", False))
+    result["runner_v2"] = uses_v2_model_runner(config)
     result["async_scheduling"] = bool(config.scheduler_config.async_scheduling)
     (folder / f"{name}.json").write_text(json.dumps(result))
 

@@ -8,6 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 matplotlib.use("Agg")
+# The same picture is the same file.
+matplotlib.rcParams["svg.hashsalt"] = "kvtier"
 
 WITHOUT, WITH = "#9aa5b1", "#1f77b4"
 """The tier."""
