@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
+from email.parser import HeaderParser
 from pathlib import Path
 
 from .config import (
@@ -114,6 +116,15 @@ def site_packages(venv: Path) -> Path:
     return found[0]
 
 
+def _requirements(wheel: Path) -> list[str]:
+    """What a wheel requires without extras."""
+    with zipfile.ZipFile(wheel) as members:
+        (name,) = (n for n in members.namelist() if n.endswith(".dist-info/METADATA"))
+        about = HeaderParser().parsestr(members.read(name).decode())
+    lines = about.get_all("Requires-Dist", [])
+    return [line for line in lines if "extra ==" not in line]
+
+
 def _digest(layout: Layout, tag: str) -> str:
     """Of all that a venv is made of, but the series and the overlay."""
     pins = load_pins(layout, tag)
@@ -209,7 +220,9 @@ def make_env(layout: Layout, tag: str) -> Path:
             create = ["venv", "--quiet", "--python", python, str(venv)]
             _run([uv, *create], env, advice)
             target = ["--quiet", "--python", str(venv / "bin" / "python")]
-            what = [str(wheel), "-r", str(layout.root / REQUIREMENTS)]
+            needs = venv / "requirements.txt"
+            needs.write_text("\n".join(_requirements(wheel)))
+            what = ["-r", str(needs), "-r", str(layout.root / REQUIREMENTS)]
             what += cpu.also
             stubs = _needs_stubs(cpu)
             if stubs:
@@ -219,6 +232,9 @@ def make_env(layout: Layout, tag: str) -> Path:
                 what += ["--override", str(never)]
             advice = "check the network and the room on the disk, then run it again"
             _run([uv, "pip", "install", *target, *_index_options(), *what], env, advice)
+            # By itself, since uv would keep 0.5 GiB of each wheel that is ever built.
+            alone = ["--no-deps", "--no-cache", str(wheel)]
+            _run([uv, "pip", "install", *target, *alone], env, advice)
             if stubs:
                 write_stubs(site_packages(venv) / "torch" / "lib")
             for library in site_packages(venv).glob("vllm/*.so"):
