@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from email.parser import HeaderParser
 from pathlib import Path
 
 from .config import (
@@ -32,6 +31,7 @@ from .index import (
     index_urls,
 )
 from .libraries import REPLACED, weaken, write_stubs
+from .metadata import record_entry, record_text
 from .tree import locked, sha256
 from .wheel import build_wheel, package_files
 
@@ -116,13 +116,18 @@ def site_packages(venv: Path) -> Path:
     return found[0]
 
 
-def _requirements(wheel: Path) -> list[str]:
-    """What a wheel requires without extras."""
-    with zipfile.ZipFile(wheel) as members:
-        (name,) = (n for n in members.namelist() if n.endswith(".dist-info/METADATA"))
-        about = HeaderParser().parsestr(members.read(name).decode())
-    lines = about.get_all("Requires-Dist", [])
-    return [line for line in lines if "extra ==" not in line]
+def _without_files(wheel: Path, folder: Path) -> Path:
+    """Make a wheel that has the name and requirements of `wheel`, and no modules."""
+    path = folder / wheel.name
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(path, "w") as result:
+        (record,) = (n for n in whole.namelist() if n.endswith(".dist-info/RECORD"))
+        entries = {}
+        for name in ("METADATA", "WHEEL"):
+            name = record.replace("RECORD", name)
+            result.writestr(name, whole.read(name))
+            entries[name] = record_entry(whole.read(name))
+        result.writestr(record, record_text(entries, record))
+    return path
 
 
 def _digest(layout: Layout, tag: str) -> str:
@@ -220,9 +225,8 @@ def make_env(layout: Layout, tag: str) -> Path:
             create = ["venv", "--quiet", "--python", python, str(venv)]
             _run([uv, *create], env, advice)
             target = ["--quiet", "--python", str(venv / "bin" / "python")]
-            needs = venv / "requirements.txt"
-            needs.write_text("\n".join(_requirements(wheel)))
-            what = ["-r", str(needs), "-r", str(layout.root / REQUIREMENTS)]
+            what = [str(_without_files(wheel, venv))]
+            what += ["-r", str(layout.root / REQUIREMENTS)]
             what += cpu.also
             stubs = _needs_stubs(cpu)
             if stubs:
@@ -232,8 +236,8 @@ def make_env(layout: Layout, tag: str) -> Path:
                 what += ["--override", str(never)]
             advice = "check the network and the room on the disk, then run it again"
             _run([uv, "pip", "install", *target, *_index_options(), *what], env, advice)
-            # By itself, since uv would keep 0.5 GiB of each wheel that is ever built.
-            alone = ["--no-deps", "--no-cache", str(wheel)]
+            # Then its files, since uv keeps 0.5 GiB of each wheel that it resolves.
+            alone = ["--no-deps", "--no-cache", "--reinstall", str(wheel)]
             _run([uv, "pip", "install", *target, *alone], env, advice)
             if stubs:
                 write_stubs(site_packages(venv) / "torch" / "lib")
