@@ -141,10 +141,9 @@ class Question:
     def __init__(
         self, lookup: Lookup, presence: PresenceIndex, wanted: Sequence[Wanted]
     ) -> None:
-        self._lookup = lookup
         self._presence = presence
         self._wanted = wanted
-        self._number = lookup.ask(object_keys([key for key, _ in wanted]))
+        self._answer = lookup.ask(object_keys([key for key, _ in wanted]))
         self._pairs: Iterator[tuple[Wanted, bool]] = iter(())
         self.num_left: int | None = None
         """Blocks of the answer that were not taken in; None without an answer."""
@@ -164,8 +163,7 @@ class Question:
         """
         if self.num_left is None:
             # A question may be answered in part, or not at all.
-            answer = self._lookup.take_answer(self._number, until)
-            if answer is None:
+            if (answer := self._answer(until)) is None:
                 return 0, []
             self.num_left = min(len(self._wanted), len(answer))
             self._pairs = zip(self._wanted, answer)
