@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.kv_tier.layout import SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
-from vllm.v1.kv_tier.scheduler.secondary.fetches import SecondaryBlock
+from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetch, SecondaryBlock
 from vllm.v1.kv_tier.scheduler.secondary.meeting import Meetings
 from vllm.v1.kv_tier.scheduler.secondary.tier import ReadRate
 from vllm.v1.kv_tier.stats import SecondaryStats
@@ -22,10 +22,8 @@ class Tier:
 
     def __init__(self, fetch_s: float, costs: Costs, tuning: SchedulingTuning) -> None:
         self.stats = SecondaryStats()
-        self.num_filling = 0
-        settings = SecondaryTier(*("/kv", "fs", "LOCAL"), Lookup(), 1, 5.0)  # type: ignore[arg-type]
-        self.reads = ReadRate(settings, costs, self.stats, tuning)
-        self.reads.meets = True
+        settings = SecondaryTier(*("/kv", "fs", "LOCAL"), Lookup(), 1, 5.0)
+        self.reads = ReadRate(settings, costs, self.stats, tuning, meets=True)
         self.reads.fetch_s = fetch_s
 
 
@@ -42,31 +40,37 @@ class Request:
         return self.finished
 
 
+class Pool:
+    """As `PoolView`."""
+
+    def __init__(self, costs: Costs, tuning: SchedulingTuning) -> None:
+        self.costs, self.tuning, self.layout = costs, tuning, self
+        self.block_sizes = (SIZE,)
+        self.there: set[bytes] = set()
+
+    def is_there(self, key: bytes) -> bool:
+        return key in self.there
+
+
 class Engine:
     """A request of `num_blocks` full blocks, all of which a tier has."""
 
     def __init__(self, num_blocks: int, fetch_s: float, **options: Any) -> None:
         self.now = 0.0
-        self.there: set[bytes] = set()
-        self.under_way: set[int] = set()
+        self.begun: list[Fetch] = []
         self.fetched: list[list[int]] = []
         """Indices of the blocks of each piece."""
         self.room = options.pop("room", 10**6)
-        self.fetched_by: dict[bytes, int] = {}
+        self.by_key: dict[bytes, Fetch] = {}
         self.costs = Costs(0.0, 0.0, tokens_per_block=SIZE)
         self.costs.prefill_s = PREFILL_S
         self.costs.clock = lambda: self.now
         self.max_job = options.pop("max_job", 4)
         tuning = SchedulingTuning(**{"meet_tokens": 2 * SIZE} | options)
         self.tier = Tier(fetch_s, self.costs, tuning)
-        self.meetings = Meetings(
-            SIZE,
-            self,  # type: ignore[arg-type]
-            self.costs,
-            lambda key: key in self.there,
-            self,  # type: ignore[arg-type]
-            tuning,
-        )
+        pool = Pool(self.costs, tuning)
+        self.there = pool.there
+        self.meetings = Meetings(pool, self)  # type: ignore[arg-type]
         self.request: Any = Request()
         self.blocks = [
             SecondaryBlock(self.key(i), (i + 1) * SIZE, self.tier)  # type: ignore[arg-type]
@@ -85,38 +89,33 @@ class Engine:
         found = {block.key: block for block in self.blocks}
         self.meetings.begin(request, wanted, found)
 
-    def is_under_way(self, job: int) -> bool:
-        """As of `SecondaryJobs`."""
-        return job in self.under_way
-
     def job_size(self, tier: Any) -> int:
         """As of `Fetches`."""
         return self.max_job
 
-    def begin(
-        self, blocks: Sequence[SecondaryBlock], from_end: bool
-    ) -> tuple[int, Sequence[SecondaryBlock]]:
+    def begin(self, blocks: Sequence[SecondaryBlock], from_end: bool) -> Fetch | None:
         """As `Fetches.begin`."""
         assert from_end
         num = min(self.room, len(blocks))
-        blocks = blocks[len(blocks) - num :]
-        if not blocks:
-            return 0, blocks
+        if not num:
+            return None
         self.room -= num
-        job = len(self.fetched) + 1
-        self.fetched.append([block.num_tokens // SIZE - 1 for block in blocks])
-        self.under_way.add(job)
-        self.fetched_by |= {block.key: job for block in blocks}
-        self.tier.num_filling += len(blocks)
-        return job, blocks
+        fetch = Fetch(blocks[len(blocks) - num :])
+        self.begun.append(fetch)
+        self.fetched.append([block.num_tokens // SIZE - 1 for block in fetch.blocks])
+        self.by_key |= {block.key: fetch for block in fetch.blocks}
+        self.tier.reads.begin_fetch(num)
+        return fetch
 
-    def come(self, job: int, is_there: bool = True) -> None:
-        self.under_way.remove(job)
-        for index in self.fetched[job - 1]:
-            del self.fetched_by[self.key(index)]
+    def come(self, number: int, is_there: bool = True) -> None:
+        fetch = self.begun[number - 1]
+        fetch.is_over = True
+        for block in fetch.blocks:
+            del self.by_key[block.key]
             if is_there:
-                self.there.add(self.key(index))
-        self.tier.num_filling -= len(self.fetched[job - 1])
+                self.there.add(block.key)
+        self.tier.reads._under_way.popleft()
+        self.tier.reads.num_under_way -= len(fetch.blocks)
 
     def cut(self, start: int, num_tokens: int, may_wait: bool = False) -> int:
         cut = self.meetings.cut

@@ -48,7 +48,7 @@ class Fetches:
 
     @property
     def is_waited_for(self) -> bool:
-        return self.rate.most_to_wait_for(BLOCKS, 0) >= BLOCKS
+        return self.rate.most_to_wait_for(BLOCKS) >= BLOCKS
 
 
 def test_one_slow_job_says_nothing_of_the_others() -> None:
@@ -118,16 +118,17 @@ def test_few_blocks_are_not_worth_a_step() -> None:
     assert tier.is_waited_for
     tier.costs.join_s = {4: 2 * gain_s, 7: 1.1 * gain_s}
     assert not tier.is_waited_for
-    assert tier.rate.most_to_wait_for(2 * BLOCKS, 0) >= 2 * BLOCKS
+    assert tier.rate.most_to_wait_for(2 * BLOCKS) >= 2 * BLOCKS
 
 
 def test_what_cannot_come_in_time_is_not_begun() -> None:
     tier = Fetches()
     tier.fetch(FAST_S, 3)
     in_time = 5.0 / FAST_S
-    most = tier.rate.most_to_wait_for(10**6, 0)
+    most = tier.rate.most_to_wait_for(10**6)
     assert in_time - 2 < most < in_time
-    assert tier.rate.most_to_wait_for(10**6, 1000) == most - 1000
+    tier.rate.begin_fetch(1000)
+    assert tier.rate.most_to_wait_for(10**6) == most - 1000
 
 
 @pytest.mark.parametrize("block_s", [FAST_S, 3 * PREFILL_S])
@@ -142,7 +143,7 @@ def test_a_job_that_does_not_end_stops_everything(block_s: float) -> None:
         assert not tier.rate.is_avoided(True)
         tier.rate.record_output()
     assert tier.rate.is_avoided(True) and tier.rate.is_avoided(False)
-    assert tier.rate.most_to_meet(1000, BLOCKS, False) == 0
+    assert tier.rate.most_to_meet(1000, False) == 0
     tier.rate.record_late(tier.now - 1)
     tier.rate.record_fetch([False] * BLOCKS, 5.0)
     # Nor is it trusted again at once.
@@ -185,25 +186,26 @@ def test_always_is_waited_for_however_slow_it_is() -> None:
 def test_a_meeting_gets_what_arrives_before_the_front() -> None:
     tier = Fetches()
     # Unknown, it is taken for as fast as computing.
-    assert tier.rate.most_to_meet(100, 0, False) == 50
+    assert tier.rate.most_to_meet(100, False) == 50
     tier.fetch(PREFILL_S / 3, 5)
-    assert tier.rate.most_to_meet(100, 0, False) == pytest.approx(75, abs=1)
+    assert tier.rate.most_to_meet(100, False) == pytest.approx(75, abs=1)
     # 30 before them take ten blocks' time.
-    assert tier.rate.most_to_meet(100, 30, False) == pytest.approx(0.75 * 90, abs=1)
+    tier.rate.begin_fetch(30)
+    assert tier.rate.most_to_meet(100, False) == pytest.approx(0.75 * 90, abs=1)
 
 
 def test_a_meeting_that_saves_less_than_its_steps_cost_is_not_begun() -> None:
     tier = Fetches()
     tier.fetch(PREFILL_S, 5)
     tier.costs.join_s = {4: 9 * PREFILL_S, 6: 20 * PREFILL_S}
-    assert tier.rate.most_to_meet(60, 0, True) == 30
-    assert tier.rate.most_to_meet(50, 0, True) == 0
+    assert tier.rate.most_to_meet(60, True) == 30
+    assert tier.rate.most_to_meet(50, True) == 0
     # But it is tried from time to time, since it may be faster by now.
     tier.now += tier.tuning.remeasure_s
-    assert tier.rate.most_to_meet(50, 0, True) == tier.tuning.first_fetch
-    assert tier.rate.most_to_meet(50, 0, True) == 0
+    assert tier.rate.most_to_meet(50, True) == tier.tuning.first_fetch
+    assert tier.rate.most_to_meet(50, True) == 0
     # More of what was begun costs no steps.
-    assert tier.rate.most_to_meet(50, 0, False) == 25
+    assert tier.rate.most_to_meet(50, False) == 25
 
 
 def test_the_log_says_why_a_tier_is_left_alone() -> None:
@@ -238,7 +240,7 @@ def test_the_log_says_nothing_before_computing_was_measured() -> None:
 
 def test_the_log_says_nothing_where_requests_meet_a_slow_tier() -> None:
     tier = Fetches()
-    tier.rate.meets = True
+    tier.rate._meets = True
     with logged_by("vllm.v1.kv_tier.scheduler.secondary.tier") as lines:
         tier.fetch(SLOW_S, 5)
         assert not lines

@@ -121,32 +121,6 @@ class SecondaryJobs:
         # Numbers of those that are over on all ranks, and whose end comes later.
         self._ending: deque[int] = deque()
 
-    def add(
-        self,
-        is_put: bool,
-        tier: int,
-        keys: Sequence[BlockHashWithGroupId],
-        slots: list[int],
-        ended: Ended,
-    ) -> int:
-        """Add a job to the next plan.
-
-        Args:
-            is_put: True: from slots to the store. False: from the store to slots.
-            tier: Index of the secondary tier.
-            keys: Keys of blocks; at least one.
-            slots: Equally many slots.
-            ended: Called once, at the end.
-
-        Returns:
-            Number of the job.
-
-        """
-        job = self.make(is_put, tier, keys, slots)
-        self._queue.append(job)
-        self._jobs[job.number] = _Job([True] * len(slots), ended, tier)
-        return job.number
-
     def make(
         self,
         is_put: bool,
@@ -154,7 +128,15 @@ class SecondaryJobs:
         keys: Sequence[BlockHashWithGroupId],
         slots: list[int],
     ) -> SecondaryJob:
-        """Make a job with its fences, without tracking its end; see `add`."""
+        """Make a job with its fences.
+
+        Args:
+            is_put: True: from slots to the store. False: from the store to slots.
+            tier: Index of the secondary tier.
+            keys: Keys of blocks; at least one.
+            slots: Equally many slots.
+
+        """
         self._num_jobs += 1
         stored, loaded = self._table.last_copies(slots)
         return SecondaryJob(
@@ -167,6 +149,11 @@ class SecondaryJobs:
             # Loads may read slots that are being written to a store.
             after_loads=0 if is_put else loaded,
         )
+
+    def add(self, job: SecondaryJob, ended: Ended) -> None:
+        """Add a job to the next plan. `ended` is called once, at its end."""
+        self._queue.append(job)
+        self._jobs[job.number] = _Job([True] * len(job.slots), ended, job.tier)
 
     def finish(self, plan: StepPlan) -> None:
         """Put the added jobs into `plan`."""
@@ -184,12 +171,8 @@ class SecondaryJobs:
             for index in result.changed:
                 if (slot := self._table.at(index)) is not None:
                     self._table.remove(slot)
-            if job.num_told:
-                told = zip(job.done, result.done, strict=True)
-                job.done = [a and b for a, b in told]
-            else:
-                assert len(result.done) == len(job.done)
-                job.done = list(result.done)
+            told = zip(job.done, result.done, strict=True)
+            job.done = [a and b for a, b in told]
             self.evicted_bytes[job.tier] += result.evicted_bytes
             job.seconds = max(job.seconds, result.seconds)
             job.num_told += 1
@@ -213,7 +196,3 @@ class SecondaryJobs:
     def has_ending(self) -> bool:
         """Whether the next step takes in more ends."""
         return bool(self._ending)
-
-    def is_under_way(self, number: int) -> bool:
-        """Whether the job has not ended."""
-        return number in self._jobs

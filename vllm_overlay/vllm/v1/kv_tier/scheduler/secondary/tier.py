@@ -6,15 +6,17 @@ What it is known to have (`PresenceIndex`), and what is worth reading (`ReadRate
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import compress, islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress
 from statistics import median_high
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.layout import Lookup, SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.secondary.jobs import object_keys
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.stats import SecondaryStats
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 
@@ -26,47 +28,59 @@ tuple, since Python's garbage collector stops tracking those after one look: tho
 of requests may wait, with hundreds of blocks each."""
 
 
+@dataclass(frozen=True, eq=False)
+class PoolView:
+    """The block pool, as its secondary tiers see it."""
+
+    layout: SecondaryLayout
+    hash_size: int
+    """Tokens of a block hash of a request."""
+    table: SlotTable
+    costs: Costs
+    """Costs of loads and of compute, and the clock."""
+    is_cached: Callable[[BlockHashWithGroupId], object]
+    """Whether the device has a block."""
+    tuning: SchedulingTuning
+    can_jump: bool
+    """Whether requests may compute while they are read for."""
+
+    def is_there(self, key: BlockHashWithGroupId | None) -> bool:
+        """Whether the device or the host has a block; False without a key."""
+        return bool(key and (self.table.get(key) or self.is_cached(key)))
+
+
 class Tier:
     """A secondary tier of this engine.
 
     Args:
         index: Its index in the order in which tiers are asked.
         settings: How it was opened.
-        layout: Limits.
-        costs: Costs of loads and of compute.
-        tuning: When it is not used.
+        pool: The pool.
 
     """
 
-    def __init__(
-        self,
-        index: int,
-        settings: SecondaryTier,
-        layout: SecondaryLayout,
-        costs: Costs,
-        tuning: SchedulingTuning,
-    ) -> None:
+    def __init__(self, index: int, settings: SecondaryTier, pool: PoolView) -> None:
         self.index = index
         self.settings = settings
         self.stats = SecondaryStats()
-        self.presence = PresenceIndex(layout.max_known)
-        self.reads = ReadRate(settings, costs, self.stats, tuning)
-        self.num_filling = 0
-        """Slots that are being filled from it."""
+        self.presence = PresenceIndex(pool.layout.max_known)
+        self.reads = ReadRate(
+            settings, pool.costs, self.stats, pool.tuning, pool.can_jump
+        )
         self.num_hit = 0
         """Blocks from it that a request has hit, since the reader reset this."""
 
-    def ask(self, wanted: Sequence[Wanted]) -> "Question":
-        """Ask which of these it has."""
-        return Question(self.settings.lookup, self.presence, wanted)
-
     def record_writes(
-        self, keys: Sequence[BlockHashWithGroupId], done: Sequence[bool]
+        self, keys: Sequence[BlockHashWithGroupId], done: Sequence[bool], seconds: float
     ) -> None:
         """Record which of `keys` a job has written."""
+        stats, num_stored = self.stats, sum(done)
+        stats.record_job("put", len(done), seconds)
+        stats.stored_blocks += num_stored
+        stats.refused_blocks += len(done) - num_stored
         # Requests that asked for these keys before got a negative answer.
-        if written := list(compress(keys, done)):
-            self.settings.lookup.mark_present(object_keys(written))
+        if num_stored:
+            self.settings.lookup.mark_present(object_keys([*compress(keys, done)]))
         for key, is_written in zip(keys, done):
             if is_written:
                 self.presence.mark_present(key)
@@ -109,14 +123,6 @@ class PresenceIndex:
         self.keys.pop(key, None)
         self.notify(key)
 
-    def record_missing(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Record that the tier answers that it does not have `keys`."""
-        known = self.keys
-        for key in keys:
-            # A hot path: each new block of each prompt.
-            if key in known:
-                self.mark_absent(key)
-
     def notify(self, key: BlockHashWithGroupId) -> None:
         """Call the listeners."""
         for listener in self.listeners:
@@ -128,84 +134,6 @@ class PresenceIndex:
         self.keys.clear()
 
 
-class Question:
-    """A tier is asked which of these blocks it has. Steps take in the answer in parts.
-
-    Args:
-        lookup: Asks the tier.
-        presence: Keys that the tier is known to have.
-        wanted: The blocks.
-
-    """
-
-    def __init__(
-        self, lookup: Lookup, presence: PresenceIndex, wanted: Sequence[Wanted]
-    ) -> None:
-        self._presence = presence
-        self._wanted = wanted
-        self._answer = lookup.ask(object_keys([key for key, _ in wanted]))
-        self._pairs: Iterator[tuple[Wanted, bool]] = iter(())
-        self.num_left: int | None = None
-        """Blocks of the answer that were not taken in; None without an answer."""
-
-    def take(self, num: int | None, until: float) -> tuple[int, list[Wanted]]:
-        """Take in the answer for up to `num` more blocks, None for all, if it is there.
-
-        What is missing is recorded: a restarted server has lost everything.
-
-        Args:
-            num: Number of blocks.
-            until: How long to wait for the answer, in seconds of `time.monotonic`.
-
-        Returns:
-            For how many, and those of them that the tier has.
-
-        """
-        if self.num_left is None:
-            # A question may be answered in part, or not at all.
-            if (answer := self._answer(until)) is None:
-                return 0, []
-            self.num_left = min(len(self._wanted), len(answer))
-            self._pairs = zip(self._wanted, answer)
-        num = self.num_left if num is None else min(num, self.num_left)
-        self.num_left -= num
-        pairs = list(islice(self._pairs, num))
-        self._presence.record_missing(
-            key for (key, _), is_there in pairs if not is_there
-        )
-        return num, [wanted for wanted, is_there in pairs if is_there]
-
-
-class Arrivals:
-    """Blocks that were read from tiers into slots, and that no request has hit yet.
-
-    Args:
-        max_keys: Most blocks that are remembered. Older ones have left the host.
-
-    """
-
-    def __init__(self, max_keys: int) -> None:
-        self._max_keys = max_keys
-        self._tier_of: dict[BlockHashWithGroupId, Tier] = {}
-
-    def add(self, key: BlockHashWithGroupId, tier: Tier) -> None:
-        """Record that `key` was read from `tier`."""
-        self._tier_of[key] = tier
-        if len(self._tier_of) > self._max_keys:
-            del self._tier_of[next(iter(self._tier_of))]
-
-    def record_hit(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Count those of `keys` that a request hits for the first time."""
-        if self._tier_of:
-            for key in keys:
-                if (tier := self._tier_of.pop(key, None)) is not None:
-                    tier.num_hit += 1
-
-    def clear(self) -> None:
-        """Forget all blocks."""
-        self._tier_of.clear()
-
-
 class ReadRate:
     """How fast a secondary tier is read, and what that makes worth reading.
 
@@ -215,8 +143,10 @@ class ReadRate:
     Args:
         tier: The tier.
         costs: Costs of loads and of compute.
-        stats: Counts late requests.
+        stats: Counts what was read.
         tuning: How it is measured.
+        meets: Whether requests compute while it is read, so that a slow tier is read,
+            too: as much as computing leaves time for.
 
     """
 
@@ -226,26 +156,27 @@ class ReadRate:
         costs: Costs,
         stats: SecondaryStats,
         tuning: SchedulingTuning,
+        meets: bool = False,
     ) -> None:
         self._stats = stats
         self._tier = tier
         self._costs = costs
         self._tuning = tuning
+        self._meets = meets
         # Seconds to fetch a block in the last jobs.
         self._fetched_s: deque[float] = deque(maxlen=tuning.num_fetches)
         self.fetch_s = 0.0
         """Their median, since single jobs may be slowed down by other disk access; 0 if
         unknown."""
-        self._came_at = self._late_at = self._tried_at = self._asked_at = -math.inf
-        # Sizes of the jobs under way, and since when the first of them is read.
+        self._came_at = self._late_at = self._tried_at = -math.inf
+        self._asked_at = self._told_at = -math.inf
+        self.num_under_way = 0
+        """Blocks that are being fetched, however late that ends."""
+        # Sizes of their jobs, and since when the first of them is read.
         self._under_way: deque[int] = deque()
         self._head_since = 0.0
         # Number of outputs without the report of a job that should have ended.
         self._num_silent = 0
-        self.meets = False
-        """Whether requests compute while it is read, so that a slow tier is read, too:
-        as much as computing leaves time for."""
-        self._told_at = -math.inf
 
     # ---------------------------------------------------------- what is measured
 
@@ -254,6 +185,7 @@ class ReadRate:
         if not self._under_way:
             self._head_since = self._costs.clock()
         self._under_way.append(num_blocks)
+        self.num_under_way += num_blocks
 
     def record_fetch(self, done: Sequence[bool], seconds: float) -> None:
         """Record the results of a job."""
@@ -261,7 +193,7 @@ class ReadRate:
         self._stats.record_job("get", len(done), seconds)
         self._stats.loaded_blocks += num_come
         self._stats.missed_blocks += len(done) - num_come
-        self._under_way.popleft()
+        self.num_under_way -= self._under_way.popleft()
         self._head_since, self._num_silent = now, 0
         if num_come:
             if self._is_slow and now >= self._came_at + self._tuning.remeasure_s:
@@ -269,11 +201,12 @@ class ReadRate:
             self._came_at, self._late_at = now, -math.inf
             self._fetched_s.append(seconds / num_come)
             self.fetch_s = median_high(self._fetched_s)
-            if self._is_slow and self._costs.prefill_s and not self.meets:
+            if self._is_slow and self._costs.prefill_s and not self._meets:
                 self._log_once(now)
 
     def record_output(self) -> None:
         """Record that the output of a step has come, with all reports until then."""
+        # Steps may take longer than jobs, and reports come with one of the next ones.
         self._num_silent = self._num_silent + 1 if self._is_behind else 0
 
     def record_late(self, since: float) -> None:
@@ -286,6 +219,11 @@ class ReadRate:
 
     # ------------------------------------------------------------------ the rule
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is avoided by all requests, or by all that cannot meet it."""
+        return self.is_avoided(self._meets)
+
     def is_avoided(self, meets: bool) -> bool:
         """Whether nothing is begun: it does not deliver, or is slower than computing.
 
@@ -297,7 +235,7 @@ class ReadRate:
         if self._is_slow and not meets:
             last = max(last, self._came_at)
         is_recent = self._costs.clock() < last + self._tuning.remeasure_s
-        return is_recent or self._is_overdue
+        return is_recent or self._num_silent >= self._tuning.settled_outputs
 
     def may_ask(self, num_blocks: int, meets: bool) -> bool:
         """Whether reading `num_blocks` may save more time than an answer takes.
@@ -313,40 +251,38 @@ class ReadRate:
         self._asked_at = now
         return True
 
-    def most_to_wait_for(self, num_blocks: int, num_before: int) -> int:
-        """How many of `num_blocks` a request should wait for, behind `num_before`
-        others: those that come in time, if waiting is faster than computing."""
+    def most_to_wait_for(self, num_blocks: int) -> int:
+        """How many of `num_blocks` more a request should wait for: those that come in
+        time, if waiting is faster than computing."""
         if self.is_avoided(False) or self._gain_s(num_blocks, False) <= 0:
             return 0
         if not self.fetch_s:
             return num_blocks
-        return math.ceil(self._tier.deadline_s / self.fetch_s) - 1 - num_before
+        return math.ceil(self._tier.deadline_s / self.fetch_s) - 1 - self.num_under_way
 
-    def most_to_meet(self, distance: float, num_before: int, is_first: bool) -> int:
+    def most_to_meet(self, distance: float, is_first: bool) -> int:
         """How many of the last of `distance` blocks would arrive before a request has
-        computed those before them, behind `num_before` others.
+        computed those before them.
 
         Args:
             distance: Blocks that it lacks.
-            num_before: Blocks that are read first.
             is_first: Nothing is read for it so far, so a jump costs it some more steps.
 
         """
         if self.is_avoided(True):
             return 0
-        compute_s = self._costs.compute_s
+        compute_s, num_before = self._costs.compute_s, self.num_under_way
         fetch_s = self.fetch_s or compute_s
         room_s = distance * compute_s - num_before * fetch_s
         most, now = int(room_s / (fetch_s + compute_s)), self._costs.clock()
         steps_s = self._tuning.meet_steps * self._costs.least_join_s
         if most < 1 or (is_first and most * compute_s < steps_s):
             # It may be faster by now.
-            tried_at = self._tried_at + self._tuning.remeasure_s
-            if num_before or now < tried_at:
+            if num_before or now < self._tried_at + self._tuning.remeasure_s:
                 return 0
             most = self._tuning.first_fetch
         self._tried_at = now
-        return max(0, most)
+        return most
 
     @property
     def is_unknown(self) -> bool:
@@ -391,11 +327,6 @@ class ReadRate:
         each_s = compute_s if self.fetch_s < compute_s else 2 * self.fetch_s
         limit_s = max(self._tuning.patience_s, self._under_way[0] * each_s)
         return self._costs.clock() > self._head_since + limit_s
-
-    @property
-    def _is_overdue(self) -> bool:
-        # Steps may take longer, and the report comes with one of the next outputs.
-        return self._is_behind and self._num_silent >= self._tuning.settled_outputs
 
     def _log_once(self, now: float) -> None:
         """Say why it is avoided, unless that was said a while ago."""
