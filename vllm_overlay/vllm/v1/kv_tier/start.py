@@ -131,7 +131,7 @@ def start_kv_tier(
             config, vllm_config, executor, kv_cache_config, groups, num_slots, states
         ),
         elastic=open_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
-        can_jump=_can_jump(config, vllm_config, kv_cache_config),
+        can_jump=_requests_meet(config, vllm_config, kv_cache_config),
     )
     logger.info(
         "KV tier: %d host slots (%.2f GiB on %d ranks%s) behind %d device blocks; "
@@ -146,14 +146,14 @@ def start_kv_tier(
     )
 
 
-def _can_jump(
+def _requests_meet(
     config: KVTierConfig, vllm_config: "VllmConfig", kv_cache_config: Any
 ) -> bool:
     """Whether requests compute their prompts while secondary tiers are read."""
     is_on = bool(config.secondary_tiers) and config.debug.meet
     # Memory that comes and goes counts blocks of a prompt at its admission.
     is_on = is_on and config.shrink_after_s is None
-    return is_on and compatibility.can_jump(vllm_config, kv_cache_config)
+    return is_on and compatibility.engine_can_jump(vllm_config, kv_cache_config)
 
 
 def flush_kv_tier(scheduler: Any, executor: Any) -> None:
