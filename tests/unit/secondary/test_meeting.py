@@ -4,27 +4,18 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.kv_tier.layout import SecondaryTier
+from vllm.v1.kv_tier.eviction.policies import LRU
+from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetch, SecondaryBlock
 from vllm.v1.kv_tier.scheduler.secondary.meeting import Meetings
-from vllm.v1.kv_tier.scheduler.secondary.tier import ReadRate
-from vllm.v1.kv_tier.stats import SecondaryStats
+from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Tier
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 SIZE = 16
 PREFILL_S = 1.0
 """Seconds to compute a block."""
-
-
-class Tier:
-    """As `Tier`, with a real `ReadRate`."""
-
-    def __init__(self, fetch_s: float, costs: Costs, tuning: SchedulingTuning) -> None:
-        self.stats = SecondaryStats()
-        settings = SecondaryTier(*("/kv", "fs", "LOCAL"), Lookup(), 1, 5.0)
-        self.reads = ReadRate(settings, costs, self.stats, tuning, meets=True)
-        self.reads.fetch_s = fetch_s
 
 
 class Lookup:
@@ -40,18 +31,6 @@ class Request:
         return self.finished
 
 
-class Pool:
-    """As `PoolView`."""
-
-    def __init__(self, costs: Costs, tuning: SchedulingTuning) -> None:
-        self.costs, self.tuning, self.layout = costs, tuning, self
-        self.block_sizes = (SIZE,)
-        self.there: set[bytes] = set()
-
-    def is_there(self, key: bytes) -> bool:
-        return key in self.there
-
-
 class Engine:
     """A request of `num_blocks` full blocks, all of which a tier has."""
 
@@ -65,11 +44,20 @@ class Engine:
         self.costs = Costs(0.0, 0.0, tokens_per_block=SIZE)
         self.costs.prefill_s = PREFILL_S
         self.costs.clock = lambda: self.now
-        self.max_job = options.pop("max_job", 4)
-        tuning = SchedulingTuning(**{"meet_tokens": 2 * SIZE} | options)
-        self.tier = Tier(fetch_s, self.costs, tuning)
-        pool = Pool(self.costs, tuning)
-        self.there = pool.there
+        self.there: set[bytes] = set()
+        tier = SecondaryTier(*("/kv", "fs", "LOCAL"), Lookup(), 1, 5.0)
+        max_job = options.pop("max_job", 4)
+        pool = PoolView(
+            SecondaryLayout((tier,), 1, (SIZE,), 4, max_job, 64, SIZE),
+            SIZE,
+            SlotTable(1, LRU(1)),
+            self.costs,
+            lambda key: key in self.there,
+            SchedulingTuning(**{"meet_tokens": 2 * SIZE, "fetch_job_s": 0.0} | options),
+            can_jump=True,
+        )
+        self.tier = Tier(0, tier, pool)
+        self.tier.fetch_s = fetch_s
         self.meetings = Meetings(pool, self)  # type: ignore[arg-type]
         self.request: Any = Request()
         self.blocks = [
@@ -89,10 +77,6 @@ class Engine:
         found = {block.key: block for block in self.blocks}
         self.meetings.begin(request, wanted, found)
 
-    def job_size(self, tier: Any) -> int:
-        """As of `Fetches`."""
-        return self.max_job
-
     def begin(self, blocks: Sequence[SecondaryBlock], from_end: bool) -> Fetch | None:
         """As `Fetches.begin`."""
         assert from_end
@@ -104,7 +88,7 @@ class Engine:
         self.begun.append(fetch)
         self.fetched.append([block.num_tokens // SIZE - 1 for block in fetch.blocks])
         self.by_key |= {block.key: fetch for block in fetch.blocks}
-        self.tier.reads.begin_fetch(num)
+        self.tier.begin_fetch(num)
         return fetch
 
     def come(self, number: int, is_there: bool = True) -> None:
@@ -114,8 +98,8 @@ class Engine:
             del self.by_key[block.key]
             if is_there:
                 self.there.add(block.key)
-        self.tier.reads._under_way.popleft()
-        self.tier.reads.num_under_way -= len(fetch.blocks)
+        self.tier._under_way.popleft()
+        self.tier.num_under_way -= len(fetch.blocks)
 
     def cut(self, start: int, num_tokens: int, may_wait: bool = False) -> int:
         cut = self.meetings.cut

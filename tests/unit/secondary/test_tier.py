@@ -3,10 +3,11 @@
 
 import pytest
 
-from vllm.v1.kv_tier.layout import SecondaryTier
+from vllm.v1.kv_tier.eviction.policies import LRU
+from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
-from vllm.v1.kv_tier.scheduler.secondary.tier import ReadRate
-from vllm.v1.kv_tier.stats import SecondaryStats
+from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Tier
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 from ..stores.objects import logged_by
@@ -37,8 +38,16 @@ class Fetches:
         costs.prefill_s = PREFILL_S
         costs.clock = lambda: self.now
         self.tuning = SchedulingTuning()
-        self.stats = SecondaryStats()
-        self.rate = ReadRate(tier, costs, self.stats, self.tuning)
+        pool = PoolView(
+            SecondaryLayout((tier,), 1, (16,), 4, BLOCKS, 64, 16),
+            16,
+            SlotTable(1, LRU(1)),
+            costs,
+            lambda key: False,
+            self.tuning,
+            can_jump=False,
+        )
+        self.rate = Tier(0, tier, pool)
 
     def fetch(self, block_s: float, num_jobs: int = 1) -> None:
         for _ in range(num_jobs):
@@ -91,12 +100,12 @@ def test_a_slow_tier_is_avoided_for_a_while_by_those_who_wait() -> None:
 
 def test_a_faster_tier_has_longer_jobs() -> None:
     tier = Fetches()
-    assert tier.rate.job_size(BLOCKS) == BLOCKS
+    assert tier.rate.job_size == BLOCKS
     tier.fetch(FAST_S)
-    seconds = tier.rate.job_size(BLOCKS) * FAST_S
+    seconds = tier.rate.job_size * FAST_S
     assert 0.9 * tier.tuning.fetch_job_s < seconds <= tier.tuning.fetch_job_s
     tier.fetch(SLOW_S, tier.tuning.num_fetches)
-    assert tier.rate.job_size(BLOCKS) == BLOCKS
+    assert tier.rate.job_size == BLOCKS
 
 
 def test_few_blocks_are_not_worth_an_answer() -> None:
@@ -147,7 +156,7 @@ def test_a_job_that_does_not_end_stops_everything(block_s: float) -> None:
     tier.rate.record_late(tier.now - 1)
     tier.rate.record_fetch([False] * BLOCKS, 5.0)
     # Nor is it trusted again at once.
-    assert tier.rate.is_avoided(True) and tier.stats.late_requests == 1
+    assert tier.rate.is_avoided(True) and tier.rate.stats.late_requests == 1
     tier.now += tier.tuning.remeasure_s
     assert not tier.rate.is_avoided(True)
 
@@ -240,7 +249,7 @@ def test_the_log_says_nothing_before_computing_was_measured() -> None:
 
 def test_the_log_says_nothing_where_requests_meet_a_slow_tier() -> None:
     tier = Fetches()
-    tier.rate._meets = True
+    tier.rate._can_meet = True
     with logged_by("vllm.v1.kv_tier.scheduler.secondary.tier") as lines:
         tier.fetch(SLOW_S, 5)
         assert not lines

@@ -150,7 +150,9 @@ def _requests_meet(
     config: KVTierConfig, vllm_config: "VllmConfig", kv_cache_config: Any
 ) -> bool:
     """Whether requests compute their prompts while secondary tiers are read."""
-    is_on = bool(config.secondary_tiers) and config.debug.meet
+    tiers = config.secondary_tiers
+    is_on = config.debug.meet and bool(tiers)
+    is_on = is_on and all(tier.debug.fetch != ALWAYS for tier in tiers)
     # Memory that comes and goes counts blocks of a prompt at its admission.
     is_on = is_on and config.shrink_after_s is None
     return is_on and compatibility.engine_can_jump(vllm_config, kv_cache_config)

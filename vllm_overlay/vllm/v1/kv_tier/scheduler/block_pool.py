@@ -270,7 +270,7 @@ class TieredBlockPool(BlockPool):
         is_idle = not has_scheduled_reqs
         loadable = self.conversations.make_load_filter if speaks else None
         if below is not None:
-            meets = self._may_jump(request) and below.reader.can_meet
+            meets = self._may_jump(request)
             if below.reader.look_up(request, is_idle, loadable, meets):
                 return True
         if has_scheduled_reqs and self.load_admission.is_loading(request):

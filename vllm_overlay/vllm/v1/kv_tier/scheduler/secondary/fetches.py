@@ -86,7 +86,6 @@ class Fetches:
     """
 
     def __init__(self, pool: PoolView, jobs: SecondaryJobs) -> None:
-        self._pool = pool
         self._table = pool.table
         self._jobs = jobs
         self._tuning = pool.tuning
@@ -100,11 +99,6 @@ class Fetches:
     def end_step(self) -> None:
         """Reset the limit of the step."""
         self.num_left = self._tuning.max_fetches
-
-    def job_size(self, tier: Tier) -> int:
-        """Blocks of a job for which all threads of a tier's store have work."""
-        size = tier.reads.job_size(self._pool.layout.max_job)
-        return min(size, self._tuning.max_ended)
 
     def begin(
         self, blocks: Sequence[SecondaryBlock], from_end: bool = False
@@ -131,9 +125,9 @@ class Fetches:
             fetch.is_over = True
             for block, index, is_there in zip(fetch.blocks, indices, done):
                 self._end(block, index, is_there)
-            fetch.tier.reads.record_fetch(done, seconds)
+            fetch.tier.record_fetch(done, seconds)
 
-        fetch.tier.reads.begin_fetch(num)
+        fetch.tier.begin_fetch(num)
         keys = [block.key for block in fetch.blocks]
         self.by_key.update(dict.fromkeys(keys, fetch))
         self._jobs.add(self._jobs.make(False, fetch.tier.index, keys, indices), ended)

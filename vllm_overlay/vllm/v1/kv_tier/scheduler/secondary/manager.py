@@ -111,7 +111,7 @@ class SecondaryTierManager:
         """
         self._num_outputs += 1
         for tier in self.tiers:
-            tier.reads.record_output()
+            tier.record_output()
 
     def take_results(self, results: Sequence[SecondaryResult]) -> None:
         """Take in results that ranks have reported."""
@@ -187,8 +187,8 @@ class SecondaryTierManager:
             stats.evicted_bytes = self._jobs.evicted_bytes.pop(tier.index, 0)
             stats.due_blocks = len(writer.due)
             stats.writing_blocks = len(writer.writing)
-            stats.filling_blocks = tier.reads.num_under_way
-            stats.is_closed = int(tier.reads.is_closed)
+            stats.filling_blocks = tier.num_under_way
+            stats.is_closed = int(tier.is_avoided(self._pool.can_jump))
             stats.loaded_tokens = self._layout.tokens_of(stats.loaded_blocks)
             stats.hit_tokens = self._layout.tokens_of(tier.num_hit)
             tier.num_hit = 0

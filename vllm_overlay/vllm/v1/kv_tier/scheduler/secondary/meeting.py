@@ -140,11 +140,11 @@ class Meetings:
         """Begin to fetch the last of what is not begun, unless it would be late."""
         todo = meeting.todo
         last = todo[-1]
-        most = last.tier.reads.most_to_meet(
+        most = last.tier.most_to_meet(
             (last.num_tokens - front) / self._size,
             is_first=last.num_tokens == meeting.end,
         )
-        most = min(most, self._fetches.job_size(last.tier))
+        most = min(most, last.tier.job_size)
         piece: list[SecondaryBlock] = []
         for block in reversed(todo):
             if len(piece) >= most or block.tier is not last.tier:
@@ -168,9 +168,8 @@ class Meetings:
         if last is not None and last.fetch is fetch and last.begin == end:
             last.begin = begin
             return
-        reads = fetch.tier.reads
-        fetch_s = reads.fetch_s or self._costs.compute_s
-        due = self._costs.clock() + reads.num_under_way * fetch_s
+        fetch_s = fetch.tier.fetch_s or self._costs.compute_s
+        due = self._costs.clock() + fetch.tier.num_under_way * fetch_s
         meeting.pieces.append(_Piece(fetch, begin, end, due))
 
     # --------------------------------------------------------------- the front

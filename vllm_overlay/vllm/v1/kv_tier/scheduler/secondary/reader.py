@@ -127,8 +127,6 @@ class SecondaryReader:
         ) = None
         """Called before keys of a request count as found: with the request, the keys,
         and the tokens up to the end of the last of them."""
-        self.can_meet = not any(tier.settings.fetches_always for tier in tiers)
-        """Whether requests need not wait for all that is fetched for them."""
         self.meetings = Meetings(pool, fetches)
 
     def forget(self) -> None:
@@ -188,7 +186,7 @@ class SecondaryReader:
             return False
         wait = self._waits.get(request)
         if wait is None:
-            is_read = any(not tier.reads.is_avoided(meets) for tier in self._tiers)
+            is_read = any(not tier.is_avoided(meets) for tier in self._tiers)
             if not is_read or not self._lookup.has_blocks(request):
                 return False
             wait = self._waits[request] = _Wait(meets)
@@ -229,7 +227,7 @@ class SecondaryReader:
             wait.inquiries = [
                 Inquiry(tier, wait.wanted)
                 for tier in self._tiers
-                if tier.reads.may_ask(num, wait.meets)
+                if tier.may_ask(num, wait.meets)
             ]
         if wait.inquiries:
             self.num_asked += 1
@@ -255,7 +253,7 @@ class SecondaryReader:
             if len(silent) < len(wait.inquiries) or not is_late:
                 return True
             for tier in silent:
-                tier.reads.record_late(wait.since)
+                tier.record_late(wait.since)
         if wait.meets:
             self.meetings.begin(request, wait.wanted, wait.found)
             wait.end()
@@ -350,17 +348,17 @@ class SecondaryReader:
         fetches, is_whole = self._fetches, True
         for tier, run in groupby(blocks, key=lambda block: block.tier):
             some = list(run)
-            most = max(0, tier.reads.most_to_wait_for(len(some)))
+            most = max(0, tier.most_to_wait_for(len(some)))
             is_whole, some = most >= len(some), some[:most]
-            size = fetches.job_size(tier)
-            if tier.reads.is_unknown:
+            size = tier.job_size
+            if tier.is_unknown:
                 size = min(size, self._tuning.first_fetch)
             while some and fetches.num_left > 0:
                 if (fetch := fetches.begin(some[:size])) is None:
                     is_whole = False
                     break
                 begun.append(fetch)
-                some, size = some[len(fetch.blocks) :], fetches.job_size(tier)
+                some, size = some[len(fetch.blocks) :], tier.job_size
             if not is_whole or some:
                 break
         if not is_whole or fetches.num_left > 0:
@@ -378,11 +376,11 @@ class SecondaryReader:
         if num_ended >= wait.look_at:
             return False
         if self._costs.clock() < wait.since + self._timeout_s and any(
-            not tier.reads.is_avoided(False) for tier in tiers
+            not tier.is_avoided(False) for tier in tiers
         ):
             return True
         for tier in tiers:
-            tier.reads.record_late(wait.since)
+            tier.record_late(wait.since)
         # Blocks that arrived are in slots now. The rest is computed.
         wait.end()
         return False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One secondary tier, as the scheduler sees it.
 
-What it is known to have (`PresenceIndex`), and what is worth reading (`ReadRate`).
+What it is known to have (`PresenceIndex`), and what is worth reading of it.
 """
 
 import math
@@ -47,45 +47,6 @@ class PoolView:
     def is_there(self, key: BlockHashWithGroupId | None) -> bool:
         """Whether the device or the host has a block; False without a key."""
         return bool(key and (self.table.get(key) or self.is_cached(key)))
-
-
-class Tier:
-    """A secondary tier of this engine.
-
-    Args:
-        index: Its index in the order in which tiers are asked.
-        settings: How it was opened.
-        pool: The pool.
-
-    """
-
-    def __init__(self, index: int, settings: SecondaryTier, pool: PoolView) -> None:
-        self.index = index
-        self.settings = settings
-        self.stats = SecondaryStats()
-        self.presence = PresenceIndex(pool.layout.max_known)
-        self.reads = ReadRate(
-            settings, pool.costs, self.stats, pool.tuning, pool.can_jump
-        )
-        self.num_hit = 0
-        """Blocks from it that a request has hit, since the reader reset this."""
-
-    def record_writes(
-        self, keys: Sequence[BlockHashWithGroupId], done: Sequence[bool], seconds: float
-    ) -> None:
-        """Record which of `keys` a job has written."""
-        stats, num_stored = self.stats, sum(done)
-        stats.record_job("put", len(done), seconds)
-        stats.stored_blocks += num_stored
-        stats.refused_blocks += len(done) - num_stored
-        # Requests that asked for these keys before got a negative answer.
-        if num_stored:
-            self.settings.lookup.mark_present(object_keys([*compress(keys, done)]))
-        for key, is_written in zip(keys, done):
-            if is_written:
-                self.presence.mark_present(key)
-            else:
-                self.presence.notify(key)
 
 
 class PresenceIndex:
@@ -134,35 +95,31 @@ class PresenceIndex:
         self.keys.clear()
 
 
-class ReadRate:
-    """How fast a secondary tier is read, and what that makes worth reading.
+class Tier:
+    """A secondary tier of this engine: how fast it is, and what makes it worth reading.
 
     The rule: nothing is begun that cannot arrive before computing would be there. A
     tier that breaks it is avoided for `remeasure_s`, and then tried with a few blocks.
 
     Args:
-        tier: The tier.
-        costs: Costs of loads and of compute.
-        stats: Counts what was read.
-        tuning: How it is measured.
-        meets: Whether requests compute while it is read, so that a slow tier is read,
-            too: as much as computing leaves time for.
+        index: Its index in the order in which tiers are asked.
+        settings: How it was opened.
+        pool: Has costs and limits.
 
     """
 
-    def __init__(
-        self,
-        tier: SecondaryTier,
-        costs: Costs,
-        stats: SecondaryStats,
-        tuning: SchedulingTuning,
-        meets: bool = False,
-    ) -> None:
-        self._stats = stats
-        self._tier = tier
-        self._costs = costs
-        self._tuning = tuning
-        self._meets = meets
+    def __init__(self, index: int, settings: SecondaryTier, pool: PoolView) -> None:
+        self.index = index
+        self.settings = settings
+        self.stats = SecondaryStats()
+        self.presence = PresenceIndex(pool.layout.max_known)
+        self.num_hit = 0
+        """Blocks from it that a request has hit, since the reader reset this."""
+        self._costs = pool.costs
+        self._tuning = tuning = pool.tuning
+        self._max_job = pool.layout.max_job
+        # Then a slow tier is read, too: as much as computing leaves time for.
+        self._can_meet = pool.can_jump
         # Seconds to fetch a block in the last jobs.
         self._fetched_s: deque[float] = deque(maxlen=tuning.num_fetches)
         self.fetch_s = 0.0
@@ -190,9 +147,9 @@ class ReadRate:
     def record_fetch(self, done: Sequence[bool], seconds: float) -> None:
         """Record the results of a job."""
         now, num_come = self._costs.clock(), sum(done)
-        self._stats.record_job("get", len(done), seconds)
-        self._stats.loaded_blocks += num_come
-        self._stats.missed_blocks += len(done) - num_come
+        self.stats.record_job("get", len(done), seconds)
+        self.stats.loaded_blocks += num_come
+        self.stats.missed_blocks += len(done) - num_come
         self.num_under_way -= self._under_way.popleft()
         self._head_since, self._num_silent = now, 0
         if num_come:
@@ -201,7 +158,7 @@ class ReadRate:
             self._came_at, self._late_at = now, -math.inf
             self._fetched_s.append(seconds / num_come)
             self.fetch_s = median_high(self._fetched_s)
-            if self._is_slow and self._costs.prefill_s and not self._meets:
+            if self._is_slow and self._costs.prefill_s and not self._can_meet:
                 self._log_once(now)
 
     def record_output(self) -> None:
@@ -211,18 +168,30 @@ class ReadRate:
 
     def record_late(self, since: float) -> None:
         """Record that a request, waiting since `since`, goes on without its blocks."""
-        self._stats.late_requests += 1
+        self.stats.late_requests += 1
         if self._came_at < since:
             # Otherwise it is busy, but delivers to others.
             self._late_at = self._costs.clock()
             self._log_once(self._late_at)
 
-    # ------------------------------------------------------------------ the rule
+    def record_writes(
+        self, keys: Sequence[BlockHashWithGroupId], done: Sequence[bool], seconds: float
+    ) -> None:
+        """Record which of `keys` a job has written."""
+        stats, num_stored = self.stats, sum(done)
+        stats.record_job("put", len(done), seconds)
+        stats.stored_blocks += num_stored
+        stats.refused_blocks += len(done) - num_stored
+        # Requests that asked for these keys before got a negative answer.
+        if num_stored:
+            self.settings.lookup.mark_present(object_keys([*compress(keys, done)]))
+        for key, is_written in zip(keys, done):
+            if is_written:
+                self.presence.mark_present(key)
+            else:
+                self.presence.notify(key)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether it is avoided by all requests, or by all that cannot meet it."""
-        return self.is_avoided(self._meets)
+    # ------------------------------------------------------------------ the rule
 
     def is_avoided(self, meets: bool) -> bool:
         """Whether nothing is begun: it does not deliver, or is slower than computing.
@@ -243,7 +212,7 @@ class ReadRate:
         True from time to time in any case, since answers may have become faster.
         """
         now = self._costs.clock()
-        is_gain = self._gain_s(num_blocks, meets) > self._tier.lookup.ask_s
+        is_gain = self._gain_s(num_blocks, meets) > self.settings.lookup.ask_s
         if self.is_avoided(meets) or not (
             is_gain or now >= self._asked_at + self._tuning.retry_store_s
         ):
@@ -258,7 +227,9 @@ class ReadRate:
             return 0
         if not self.fetch_s:
             return num_blocks
-        return math.ceil(self._tier.deadline_s / self.fetch_s) - 1 - self.num_under_way
+        return (
+            math.ceil(self.settings.deadline_s / self.fetch_s) - 1 - self.num_under_way
+        )
 
     def most_to_meet(self, distance: float, is_first: bool) -> int:
         """How many of the last of `distance` blocks would arrive before a request has
@@ -289,14 +260,16 @@ class ReadRate:
         """Whether a few blocks should tell if the others are worth waiting for."""
         return not self.fetch_s or self._is_slow
 
-    def job_size(self, num_blocks: int) -> int:
-        """Blocks of a job, at least `num_blocks` once the rate is known.
+    @property
+    def job_size(self) -> int:
+        """Blocks of a job for which all threads of its store have work.
 
         At the end of a job threads wait for each other, which matters for short ones.
         """
-        if not self.fetch_s:
-            return num_blocks
-        return max(num_blocks, int(self._tuning.fetch_job_s / self.fetch_s))
+        size = self._max_job
+        if self.fetch_s:
+            size = max(size, int(self._tuning.fetch_job_s / self.fetch_s))
+        return min(size, self._tuning.max_ended)
 
     def _gain_s(self, num_blocks: int, meets: bool) -> float:
         """Seconds by which reading `num_blocks` may beat computing them."""
@@ -311,7 +284,7 @@ class ReadRate:
     @property
     def _compute_s(self) -> float:
         """Seconds to compute a block; infinite if they do not matter."""
-        return math.inf if self._tier.fetches_always else self._costs.compute_s
+        return math.inf if self.settings.fetches_always else self._costs.compute_s
 
     @property
     def _is_slow(self) -> bool:
@@ -337,7 +310,7 @@ class ReadRate:
             "KV tier: secondary tier %s is too slow: a block takes %.2f ms to the "
             "device, if it comes at all, and %.2f ms to compute. It is left alone, and "
             "tried again every %g seconds. docs/secondary-tiers.md says when it pays.",
-            self._tier.name,
+            self.settings.name,
             (self.fetch_s + self._costs.load_s) * 1e3,
             self._costs.compute_s * 1e3,
             self._tuning.remeasure_s,
