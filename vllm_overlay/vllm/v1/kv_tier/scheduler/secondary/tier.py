@@ -163,7 +163,6 @@ class Tier:
 
     def record_output(self) -> None:
         """Record that the output of a step has come, with all reports until then."""
-        # Steps may take longer than jobs, and reports come with one of the next ones.
         self._num_silent = self._num_silent + 1 if self._is_behind else 0
 
     def record_late(self, since: float) -> None:
@@ -204,7 +203,9 @@ class Tier:
         if self._is_slow and not meets:
             last = max(last, self._came_at)
         is_recent = self._costs.clock() < last + self._tuning.remeasure_s
-        return is_recent or self._num_silent >= self._tuning.settled_outputs
+        # Steps may take longer than jobs, and reports come with the next outputs.
+        is_silent = self._num_silent >= self._tuning.settled_outputs
+        return is_recent or (is_silent and self._is_behind)
 
     def may_ask(self, num_blocks: int, meets: bool) -> bool:
         """Whether reading `num_blocks` may save more time than an answer takes.
@@ -227,9 +228,8 @@ class Tier:
             return 0
         if not self.fetch_s:
             return num_blocks
-        return (
-            math.ceil(self.settings.deadline_s / self.fetch_s) - 1 - self.num_under_way
-        )
+        most = math.ceil(self.settings.deadline_s / self.fetch_s) - 1
+        return most - self.num_under_way
 
     def most_to_meet(self, distance: float, is_first: bool) -> int:
         """How many of the last of `distance` blocks would arrive before a request has
