@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.kv_tier.layout import Answer, SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.opening import secondary_layout
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult
-from vllm.v1.kv_tier.scheduler.secondary.jobs import secondary_layout
 from vllm.v1.kv_tier.stats import SecondaryStats
 from vllm.v1.kv_tier.stores.fs import FsDebug
 

@@ -21,14 +21,14 @@ from vllm.v1.kv_tier.elastic import num_mapped, open_elastic
 from vllm.v1.kv_tier.layout import KVTierLayout, SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
 from vllm.v1.kv_tier.memory.regions import build_regions
+from vllm.v1.kv_tier.opening import exists_on_all, labels, secondary_layout
 from vllm.v1.kv_tier.plan import StepReport, merge_reports
 from vllm.v1.kv_tier.scheduler.kv_groups import (
     GroupBlocks,
     group_blocks,
     tokens_per_block,
 )
-from vllm.v1.kv_tier.scheduler.secondary.jobs import labels, secondary_layout
-from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup, exists_on_all
+from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
 from vllm.v1.kv_tier.stores.format import advice
 from vllm.v1.kv_tier.stores.identity import (
     FileStates,

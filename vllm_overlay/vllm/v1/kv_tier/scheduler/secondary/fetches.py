@@ -10,13 +10,11 @@ from collections.abc import Iterable, Sequence
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Tier
+from vllm.v1.kv_tier.scheduler.slots import Placeholder
 
 
-class SecondaryBlock(KVCacheBlock):
-    """A block that a secondary tier has, and the placeholder for it in a prefix scan.
-
-    Like a `HostSlot` it is never referenced, and counts as one block to allocate. But
-    it has no memory, so a hit with one cannot be admitted.
+class SecondaryBlock(Placeholder):
+    """A block that a secondary tier has. A hit with one cannot be admitted.
 
     Args:
         key: Key of the block.
@@ -25,11 +23,8 @@ class SecondaryBlock(KVCacheBlock):
 
     """
 
-    __slots__ = ("key", "num_tokens", "tier")
-    block_id = -1
-    ref_cnt = 0
-    prev_free_block = next_free_block = None
-    is_null = False
+    __slots__ = ("key", "tier")
+    num_tokens: int
 
     def __init__(self, key: BlockHashWithGroupId, num_tokens: int, tier: Tier) -> None:
         self.key = key
@@ -39,14 +34,6 @@ class SecondaryBlock(KVCacheBlock):
     @property
     def block_hash(self) -> BlockHashWithGroupId:
         return self.key
-
-    @property
-    def block_hash_num_tokens(self) -> int:
-        return self.num_tokens
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-    __repr__ = object.__repr__
 
 
 def before_secondary(

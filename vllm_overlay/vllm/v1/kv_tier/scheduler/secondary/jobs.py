@@ -12,55 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
 
-# For all ranks together: enough for all threads of a rank, but short.
-_MAX_JOB_BYTES = 64 << 20
-# Part of the slots that may be in writes at a time: steps can be a quarter of a second
-# apart, in which gigabytes are written.
-_MAX_WRITING = 1 / 4
-
 _MAX_KEY_BYTES = 64
-
-
-def secondary_layout(
-    tiers: Sequence[SecondaryTier],
-    num_ranks: int,
-    block_sizes: Sequence[int],
-    num_slots: int,
-    slot_bytes: int,
-    tokens_per_block: float,
-) -> SecondaryLayout:
-    """Make the description of a host tier's secondary tiers.
-
-    Args:
-        tiers: In the order in which they are asked.
-        num_ranks: Number of ranks with KV memory.
-        block_sizes: Tokens of a block, for each KV cache group.
-        num_slots: Number of host slots.
-        slot_bytes: Bytes of a slot on all ranks together.
-        tokens_per_block: Tokens whose KV takes one block, over all groups together.
-
-    """
-    return SecondaryLayout(
-        tuple(tiers),
-        num_ranks,
-        tuple(block_sizes),
-        max_writing=max(1, int(_MAX_WRITING * num_slots)),
-        max_job=max(1, _MAX_JOB_BYTES // slot_bytes),
-        max_known=4 * num_slots,
-        tokens_per_block=tokens_per_block,
-    )
-
-
-def labels(types: Sequence[str]) -> list[str]:
-    """Labels for metrics: types of the tiers, numbered where a type occurs twice."""
-    return [
-        kind if types.count(kind) == 1 else f"{kind}-{types[: i + 1].count(kind)}"
-        for i, kind in enumerate(types)
-    ]
 
 
 def object_keys(keys: Sequence[bytes]) -> list[bytes]:

@@ -21,7 +21,6 @@ from vllm.v1.kv_tier.gil import fast_switching
 from vllm.v1.kv_tier.layout import Answer
 from vllm.v1.kv_tier.scheduler.kv_groups import hashes_of_blocks
 from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Wanted
-from vllm.v1.kv_tier.stores.settings import StoreConfig
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -100,29 +99,6 @@ _DEADLINE_S = 5.0
 MAX_MISSES = 1 << 16
 MAX_ASKED = 1 << 18
 """Most keys in open questions. A key takes at most 64 bytes, and Python another 70."""
-
-
-def exists_on_all(
-    entry: StoreConfig, writers: Sequence[tuple[str, int]], replicas: int
-) -> Exists:
-    """A function that tells which objects all ranks have.
-
-    Args:
-        entry: The store.
-        writers: Namespace and bytes of an object for each rank that writes.
-        replicas: Number of ranks for which each of them writes.
-
-    """
-    stores = [
-        entry.open(rank_space, i * replicas, num_bytes)
-        for i, (rank_space, num_bytes) in enumerate(writers)
-        if num_bytes
-    ]
-
-    def exists(keys: Sequence[bytes]) -> list[bool]:
-        return [all(each) for each in zip(*(store.exists(keys) for store in stores))]
-
-    return exists
 
 
 class Question:
