@@ -64,13 +64,7 @@ class Fetch:
 
 
 class Fetches:
-    """Begins to fetch blocks, and takes in what has come.
-
-    Args:
-        pool: The pool.
-        jobs: Runs the jobs.
-
-    """
+    """Begins to fetch blocks, and takes in what has come."""
 
     def __init__(self, pool: PoolView, jobs: SecondaryJobs) -> None:
         self._table = pool.table

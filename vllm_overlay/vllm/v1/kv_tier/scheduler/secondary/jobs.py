@@ -83,15 +83,7 @@ class SecondaryJobs:
         keys: Sequence[BlockHashWithGroupId],
         slots: list[int],
     ) -> SecondaryJob:
-        """Make a job with its fences.
-
-        Args:
-            is_put: True: from slots to the store. False: from the store to slots.
-            tier: Index of the secondary tier.
-            keys: Keys of blocks; at least one.
-            slots: Equally many slots.
-
-        """
+        """Make a job with its fences, for at least one block; as `SecondaryJob`."""
         self._num_jobs += 1
         stored, loaded = self._table.last_copies(slots)
         return SecondaryJob(

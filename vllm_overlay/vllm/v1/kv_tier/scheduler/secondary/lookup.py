@@ -30,12 +30,7 @@ LoadFilter = Callable[[Request], Callable[[BlockHash], bool] | None]
 
 
 class PromptLookup:
-    """Looks up which blocks of prompts neither device nor host has, in parts.
-
-    Args:
-        pool: The pool.
-
-    """
+    """Looks up which blocks of prompts neither device nor host has, in parts."""
 
     def __init__(self, pool: PoolView) -> None:
         self._block_sizes = pool.layout.block_sizes

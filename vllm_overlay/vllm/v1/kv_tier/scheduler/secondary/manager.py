@@ -72,12 +72,7 @@ def make_secondary_manager(
 
 
 class SecondaryTierManager:
-    """Writes to secondary tiers, reads from them, and tracks both.
-
-    Args:
-        pool: The pool.
-
-    """
+    """Writes to secondary tiers, reads from them, and tracks both."""
 
     def __init__(self, pool: PoolView) -> None:
         self._layout = layout = pool.layout

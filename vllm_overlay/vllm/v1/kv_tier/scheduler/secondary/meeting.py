@@ -42,20 +42,12 @@ class _Meeting:
     """Prefix tokens up to the last of them."""
     pieces: list[_Piece] = field(default_factory=list)
     """In flight, from the end of the prompt on."""
-    waits: bool = False
-    """Whether the step that is planned leaves it out."""
     has_met: bool = False
     """Whether it has jumped."""
 
 
 class Meetings:
-    """Requests whose front computes towards a back that is being fetched.
-
-    Args:
-        pool: The pool.
-        fetches: Begins to fetch blocks.
-
-    """
+    """Requests whose front computes towards a back that is being fetched."""
 
     def __init__(self, pool: PoolView, fetches: Fetches) -> None:
         self._pool = pool
@@ -65,6 +57,8 @@ class Meetings:
         self._fetches = fetches
         # Weak, since the tier is not notified of aborted requests.
         self._meetings: WeakKeyDictionary[Request, _Meeting] = WeakKeyDictionary()
+        self.is_waiting = False
+        """Whether the step leaves out a request that waits for a piece."""
 
     def __len__(self) -> int:
         return len(self._meetings)
@@ -103,8 +97,7 @@ class Meetings:
 
     def end_step(self) -> None:
         """Requests that were left out may be in the next step."""
-        for meeting in self._meetings.values():
-            meeting.waits = False
+        self.is_waiting = False
 
     # ---------------------------------------------------------------- the back
 
@@ -207,7 +200,7 @@ class Meetings:
                 end = min(end, piece.begin)
                 break
             if may_wait and self._arrives_soon(piece):
-                meeting.waits = True
+                self.is_waiting = True
                 return 0
             # It may never come, so each step computes twice as much as the last.
             few = self._few_tokens << min(piece.num_steps, 16)
@@ -251,8 +244,3 @@ class Meetings:
         left_s = piece.due - self._costs.clock()
         num_blocks = min(self._few_tokens, piece.end - piece.begin) / self._size
         return 0 < left_s < num_blocks * self._costs.compute_s
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the step leaves out a request that waits for a piece."""
-        return any(meeting.waits for meeting in self._meetings.values())

@@ -23,13 +23,7 @@ from vllm.v1.request import Request
 
 
 class Inquiry:
-    """What a tier is asked for. Steps take in the answer in parts.
-
-    Args:
-        tier: The tier.
-        wanted: The blocks.
-
-    """
+    """What a tier is asked for a request. Steps take in the answer in parts."""
 
     def __init__(self, tier: Tier, wanted: Sequence[Wanted]) -> None:
         self.tier = tier
@@ -85,15 +79,8 @@ class _Wait:
 
 
 class SecondaryReader:
-    """Asks secondary tiers for blocks that requests lack, and fetches them.
-
-    Args:
-        pool: The pool.
-        tiers: In the order in which they are asked.
-        jobs: Knows whether the tiers are in use.
-        fetches: Begins to fetch blocks.
-
-    """
+    """Asks secondary tiers, in order, for blocks that requests lack, and fetches
+    them."""
 
     def __init__(
         self,

@@ -102,12 +102,6 @@ class SecondaryWriter:
 
     Observes the slot table. It does not wait for a store that cannot keep up: slots
     that are evicted before their turn are not written.
-
-    Args:
-        tier: The tier.
-        pool: The pool.
-        jobs: Runs the jobs.
-
     """
 
     def __init__(self, tier: Tier, pool: PoolView, jobs: SecondaryJobs) -> None:
