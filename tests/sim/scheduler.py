@@ -102,7 +102,7 @@ class Setup:
     them."""
 
     @property
-    def can_jump(self) -> bool:
+    def model_can_jump(self) -> bool:
         return (
             self.jumps
             and len(self.layout.groups) == 1
@@ -269,7 +269,7 @@ def make_scheduler(
             tuning=setup.tuning,
             secondary=None if below is None else _secondary(layout, below, max_known),
             elastic=_elastic(setup, device),
-            can_jump=setup.can_jump,
+            can_jump=setup.model_can_jump,
         ),
     )
     scheduler = upstream.make_scheduler(

@@ -27,14 +27,14 @@ from vllm.v1.kv_tier.memory.limits import (
 )
 from vllm.v1.kv_tier.memory.opening import FIRST_BYTES, SlotOpener
 from vllm.v1.kv_tier.memory.regions import build_regions
+from vllm.v1.kv_tier.opening import exists_on_all, labels, secondary_layout
 from vllm.v1.kv_tier.plan import StepReport, merge_reports
 from vllm.v1.kv_tier.scheduler.kv_groups import (
     GroupBlocks,
     group_blocks,
     tokens_per_block,
 )
-from vllm.v1.kv_tier.scheduler.secondary.jobs import labels, secondary_layout
-from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup, exists_on_all
+from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
 from vllm.v1.kv_tier.stores.format import advice
 from vllm.v1.kv_tier.stores.identity import (
     FileStates,
@@ -140,7 +140,7 @@ def start_kv_tier(
             config, vllm_config, executor, kv_cache_config, groups, num_slots, states
         ),
         elastic=open_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
-        can_jump=_can_jump(config, vllm_config, kv_cache_config),
+        can_jump=_requests_meet(config, vllm_config, kv_cache_config),
     )
     _log_start(config, kv_cache_config, replicas)
 
@@ -162,14 +162,16 @@ def _log_start(config: KVTierConfig, kv_cache_config: Any, replicas: int) -> Non
     )
 
 
-def _can_jump(
+def _requests_meet(
     config: KVTierConfig, vllm_config: "VllmConfig", kv_cache_config: Any
 ) -> bool:
     """Whether requests compute their prompts while secondary tiers are read."""
-    is_on = bool(config.secondary_tiers) and config.debug.meet
+    tiers = config.secondary_tiers
+    is_on = config.debug.meet and bool(tiers)
+    is_on = is_on and all(tier.debug.fetch != ALWAYS for tier in tiers)
     # Memory that comes and goes counts blocks of a prompt at its admission.
     is_on = is_on and config.shrink_after_s is None
-    return is_on and compatibility.can_jump(vllm_config, kv_cache_config)
+    return is_on and compatibility.engine_can_jump(vllm_config, kv_cache_config)
 
 
 def flush_kv_tier(scheduler: Any, executor: Any) -> None:
