@@ -57,6 +57,7 @@ class Tier:
         tuning: dict[str, Any] | None = None,
         secondary: SecondaryLayout | None = None,
         elastic: ElasticLayout | None = None,
+        open_slots: tuple[int, ...] = (),
         **config: Any,
     ) -> None:
         # What they do is the easiest to foretell.
@@ -65,6 +66,7 @@ class Tier:
             KVTierConfig(num_slots * SLOT_BYTES, **options(**config)),
             num_slots,
             SLOT_BYTES,
+            open_slots=open_slots,
             load_s=load_s,
             tokens_per_block=BLOCK,
             layerwise=layerwise,

@@ -16,7 +16,7 @@ from vllm.v1.kv_tier.copying.calibrate import choose_engines
 from vllm.v1.kv_tier.copying.engine import CopyEngines, slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
-from vllm.v1.kv_tier.memory.opening import SlotOpener
+from vllm.v1.kv_tier.memory.opener import SlotOpener
 from vllm.v1.kv_tier.memory.pages import discard_blocks
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
