@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -111,28 +112,35 @@ def close_what_is_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlotTable, "close_down", close)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        use_what_the_first_rank_has,
-        believe_what_was_said_before,
-        give_back_at_once,
-        close_what_is_written,
-    ],
-)
+PIPELINE = {"num_stages": 3, "is_async": True, "below": None}
+BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = [
+    (use_what_the_first_rank_has, {}),
+    # Reports must be on their way for long: one script in 40.
+    (believe_what_was_said_before, PIPELINE),
+    (give_back_at_once, {}),
+    (close_what_is_written, {}),
+]
+
+
+@pytest.mark.parametrize("plant, setup", BUGS, ids=[bug.__name__ for bug, _ in BUGS])
 def test_found(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None],
+    setup: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if setup and not upstream.PREEMPTS_IN_PIPELINES:
+        pytest.skip("pipelines of this release are wrong without bugs of ours")
     if plant is close_what_is_written and not keys_are_bytes():
         pytest.skip("this release has no secondary tiers here")
     plant(monkeypatch)
     for seed in range(MAX_SCRIPTS):
         try:
-            opening_script(seed, delay=30, often=0.6).play()
-        except (AssertionError, LookupError, ValueError):
-            # The bug confused the tier itself; a violation is wanted.
-            continue
+            script = opening_script(seed, delay=30, often=0.6)
+            replace(script, setup=replace(script.setup, **setup)).play()
         except Violation as violation:
             assert violation.kind in ("open", "host", "device", "read", "tokens")
             return
+        except (AssertionError, LookupError, ValueError):
+            # The bug confused the tier itself; a violation is wanted.
+            continue
     pytest.fail(f"{MAX_SCRIPTS} scripts found nothing")
