@@ -31,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from ..names import init_none_hash, sha256
 from . import upstream
 from .layouts import MAX_MODEL_LEN, Layout
+from .opening import Opening
 from .pages import DeviceMemory, Elastic, elastic_layout
 from .secondary import Below
 
@@ -94,6 +95,8 @@ class Setup:
     """They hold the same, in slots that they share."""
     pools: bool = False
     """The model pools: requests end with their prompts."""
+    opens: int | None = None
+    """Seed of ranks that open host slots while steps run."""
     jumps: bool = False
     """Prefills skip what has come or was computed meanwhile, where the model lets
     them."""
@@ -226,6 +229,7 @@ def make_scheduler(
     setup: Setup,
     below: Below | None = None,
     device: Callable[[], DeviceMemory] | None = None,
+    opening: Opening | None = None,
 ) -> Scheduler:
     """A scheduler with a host tier, maybe one below it, and no engine.
 
@@ -258,6 +262,7 @@ def make_scheduler(
             tier,
             setup.num_slots,
             SLOT_BYTES,
+            open_slots=() if opening is None else tuple(opening.open),
             load_s=setup.load_time,
             tokens_per_block=layout.block_size,
             layerwise=setup.join_time > 0,

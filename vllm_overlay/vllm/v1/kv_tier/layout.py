@@ -179,8 +179,13 @@ class KVTierLayout:
 
     config: PoolSettings
     num_slots: int
+    """Host slots when all are open."""
     slot_bytes: int
     """Bytes of one slot on all ranks together."""
+    open_slots: tuple[int, ...] = ()
+    """For each rank, the slots that are open at first. Empty: all are, and stay so."""
+    are_shared: bool = False
+    """Whether several ranks map the memory of a slot."""
     load_s: float = 0.0
     """Seconds to load one slot, on the slowest rank, as measured at start."""
     tokens_per_block: float = 0.0

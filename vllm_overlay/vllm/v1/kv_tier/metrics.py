@@ -60,7 +60,8 @@ _SECONDARY: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
 
 METRICS = (
     Metric("slots_used", "gauge", "Host slots that hold a KV block."),
-    Metric("host_slots", "gauge", "Host slots."),
+    Metric("host_slots", "gauge", "Host slots that are open: that may be filled."),
+    Metric("reserved_slots", "gauge", "Host slots when all are open."),
     # Dashboards of core.1 use this name, which Prometheus reserves for counters.
     Metric(
         "slots",
@@ -361,6 +362,7 @@ def _counts(stats: KVTierStats) -> dict[str, Any]:
     size = stats.slot_bytes
     return vars(stats) | {
         "host_slots": stats.slots_total,
+        "reserved_slots": stats.slots_reserved,
         "used_bytes": stats.slots_used * size,
         "total_bytes": stats.slots_total * size,
         "stored_bytes": stats.stored_blocks * size,

@@ -136,6 +136,9 @@ class KVTierStats:
     """Of these, blocks that another request computed before the prewarm had ended."""
     slots_used: int = 0
     slots_total: int = 0
+    """Slots that are open."""
+    slots_reserved: int = 0
+    """Slots when all are open."""
     slot_bytes: int = 0
     cleaner_backlog_blocks: int = 0
     load_seconds_per_block: float = 0.0

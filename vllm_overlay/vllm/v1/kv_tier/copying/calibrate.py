@@ -214,6 +214,7 @@ def choose_engines(
     pinned: bool,
     kinds: Mapping[str, EngineKind] = ENGINES,
     num_blocks: int | None = None,
+    num_slots: int | None = None,
 ) -> CopyEngines:
     """Measure the engines that this machine has, and choose.
 
@@ -228,6 +229,7 @@ def choose_engines(
         pinned: Whether the host memory is registered with the GPU driver.
         kinds: Engines by name.
         num_blocks: Use only the first `num_blocks` device blocks; None for all.
+        num_slots: The same for host slots.
 
     Raises:
         ValueError: The requested engine cannot run here.
@@ -237,12 +239,12 @@ def choose_engines(
         # A pipeline stage without KV memory has nothing to copy.
         none = TorchCopyEngine(regions, slots)
         return CopyEngines(none, none, none, math.inf, math.inf)
-    blocks = num_blocks or regions[0].blocks.shape[0]
+    ids = num_blocks or regions[0].blocks.shape[0], num_slots or len(slots)
     names = CANDIDATES[requested]
-    found, errors = _measure(names, kinds, regions, blocks, slots, device, pinned)
+    found, errors = _measure(names, kinds, regions, ids, slots, device, pinned)
     if not found and requested == "auto":
         names = ("torch",)
-        found, errors = _measure(names, kinds, regions, blocks, slots, device, pinned)
+        found, errors = _measure(names, kinds, regions, ids, slots, device, pinned)
     if not found:
         raise _refused(requested, errors[names[-1]])
     engines = {name: measured.engine for name, measured in found.items()}
@@ -289,7 +291,7 @@ def _measure(
     names: Sequence[str],
     kinds: Mapping[str, EngineKind],
     regions: Sequence[Region],
-    num_blocks: int,
+    ids: tuple[int, int],
     slots: torch.Tensor,
     device: torch.device,
     pinned: bool,
@@ -303,7 +305,7 @@ def _measure(
             if kind.needs_gpu:
                 _check_memory(device, pinned)
             engine = kind.make(regions, slots)
-            pairs = _random_pairs(regions, num_blocks, slots, device, kind.max_pieces)
+            pairs = _random_pairs(regions, ids, device, kind.max_pieces)
             with _stream(device):
                 prove(engine, *pairs[:, :_PROVEN_BLOCKS].tolist())
                 # Stores first, so that the loads write back what the blocks already
@@ -335,18 +337,16 @@ def _check_memory(device: torch.device, pinned: bool) -> None:
 
 def _random_pairs(
     regions: Sequence[Region],
-    num_blocks: int,
-    slots: torch.Tensor,
+    ids: tuple[int, int],
     device: torch.device,
     max_pieces: int,
 ) -> NDArray[np.int64]:
-    """Random pairs of distinct blocks and slots, `[2, n]`."""
-    num_slots = slots.shape[0]
+    """Random pairs of distinct blocks and slots, `[2, n]`: the first ones of each."""
     wanted = min(_BYTES[device.type] // slot_bytes(regions), max_pieces // len(regions))
-    num_pairs = min(max(wanted, 1), num_blocks, num_slots)
+    num_pairs = min(max(wanted, 1), *ids)
     rng = np.random.default_rng(0)
-    ids = [rng.choice(n, num_pairs, replace=False) for n in (num_blocks, num_slots)]
-    return np.array(ids, dtype=np.int64)
+    pairs = [rng.choice(n, num_pairs, replace=False) for n in ids]
+    return np.array(pairs, dtype=np.int64)
 
 
 @contextmanager
