@@ -133,6 +133,11 @@ class SecondaryTierManager:
         for tier in self.tiers:
             tier.reads.record_output()
 
+    def put_last(self, key: BlockHashWithGroupId) -> None:
+        """Write `key` after all others, if it is to be written."""
+        for writer in self.writers:
+            writer.put_last(key)
+
     @property
     def block_sizes(self) -> tuple[int, ...]:
         """Tokens of a block, for each KV cache group."""
