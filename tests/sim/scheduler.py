@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from vllm.config import (
@@ -25,6 +26,7 @@ from vllm.v1.kv_tier.layout import (
     SecondaryLayout,
     SecondaryTier,
 )
+from vllm.v1.kv_tier.scheduler.kv_groups import group_blocks, prefix_ends
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -253,6 +255,7 @@ def make_scheduler(
     retention = None
     if setup.retention is not None and layout.can_retain_less:
         retention = setup.retention * layout.block_size
+    groups = SimpleNamespace(kv_cache_groups=layout.kv_cache_groups())
     kv_cache_config = upstream.kv_cache_config(
         retention,
         num_blocks=setup.num_blocks,
@@ -269,6 +272,7 @@ def make_scheduler(
             tuning=setup.tuning,
             secondary=None if below is None else _secondary(layout, below, max_known),
             elastic=_elastic(setup, device),
+            prefix_ends=prefix_ends(group_blocks(config, groups)),
             can_jump=setup.model_can_jump,
         ),
     )

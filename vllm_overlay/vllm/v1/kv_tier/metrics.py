@@ -169,6 +169,12 @@ METRICS = (
     Metric("promoted_blocks", "counter", "Host slots that became device blocks."),
     Metric("evicted_slots", "counter", "Host slots evicted to make room."),
     Metric(
+        "superseded_slots",
+        "counter",
+        "Of these, host slots with ends of windows or states of earlier turns, which a "
+        "later turn of the same conversation had replaced.",
+    ),
+    Metric(
         "refused_stores",
         "counter",
         "Stores that were not queued: the current plan uses every slot (no_slot), or "

@@ -32,6 +32,7 @@ from vllm.v1.kv_tier.plan import StepReport, merge_reports
 from vllm.v1.kv_tier.scheduler.kv_groups import (
     GroupBlocks,
     group_blocks,
+    prefix_ends,
     tokens_per_block,
 )
 from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
@@ -140,6 +141,7 @@ def start_kv_tier(
             config, vllm_config, executor, kv_cache_config, groups, num_slots, states
         ),
         elastic=open_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
+        prefix_ends=prefix_ends(groups),
         can_jump=_requests_meet(config, vllm_config, kv_cache_config),
     )
     _log_start(config, kv_cache_config, replicas)

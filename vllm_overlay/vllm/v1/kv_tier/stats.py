@@ -98,6 +98,8 @@ class KVTierStats:
     deferred_requests: int = 0
     recomputed_lookups: int = 0
     evicted_slots: int = 0
+    superseded_slots: int = 0
+    """Of these, slots with ends of windows or states that a later turn had replaced."""
     refused_no_slot: int = 0
     """Stores for which the plan used every slot."""
     refused_pinned: int = 0
