@@ -36,7 +36,7 @@ VALUES = {
 LAYERS: tuple[set[str], ...] = (
     VALUES,
     {"layout"},
-    {"block_keys", "eviction", "hints", "memory", "metrics", "stores"},
+    {"block_keys", "eviction", "hints", "keeper", "memory", "metrics", "stores"},
     {"compatibility", "copying", "frontend", "policy"},
     {"config", "scheduler", "worker"},
     {"hints.retention"},
@@ -55,8 +55,8 @@ module imports from the layers below its own, and from its own package in its la
 FOR_API_SERVERS = {"frontend", "hints.http"}
 """What the process that takes requests imports."""
 
-BY_NAME = {"stores.fs", "stores.mooncake", "stores.redis"}
-"""Plugins: known by an import path, and imported by nothing."""
+BY_NAME = {"stores.fs", "stores.mooncake", "stores.redis", "keeper.__main__"}
+"""Plugins and commands: known by an import path, and imported by nothing."""
 
 
 # ---------------------------------------------------------------- what there is
