@@ -53,7 +53,7 @@ def own(
 ) -> None:
     """Store blocks and reuse slots, as the engine that owns the partition does."""
     partition = make(shared)
-    while (found := partition.take_over()) is None:
+    while (found := partition.take_over(NUM_SLOTS)) is None:
         pass
     shared.counts[3] += len(found.slots)
     table = dict(zip(found.slots, found.keys))
@@ -104,7 +104,7 @@ def read(
         pinned = partition.pin(ROWS[numbers], slots, reader, IDENTITY)
         if pinned is None:
             continue
-        numbers, slots = numbers[pinned[0]], slots[pinned[0]]
+        numbers, slots = numbers[pinned], slots[pinned]
         for _ in range(3):
             data = shared.data[slots].copy()
             is_right = (data[:, 0] == numbers) & (data[:, 1] == ~numbers)

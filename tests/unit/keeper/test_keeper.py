@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.v1.kv_tier.keeper.client import Member, Place, PoolRefused, join
+from vllm.v1.kv_tier.keeper.client import Member, PoolRefused, join
 from vllm.v1.kv_tier.keeper.partition import Claim, rows_of
 from vllm.v1.kv_tier.keeper.server import Keeper
 
@@ -52,12 +52,9 @@ def eventually(is_so: Callable[[], bool]) -> float:
     return time.monotonic() - begun
 
 
-def place(member: Member) -> Place:
-    return Place(member.path, member.identity, member.number, 4096, (), ())
-
-
 def test_engines_get_partitions_on_one_grid(path: str) -> None:
-    one, two = Member(path, ONE, 5000), Member(path, ONE, 5000)
+    members = Member(path, ONE, 5000), Member(path, ONE, 5000)
+    one, two = (member.membership for member in members)
     assert {one.number, two.number} == {0, 1}
     assert (one.first_slot, one.num_slots) == (0, 4 * MiB // 5000)
     assert two.first_slot * 5000 >= 4 * MiB
@@ -68,11 +65,11 @@ def test_engines_get_partitions_on_one_grid(path: str) -> None:
 
 def test_ranks_and_neighbours_map_the_same_bytes(path: str) -> None:
     one, two = Member(path, ONE, 4096), Member(path, ONE, 4096)
-    (_, first), (_, second) = join(place(one)), join(place(two))
+    (_, first), (_, second) = join(one.place()), join(two.place())
     first[5 * MiB] = 42
     assert second[5 * MiB] == 42
-    assert one.own.publish([3], KEYS[:1], [None])
-    theirs = two.partitions[one.number]
+    assert one.membership.own.publish([3], KEYS[:1], [None])
+    theirs = two.membership.partitions[one.membership.number]
     theirs.open()
     assert theirs.find(rows_of(KEYS[:1]))[1].tolist() == [3]
 
@@ -84,9 +81,9 @@ def test_successor_adopts_what_a_killed_engine_has_published(
 
     def engine() -> None:
         member = Member(path, ONE, 4096)
-        assert member.own.publish([3, 4], KEYS[:2], [16, 32])
-        assert member.own.claim(4) is Claim.FREE
-        os.write(started[1], bytes([member.number]))
+        assert member.membership.own.publish([3, 4], KEYS[:2], [16, 32])
+        assert member.membership.own.claim(4) is Claim.FREE
+        os.write(started[1], bytes([member.membership.number]))
         time.sleep(60)
 
     pid = start(engine)
@@ -96,22 +93,22 @@ def test_successor_adopts_what_a_killed_engine_has_published(
     eventually(lambda: keeper.num_attached == 0)
     # An engine of another identity takes the empty partition.
     other = Member(path, OTHER, 4096)
-    assert other.number != number
+    assert other.membership.number != number
     heir = Member(path, ONE, 4096)
-    assert heir.number == number
-    assert heir.adopted == ([3], [KEYS[0]], [16])
+    assert heir.membership.number == number
+    assert heir.membership.adopted == ([3], [KEYS[0]], [16])
 
 
 def test_content_of_another_identity_is_dropped_once_nobody_reads_it(
     keeper: Keeper, path: str
 ) -> None:
     one, two = Member(path, ONE, 4096), Member(path, ONE, 4096)
-    assert one.own.publish([3], KEYS[:1], [None])
-    theirs = two.partitions[one.number]
+    assert one.membership.own.publish([3], KEYS[:1], [None])
+    theirs = two.membership.partitions[one.membership.number]
     theirs.open()
     rows = rows_of(KEYS[:1])
     _, slots = theirs.find(rows)
-    assert theirs.pin(rows, slots, two.number, ONE)
+    assert theirs.pin(rows, slots, two.membership.number, ONE)
     one.close()
     eventually(lambda: keeper.num_attached == 1)
     found: list[Member] = []
@@ -119,24 +116,27 @@ def test_content_of_another_identity_is_dropped_once_nobody_reads_it(
     thread.start()
     time.sleep(0.3)
     assert not found
-    assert theirs.unpin([3], two.number)
+    assert theirs.unpin([3], two.membership.number)
     thread.join()
-    assert found[0].adopted.slots == [] and found[0].number == one.number
+    assert (
+        found[0].membership.adopted.slots == []
+        and found[0].membership.number == one.membership.number
+    )
 
 
 def test_pins_of_a_dead_reader_are_cleared_within_a_second(
     keeper: Keeper, path: str
 ) -> None:
     one = Member(path, ONE, 4096)
-    assert one.own.publish([3], KEYS[:1], [None])
+    assert one.membership.own.publish([3], KEYS[:1], [None])
     ready = os.pipe()
 
     def engine() -> None:
         member = Member(path, ONE, 4096)
-        theirs = member.partitions[one.number]
+        theirs = member.membership.partitions[one.membership.number]
         theirs.open()
         _, slots = theirs.find(rows_of(KEYS[:1]))
-        theirs.pin(rows_of(KEYS[:1]), slots, member.number, ONE)
+        theirs.pin(rows_of(KEYS[:1]), slots, member.membership.number, ONE)
         # It dies with the lock of a neighbour.
         theirs.lock.acquire()
         os.write(ready[1], b"x")
@@ -144,23 +144,23 @@ def test_pins_of_a_dead_reader_are_cleared_within_a_second(
 
     pid = start(engine)
     os.read(ready[0], 1)
-    assert one.own.claim(3) is Claim.BUSY
+    assert one.membership.own.claim(3) is Claim.BUSY
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert eventually(lambda: one.own.unpinned([3]) == [3]) < 1
+    assert eventually(lambda: one.membership.own.unpinned([3]) == [3]) < 1
 
 
 def test_partition_is_kept_while_a_rank_lives(keeper: Keeper, path: str) -> None:
     one = Member(path, ONE, 4096)
-    rank, _ = join(place(one))
+    rank, _ = join(one.place())
     one.close()
     time.sleep(0.1)
     assert keeper.num_attached == 1
     two = Member(path, ONE, 4096)
-    assert two.number != one.number
+    assert two.membership.number != one.membership.number
     rank.close()
     eventually(lambda: keeper.num_attached == 1)
-    assert Member(path, ONE, 4096).number == one.number
+    assert Member(path, ONE, 4096).membership.number == one.membership.number
 
 
 def test_engines_go_on_without_the_keeper(tmp_path: Path) -> None:
@@ -177,8 +177,8 @@ def test_engines_go_on_without_the_keeper(tmp_path: Path) -> None:
     one, two = Member(str(path), ONE, 4096), Member(str(path), ONE, 4096)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert one.own.publish([3], KEYS[:1], [None])
-    theirs = two.partitions[one.number]
+    assert one.membership.own.publish([3], KEYS[:1], [None])
+    theirs = two.membership.partitions[one.membership.number]
     theirs.open()
     assert theirs.find(rows_of(KEYS[:1]))[1].tolist() == [3]
     with pytest.raises(PoolRefused, match="no keeper answers there"):
@@ -202,7 +202,7 @@ def test_nonsense_is_refused(path: str, message: bytes) -> None:
         connection.send(message)
         data, fds, _, _ = socket.recv_fds(connection, 4096, 2)
         assert b"refused" in data and not fds
-    assert Member(path, ONE, 4096).num_slots == 1024
+    assert Member(path, ONE, 4096).membership.num_slots == 1024
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def pin(partition: Partition, keys: Sequence[bytes], reader: int = 1) -> list[in
     found, slots = partition.find(rows)
     pinned = partition.pin(rows[found], slots, reader, IDENTITY)
     assert pinned is not None
-    return slots[pinned[0]].tolist()
+    return slots[pinned].tolist()
 
 
 def test_published_slot_is_found_until_it_is_claimed(partition: Partition) -> None:
@@ -38,7 +38,7 @@ def test_published_slot_is_found_until_it_is_claimed(partition: Partition) -> No
     found, slots = partition.find(ROWS[:4])
     assert (found.tolist(), slots.tolist()) == ([0, 1], [3, 5])
     pinned = partition.pin(ROWS[:2], slots, 1, IDENTITY)
-    assert pinned is not None and pinned[1] == [16, -1]
+    assert pinned is not None and pinned.all()
     assert partition.claim(3) is Claim.PINNED
     assert partition.unpin([3, 5], 1)
     # Once more, since a neighbour has used it.
@@ -64,7 +64,7 @@ def test_withdrawn_slot_is_not_found_but_stays_pinned(partition: Partition) -> N
     assert pin(partition, KEYS[:1]) == []
     # A look from before, too.
     pinned = partition.pin(ROWS[:1], stale[1], 2, IDENTITY)
-    assert pinned is not None and not pinned[0].any()
+    assert pinned is not None and not pinned.any()
 
 
 def test_slot_with_another_key_is_not_pinned(partition: Partition) -> None:
@@ -73,13 +73,13 @@ def test_slot_with_another_key_is_not_pinned(partition: Partition) -> None:
     assert partition.claim(3) is Claim.FREE
     assert partition.publish([3], KEYS[1:2], [None])
     pinned = partition.pin(ROWS[:1], slots, 1, IDENTITY)
-    assert pinned is not None and not pinned[0].any()
+    assert pinned is not None and not pinned.any()
 
 
 def test_content_of_another_identity_is_not_pinned(partition: Partition) -> None:
     assert partition.publish([3], KEYS[:1], [None])
     pinned = partition.pin(ROWS[:1], np.array([3]), 1, b"j" * 32)
-    assert pinned is not None and not pinned[0].any()
+    assert pinned is not None and not pinned.any()
 
 
 def test_partition_is_given_away_only_when_nobody_reads_it(
@@ -97,7 +97,7 @@ def test_partition_is_given_away_only_when_nobody_reads_it(
 def test_successor_finds_what_was_published(partition: Partition) -> None:
     assert partition.publish([3, 5, 7], KEYS[:3], [16, None, 48])
     assert partition.claim(5) is Claim.FREE
-    found = partition.take_over()
+    found = partition.take_over(NUM_SLOTS)
     assert found is not None
     assert sorted(zip(*found)) == [(3, KEYS[0], 16), (7, KEYS[2], 48)]
 
@@ -160,7 +160,7 @@ class _PinsUnseen(Partition):
     def pin(self, rows, slots, reader, identity):  # type: ignore[no-untyped-def]
         time.sleep(0)
         self._pins[slots, reader] = 1
-        return np.ones(len(slots), np.bool_), [-1] * len(slots)
+        return np.ones(len(slots), np.bool_)
 
 
 class _UnpinsAtOnce(Partition):

@@ -6,6 +6,8 @@ import mmap
 import os
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,9 @@ VERSION = 1
 MAX_MESSAGE_BYTES = 4096
 MIN_SLOT_BYTES = 4096
 """Blocks of fewer bytes take as much."""
+
+# Copy engines are tested on empty slots: one in so many, at least one.
+_EMPTY_PART = 100
 
 _TIMEOUT_S = 10.0
 _RETRY_S = 0.1
@@ -68,18 +73,65 @@ class Place(NamedTuple):
     identity: bytes
     number: int
     slot_bytes: int
-    free: tuple[int, ...]
-    """Some slots of the whole pool that hold nothing, and that no process reads."""
-    adopted: tuple[int, ...]
-    """Slots of the whole pool that hold what an earlier engine has stored."""
+    own: range
+    """Slots of the partition, as numbers in the whole pool."""
+    empty: tuple[int, ...]
+    """Those that hold nothing, and that no process reads."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """An engine's part of the pool, and that of its neighbours."""
+
+    partitions: Sequence[Partition]
+    number: int
+    """Its own partition, and its column of pins in the others."""
+    identity: bytes
+    """32 bytes that name everything that shapes the engine's KV."""
+    adopted: Published
+    """What an earlier engine of this identity has left in it."""
+    unread: Sequence[int]
+    """Its slots that no neighbour reads."""
+
+    @classmethod
+    def take(
+        cls, partitions: Sequence[Partition], number: int, identity: bytes
+    ) -> "Membership":
+        """Take over a partition that has no other owner.
+
+        Raises:
+            PoolRefused: Its lock stays busy.
+
+        """
+        own, until = partitions[number], time.monotonic() + _TIMEOUT_S
+        while True:
+            adopted = own.take_over(own.num_slots - own.num_slots // _EMPTY_PART - 1)
+            unread = own.unpinned(range(own.num_slots))
+            if adopted is not None and unread is not None:
+                return cls(partitions, number, identity, adopted, unread)
+            if time.monotonic() > until:
+                raise PoolRefused("--kv-offloading-config: pool: its lock stays busy.")
+
+    @property
+    def own(self) -> Partition:
+        return self.partitions[self.number]
+
+    @property
+    def first_slot(self) -> int:
+        """Number of its first slot in the whole pool."""
+        return self.own.first_slot
+
+    @property
+    def num_slots(self) -> int:
+        return self.own.num_slots
 
 
 class Member:
-    """An engine's part of the pool. The connection lives as long as this object.
+    """An engine's connection to the keeper, which has its partition until `close`.
 
     Args:
         path: Of the keeper's socket.
-        identity: 32 bytes that name everything that shapes the engine's KV.
+        identity: As in `Membership`.
         slot_bytes: Bytes of a block.
 
     Raises:
@@ -88,22 +140,26 @@ class Member:
     """
 
     def __init__(self, path: str, identity: bytes, slot_bytes: int) -> None:
-        self.path, self.identity, self.slot_bytes = path, identity, slot_bytes
+        self._path, self._slot_bytes = path, slot_bytes
         wanted = {"identity": identity.hex(), "slot_bytes": slot_bytes}
         self._connection, reply, fds = _ask(path, wanted)
-        self.number = int(reply.pop("partition"))
-        self.geometry = Geometry(**reply)
-        self.partitions = map_partitions(fds[1], self.geometry)
+        number = int(reply.pop("partition"))
+        partitions = map_partitions(fds[1], Geometry(**reply))
         for fd in fds:
             os.close(fd)
-        self.own = self.partitions[self.number]
-        until = time.monotonic() + _TIMEOUT_S
-        while (found := self.own.take_over()) is None:
-            if time.monotonic() > until:
-                raise PoolRefused(f"{_setting(path)}: its lock stays busy.")
-        self.adopted: Published = found
-        self.first_slot, self.num_slots = self.geometry.slots_of(
-            self.number, slot_bytes
+        self.membership = Membership.take(partitions, number, identity)
+
+    def place(self) -> Place:
+        """Where the ranks of the engine find its memory."""
+        member = self.membership
+        first, used = member.first_slot, {*member.adopted.slots}
+        return Place(
+            self._path,
+            member.identity,
+            member.number,
+            self._slot_bytes,
+            range(first, first + member.num_slots),
+            tuple(first + slot for slot in member.unread if slot not in used),
         )
 
     def close(self) -> None:

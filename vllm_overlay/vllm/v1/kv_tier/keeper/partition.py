@@ -209,10 +209,15 @@ class Partition:
             self.lock.release()
         return True
 
-    def take_over(self) -> Published | None:
+    def take_over(self, max_slots: int) -> Published | None:
         """What the last owner has left, for the next one with the same identity.
 
-        None if the lock is busy.
+        Args:
+            max_slots: Withdraw what is more.
+
+        Returns:
+            None if the lock is busy.
+
         """
         if not self.lock.acquire(_SPIN_S):
             return None
@@ -221,6 +226,8 @@ class Partition:
             n = self._num_slots
             self._places[:n] = 0
             places = np.flatnonzero(self._entries)
+            self._entries[places[max_slots:]] = 0
+            places = places[:max_slots]
             slots = (self._entries[places] & _LOW).astype(np.int64) - 1
             self._places[slots] = places + 1
             keys = self._keys[slots].view(np.uint8)[:, : self._key_bytes]
@@ -324,15 +331,14 @@ class Partition:
 
     def unpinned(self, slots: Sequence[int]) -> list[int] | None:
         """Those of `slots` that no neighbour reads. None if the lock is busy."""
+        numbers = np.array(slots, np.int64)
         if not self.lock.acquire(_SPIN_S):
             return None
         try:
-            are_pinned = self._pin_words[np.array(slots, np.int64)].any(axis=1)
+            numbers = numbers[(self._pin_words[numbers] == 0).all(axis=1)]
         finally:
             self.lock.release()
-        return [
-            slot for slot, is_pinned in zip(slots, are_pinned.tolist()) if not is_pinned
-        ]
+        return list(numbers.tolist())
 
     def _is_pinned(self, slot: int) -> bool:
         first, second = self._pin_words[slot].tolist()
@@ -363,7 +369,7 @@ class Partition:
 
     def pin(
         self, rows: Rows, slots: Slots, reader: int, identity: bytes
-    ) -> tuple[NDArray[np.bool_], list[int]] | None:
+    ) -> NDArray[np.bool_] | None:
         """Pin those of `slots` that still hold their keys.
 
         Args:
@@ -373,19 +379,18 @@ class Partition:
             identity: Whose content it may read.
 
         Returns:
-            Which of them are pinned now, and the tokens of each slot (-1: unknown).
-            None if the lock is busy.
+            Which of them are pinned now. None if the lock is busy.
 
         """
         if not self.lock.acquire(_SPIN_S):
             return None
         try:
             if self.identity != identity:
-                return np.zeros(len(slots), np.bool_), [-1] * len(slots)
+                return np.zeros(len(slots), np.bool_)
             hold = (self._places[slots] > 0) & (self._keys[slots] == rows).all(axis=1)
             self._pins[slots[hold], reader] = 1
             self._used[slots[hold]] = 1
-            return hold, self._num_tokens[slots].tolist()
+            return hold
         finally:
             self.lock.release()
 

@@ -205,8 +205,8 @@ class Keeper:
         return {"partition": number, **self.geometry._asdict()}
 
     def _assign(self, identity: bytes, slot_bytes: int) -> int:
-        """A partition for an engine: one that it had, else an empty one, else one of another
-        identity, whose content is lost."""
+        """A partition for an engine: what one of its identity has left, else an empty
+        one, else one of another identity, whose content is lost."""
         if len(identity) != 32 or slot_bytes < 1:
             raise ValueError("identity or slot_bytes")
         first, num_slots = self.geometry.slots_of(0, slot_bytes)
