@@ -180,7 +180,8 @@ def _join_pool(
         space = _namespace(vllm_config, executor, kv_cache_config, states)
     except ValueError as e:
         # It is written for the other setting that needs a name of the KV.
-        raise ValueError(str(e).replace("secondary_tiers", "pool")) from e
+        e.args = (str(e).replace("secondary_tiers", "pool"),)
+        raise
     names = executor.collective_rpc(
         name_of_rank, args=(space, 0, kv_cache_config.num_blocks)
     )

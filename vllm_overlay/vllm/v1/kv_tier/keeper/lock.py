@@ -24,11 +24,11 @@ def _libc() -> Any:
     # Calls keep Python's lock: they never block, and another thread of this process
     # must not get its turn between them.
     libc = ctypes.PyDLL(None)
-    if not hasattr(libc, "pthread_mutex_consistent"):
+    try:
+        libc["pthread_mutex_consistent"]
+    except AttributeError:
         # Before glibc 2.34.
         libc = ctypes.PyDLL("libpthread.so.0")
-    for name in ("init", "trylock", "unlock", "consistent"):
-        getattr(libc, f"pthread_mutex_{name}").restype = ctypes.c_int
     return libc
 
 
@@ -58,8 +58,8 @@ class RobustLock:
         call = self._libc.pthread_mutexattr_init
         _check(call(attributes), "pthread_mutexattr_init")
         for name, value in (("pshared", _PROCESS_SHARED), ("robust", _ROBUST)):
-            call = getattr(self._libc, f"pthread_mutexattr_set{name}")
-            _check(call(attributes, value), f"pthread_mutexattr_set{name}")
+            function = f"pthread_mutexattr_set{name}"
+            _check(self._libc[function](attributes, value), function)
         _check(self._init(self._address, attributes), "pthread_mutex_init")
 
     def acquire(self, spin_s: float = 0.0) -> bool:

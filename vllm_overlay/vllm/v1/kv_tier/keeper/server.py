@@ -208,7 +208,7 @@ class Keeper:
         """A partition for an engine: what one of its identity has left, else an empty
         one, else one of another identity, whose content is lost."""
         if len(identity) != 32 or slot_bytes < 1:
-            raise ValueError("identity or slot_bytes")
+            raise Refused("it needs an identity of 32 bytes and slot_bytes from 1")
         first, num_slots = self.geometry.slots_of(0, slot_bytes)
         if num_slots < 1:
             raise Refused(
