@@ -100,17 +100,26 @@ class Membership:
         """Take over a partition that has no other owner.
 
         Raises:
-            PoolRefused: Its lock stays busy.
+            PoolRefused: Its lock stays busy, or neighbours read all that is to be
+                empty.
 
         """
         own, until = partitions[number], time.monotonic() + _TIMEOUT_S
         while True:
             adopted = own.take_over(own.num_slots - own.num_slots // _EMPTY_PART - 1)
             unread = own.unpinned(range(own.num_slots))
-            if adopted is not None and unread is not None:
+            if (
+                adopted is not None
+                and unread is not None
+                and not {*unread} <= {*adopted.slots}
+            ):
                 return cls(partitions, number, identity, adopted, unread)
+            time.sleep(_RETRY_S)
             if time.monotonic() > until:
-                raise PoolRefused("--kv-offloading-config: pool: its lock stays busy.")
+                raise PoolRefused(
+                    "--kv-offloading-config: pool: its lock stays busy, or its slots "
+                    "are read. Start the engine again."
+                )
 
     @property
     def own(self) -> Partition:

@@ -79,14 +79,18 @@ class SharedSlotTable(SlotTable):
 
     def _adopt(self, member: Membership) -> None:
         """Take over what an earlier engine has stored."""
+        used, copies = set(), set()
         for slot, raw, num_tokens in zip(*member.adopted):
             key = BlockHashWithGroupId(raw)
-            if key not in self._slots:
-                self._slots[key] = self._filled(slot, (key,), num_tokens, store_seq=0)
-                self._policy.insert(key)
-        used = {slot.index for slot in self.filled_slots()}
+            if key in self._slots:
+                # It was stored again before it could be withdrawn.
+                copies.add(slot)
+                continue
+            used.add(slot)
+            self._slots[key] = self._filled(slot, (key,), num_tokens, store_seq=0)
+            self._policy.insert(key)
         # Neighbours may still read what it had withdrawn.
-        read = {*range(self.num_own)} - used - {*member.unread}
+        read = {*range(self.num_own)} - used - {*member.unread} | copies
         self._free = [slot for slot in self._free if slot not in used | read]
         for slot in read:
             self._hold_read(slot, [])
