@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real servers that share the pool of a keeper, and are killed."""
 
+import os
 import time
+from collections import Counter
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
+from random import Random
+from threading import Event, Thread
 
 import pytest
 
@@ -98,3 +103,61 @@ def test_bytes_come_from_the_pool_and_only_from_there(
         assert answers(alone) == [(text, 0) for text in texts]
     finally:
         alone.kill()
+
+
+def test_killed_engines_give_no_wrong_answer(model: Path, tmp_path: Path) -> None:
+    """Under load, with a pool that holds half of the prompts, so that slots are reused
+    while neighbours read them. `KV_TIER_POOL_KILLS` sets how many are killed."""
+    num_kills = int(os.environ.get("KV_TIER_POOL_KILLS", "2"))
+    asked, rng = prompts(800, 24), Random(3)
+    with keeping(tmp_path, size_gib=4 / 1024, num_engines=2) as keeper:
+        alone = serve(model, tmp_path / "alone", None)
+        try:
+            truth = [ask(alone, prompt)[0] for prompt in asked]
+        finally:
+            alone.kill()
+        servers = [serve(model, tmp_path / f"{i}", keeper.socket) for i in range(2)]
+        wrong: list[int] = []
+        counts: Counter[str] = Counter()
+        is_over = Event()
+
+        def client(seed: int) -> None:
+            of_client = Random(seed)
+            while not is_over.is_set():
+                number = of_client.randrange(len(asked))
+                try:
+                    text, cached = ask(of_client.choice(servers), asked[number])
+                except (OSError, HTTPException):
+                    counts["ended"] += 1
+                    time.sleep(0.2)
+                    continue
+                counts["hits"] += cached > 0
+                counts["answers"] += 1
+                if text != truth[number]:
+                    wrong.append(number)
+
+        clients = [Thread(target=client, args=(seed,)) for seed in range(4)]
+        for thread in clients:
+            thread.start()
+        try:
+            for i in range(num_kills):
+                time.sleep(rng.uniform(5, 10))
+                victim = i % 2
+                counts["from neighbours"] += int(
+                    counted(servers[1 - victim], "neighbour_blocks")
+                )
+                servers[victim].kill()
+                log = tmp_path / f"{victim} after {i}"
+                servers[victim] = serve(model, log, keeper.socket)
+                assert "of an earlier engine" in servers[victim].log()
+            time.sleep(5)
+        finally:
+            is_over.set()
+            for thread in clients:
+                thread.join()
+            for server in servers:
+                server.kill()
+        print(dict(counts))
+        assert wrong == []
+        assert counts["answers"] > 100 and counts["hits"] > 20
+        assert counts["from neighbours"]

@@ -43,7 +43,12 @@ NUM_DRAFTS = 3
 # has few: let all be for prefetches.
 # No more steps are in flight than five, and ranks tell of failed loads with their step.
 TUNING = SchedulingTuning(
-    min_prefetch=1, spare=0.0, settled_steps=5, settled_outputs=0, idle_pause_s=0.0
+    plans_per_report=1,
+    min_prefetch=1,
+    spare=0.0,
+    settled_steps=5,
+    settled_outputs=0,
+    idle_pause_s=0.0,
 )
 
 

@@ -115,7 +115,7 @@ class _StaleAfterDeath(Partition):
 def publish_at_once(patch: pytest.MonkeyPatch) -> None:
     """Before the ranks have ended the stores."""
 
-    def record(self: SharedSlotTable, plan: StepPlan) -> bool:
+    def record(self: SharedSlotTable, plan: StepPlan, is_idle: bool) -> bool:
         stores = [*plan.store_slots, *plan.clean_slots]
         slots = [slot for index in stores if (slot := self.at(index)) is not None]
         if slots and not self.has_left:

@@ -13,6 +13,7 @@ import pytest
 from vllm.v1.kv_tier.keeper.partition import (
     Claim,
     Partition,
+    mix,
     partition_bytes,
     rows_of,
 )
@@ -104,8 +105,8 @@ def test_successor_finds_what_was_published(partition: Partition) -> None:
 
 def test_full_bucket_leaves_slots_unpublished() -> None:
     class OneBucket(Partition):
-        def _hashed(self, rows):  # type: ignore[no-untyped-def]
-            buckets, tags = super()._hashed(rows)
+        def _hashed(self, rows, mixed=None):  # type: ignore[no-untyped-def]
+            buckets, tags = super()._hashed(rows, mixed)
             return buckets * 0, tags
 
     partition = OneBucket(Shared().partition_memory, NUM_SLOTS)
@@ -229,14 +230,18 @@ def test_nearly_all_slots_find_a_place() -> None:
     assert missing < 20
 
 
-def test_missing_keys_cost_little() -> None:
-    partition = filled(50_000)
+def test_missing_keys_of_seven_neighbours_cost_little() -> None:
+    partitions = [filled(20_000) for _ in range(7)]
     keys = [key(1_000_000 + n) for n in range(1000)]
     times = []
-    for _ in range(21):
+    for _ in range(31):
         begun = time.perf_counter()
-        found, _ = partition.find(rows_of(keys))
+        rows = rows_of(keys)
+        mixed = mix(rows)
+        for partition in partitions:
+            partition.open()
+            assert not len(partition.find(rows, mixed)[0])
         times.append(time.perf_counter() - begun)
-        assert not len(found)
-    print(f"1,000 missing keys: {median(times) * 1e6:.0f} us")
-    assert median(times) < 0.5e-3
+    print(f"1,000 missing keys of 7 neighbours: {median(times) * 1e6:.0f} us")
+    # Half a millisecond on a machine that does nothing else.
+    assert median(times) < 2e-3

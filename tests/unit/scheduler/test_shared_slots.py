@@ -22,7 +22,7 @@ def partition() -> Partition:
 
 def table_of(partition: Partition) -> SharedSlotTable:
     member = Membership.take([partition], 0, IDENTITY)
-    return SharedSlotTable(make_policy("lru", NUM_SLOTS), member)
+    return SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 8)
 
 
 def fill(table: SharedSlotTable, first: int, num: int, seq: int) -> list[int]:
@@ -30,7 +30,7 @@ def fill(table: SharedSlotTable, first: int, num: int, seq: int) -> list[int]:
     keys = [BlockHashWithGroupId(KEYS[i]) for i in range(first, first + num)]
     slots = [table.insert((key,), 16, seq) for key in keys]
     stored = [slot.index for slot in slots if slot is not None]
-    table.record_stores(StepPlan(seq, clean_slots=stored))
+    table.record_stores(StepPlan(seq, clean_slots=stored), is_idle=False)
     table.unpin_all()
     table.record_ended([seq])
     table.share(settled=seq)
@@ -48,7 +48,10 @@ def test_nothing_is_found_before_it_is_complete(partition: Partition) -> None:
     table = table_of(partition)
     slot = table.insert((BlockHashWithGroupId(KEYS[0]),), 16, 1)
     assert slot is not None
-    assert table.record_stores(StepPlan(1, store_slots=[slot.index]))
+    plan = StepPlan(1, store_slots=[slot.index])
+    assert not table.record_stores(plan, is_idle=False)
+    # It waits for others, but not longer than there are any.
+    assert table.record_stores(StepPlan(2), is_idle=True)
     table.unpin_all()
     table.share(settled=1)
     assert pin(partition, 0) == []

@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.keeper.client import Membership
-from vllm.v1.kv_tier.keeper.partition import Partition, rows_of
+from vllm.v1.kv_tier.keeper.partition import Partition, mix, rows_of
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.scheduler.host_writer import HostWriter
 from vllm.v1.kv_tier.scheduler.secondary.lookup import LoadFilter, PromptLookup
@@ -70,12 +70,12 @@ class Neighbours:
         if not wanted:
             return False
         rows, is_busy = rows_of([key for key, _ in wanted]), False
-        missing = np.arange(len(wanted))
+        missing, mixed = np.arange(len(wanted)), mix(rows)
         for partition in self._partitions:
             if partition.identity != self._identity:
                 continue
             partition.open()
-            candidates, slots = partition.find(rows[missing])
+            candidates, slots = partition.find(rows[missing], mixed[missing])
             if not len(slots):
                 continue
             places = missing[candidates]

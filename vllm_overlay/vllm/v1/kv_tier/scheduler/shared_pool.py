@@ -57,7 +57,8 @@ class SharedBlockPool(TieredBlockPool):
         self, layout: KVTierLayout, policy: EvictionPolicy
     ) -> SharedSlotTable:
         assert layout.pool is not None
-        return SharedSlotTable(policy, layout.pool.member)
+        num_plans = layout.tuning.plans_per_report
+        return SharedSlotTable(policy, layout.pool.member, num_plans)
 
     def _make_writer(self, *args: object) -> SharedHostWriter:
         return SharedHostWriter(*args)
@@ -97,14 +98,14 @@ class SharedBlockPool(TieredBlockPool):
     def take_plan(self, is_idle: bool = False) -> StepPlan:
         """As `TieredBlockPool.take_plan`. Slots in the plan are those of the pool."""
         plan = super().take_plan(is_idle)
-        has_stores = self.host.record_stores(plan)
+        is_due = self.host.record_stores(plan, is_idle)
         num_own = self.host.num_own
         num_read = self.neighbours.record_plan(plan, lambda i: 0 <= i < num_own)
         if num_read:
             self._stats.neighbour_blocks += num_read
             self.host_writer.record_loads(plan, self.neighbours)
         # What is read is unpinned, and what is stored is published, when it has ended.
-        plan.report_end |= has_stores or num_read > 0
+        plan.report_end |= is_due or num_read > 0
         self.neighbours.end_step()
         self.host.share(self._settled(plan.seq))
         first = self._layout.member.first_slot

@@ -59,17 +59,24 @@ class SharedSlotTable(SlotTable):
     Args:
         policy: As in `SlotTable`.
         member: The engine's partition, and what it holds already.
+        plans_per_report: Plans with stores for each report of their end, while the
+            engine has requests.
 
     """
 
-    def __init__(self, policy: EvictionPolicy, member: Membership) -> None:
+    def __init__(
+        self, policy: EvictionPolicy, member: Membership, plans_per_report: int
+    ) -> None:
         super().__init__(member.num_slots, policy)
+        self._plans_per_report = plans_per_report
         self.num_own = member.num_slots
         self._partition = member.own
         self.has_left = False
         """Whether nothing is published any more."""
         self._is_leaving = False
         self._num_refused = 0
+        # Plans with stores since the last one whose end is to be reported.
+        self._num_unasked = 0
         # Stores by plan, until it has ended: (slot, key). Then (plan, slot, key).
         self._unended: dict[int, list[tuple[int, BlockHashWithGroupId]]] = {}
         self._to_publish: deque[tuple[int, int, BlockHashWithGroupId]] = deque()
@@ -102,22 +109,32 @@ class SharedSlotTable(SlotTable):
 
     # ------------------------------------------------------------------ of each step
 
-    def record_stores(self, plan: StepPlan) -> bool:
-        """Note what a plan stores. Returns whether its end must be reported."""
+    def record_stores(self, plan: StepPlan, is_idle: bool) -> bool:
+        """Note what a plan stores. Returns whether its end must be reported.
+
+        A report covers all plans before it, so not every step needs one.
+        """
+        if self.has_left:
+            return False
         stores = []
         for index in (*plan.store_slots, *plan.clean_slots):
             slot = self.at(index)
             # Others do not look for blocks with several keys.
             if slot is not None and len(slot.keys) == 1:
                 stores.append((index, slot.keys[0]))
-        if stores and not self.has_left:
+        if stores:
             self._unended[plan.seq] = stores
-        return bool(stores)
+            self._num_unasked += 1
+        is_due = self._num_unasked >= (1 if is_idle else self._plans_per_report)
+        if is_due:
+            self._num_unasked = 0
+        return is_due
 
     def record_ended(self, seqs: Iterable[int]) -> None:
-        """All ranks have ended these plans."""
-        for seq in seqs:
-            for index, key in self._unended.pop(seq, ()):
+        """All ranks have ended these plans, and so all before them."""
+        last = max(seqs)
+        for seq in [seq for seq in self._unended if seq <= last]:
+            for index, key in self._unended.pop(seq):
                 self._to_publish.append((seq, index, key))
 
     def share(self, settled: int) -> None:
