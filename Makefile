@@ -20,7 +20,7 @@ help: ## this list
 	  awk -F ':.*## ' '{ printf "%-15s %s\n", $$1, $$2 }'
 	@echo 'TAG is one of $(notdir $(wildcard patches/v*)), $(TAG) if not given.'
 
-.PHONY: apply-patches quilt refresh new-tag carry differs mutate-series seam-tests check-patches tags-page new-releases
+.PHONY: apply-patches quilt refresh new-tag carry differs mutate-series seam-tests check-patches tags-page goodput-page new-releases
 apply-patches: ## build/TAG/src: sdist + series + overlay; FORCE=1 loses edits [TAG= FORCE=]
 	$(TOOL) apply $(TAG) $(if $(FORCE),--force)
 
@@ -49,6 +49,9 @@ seam-tests: env ## take each seam out of build/env/TAG for a while: its test mus
 
 tags-page: ## docs/tags.md and the table in README.md, from all series and ci/tested.toml
 	$(TOOL) tags-page
+
+goodput-page: ## the table and picture of rising rates, from the kept runs or those in DIRS
+	python3 scripts/bench/goodput_page.py $(DIRS)
 
 new-releases: ## try the newest series on releases of upstream that have none
 	@$(PYTHON) ci/new_releases.py

@@ -259,7 +259,7 @@ def stopped(bench: Bench) -> None:
                     flush=True,
                 )
                 # Until it is tried again.
-                time.sleep(6)
+                time.sleep(11)
         bench.tell("longest wait, of the deadline", max(added) / deadline_s, 1.0)
         bench.tell("schedule()", statistics.median(ratios), STEP_BAR)
     finally:

@@ -17,9 +17,9 @@
 #     5  what the tier costs where it is of no use (no_reuse, fits)
 #     6  LMCache, if it is installed
 #     7  outputs, which must be equal
-#     8  conversations that arrive at a rising rate (needs TRACE, an H200 and 130 GiB):
-#        CUDA_VISIBLE_DEVICES=0 and ENGINES=core,offloading,none on one device at the
-#        same time as ENGINES=simple,lmcache on another give six engines in ten minutes
+#     8  conversations that arrive at a rising rate (needs TRACE; two H200s and 240 GiB
+#        hold six engines): CUDA_VISIBLE_DEVICES=0 with ENGINES=core,device, and at the
+#        same time, on the other device, ENGINES=offloading,simple,lmcache
 #
 # Environment: PYTHON, TRACE (a file as Mooncake has them), LIMIT (560 seconds a call),
 # REPEATS (3), SCALE and DEVICE (h200, cuda), LLM (arguments of all engines alike),
@@ -77,7 +77,8 @@ for call in "${calls[@]}"; do
         --configs large,write_back,verify,race,race_ahead ;;
     8) run "$python" "$here/compare.py" --out "$out/goodput" --logprobs= --repeats "${REPEATS:-3}" \
         "${common[@]}" --llm '{"max_num_seqs": 256}' --side-by-side --count \
-        --device-gib 24 --host-gib 40 --workloads goodput \
+        --device-gib 20 --host-gib 40 --workloads goodput \
+        --extra 'device={"like": "large", "device_scale": 3}' \
         --configs "${ENGINES:-core,offloading,none}" ;;
     report) ;;
     *) echo "speed.sh: no call $call; use 1 to 8, or report" >&2 && exit 2 ;;

@@ -103,7 +103,9 @@ def long_prompts_that_are_stored(num_slots: int) -> Steps:
             yield False
             # The thread that asks.
             time.sleep(0.01)
-        assert len(below.pool.secondary.reader.found) == 62_500  # type: ignore[union-attr]
+        wait = below.backing.reader._waits[request]  # type: ignore[union-attr, index]
+        assert len(wait.found) == 62_500
+        del wait
         yield True
         # It is aborted.
         del request
@@ -123,22 +125,23 @@ def all_fetches_end_at_once(num_slots: int) -> Steps:
     num_blocks = num_slots // 4
     hashes = [_hash(i) for i in range(num_blocks)]
     below.store.keys = {bytes(make_block_hash_with_group_id(h, 0)) for h in hashes}
-    request = Request("")
-    request.block_hashes = hashes
-    below.tier.begin()
-    while below.pool.is_loading(request, True):  # type: ignore[arg-type]
-        below.tier.end()
-        time.sleep(0.001)
+    jobs, requests = [], []
+    # A request begins to fetch as much as a step may, and more when that has come.
+    for first in range(0, num_blocks, 4096):
+        request = Request("")
+        request.block_hashes = hashes[first : first + 4096]
+        requests.append(request)
         below.tier.begin()
-    hit = [below.pool.get_cached_block(h, [0])[0] for h in hashes]  # type: ignore[index]
-    jobs = []
-    yield True
-    below.tier.try_promote(hit, request=request)
-    while jobs_of_step := below.tier.end().secondary:
-        jobs += jobs_of_step
+        while below.pool.is_loading(request, True):  # type: ignore[arg-type]
+            below.tier.end()
+            time.sleep(0.001)
+            below.tier.begin()
+        found = [below.pool.get_cached_block(h, [0]) for h in request.block_hashes]
+        hit = [blocks[0] for blocks in found]  # type: ignore[index]
         yield True
-        below.tier.begin()
-        assert below.pool.is_loading(request, True)  # type: ignore[arg-type]
+        below.tier.try_promote(hit, request=request)
+        jobs += below.tier.end().secondary
+        yield False
     assert sum(len(job.slots) for job in jobs) == num_blocks
     yield from _all_end(below, jobs)
     assert len(below.pool.host) == num_blocks

@@ -26,7 +26,7 @@ from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig, StorePolicy
 from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.plan import SecondaryResult, StepReport
 from vllm.v1.kv_tier.pool import make_block_pool
-from vllm.v1.kv_tier.scheduler.secondary.found import SecondaryBlock
+from vllm.v1.kv_tier.scheduler.secondary.fetches import SecondaryBlock
 from vllm.v1.kv_tier.scheduler.slots import HostSlot
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 

@@ -113,8 +113,15 @@ def results(
             future.cancel()
 
 
-def run_engine(name: str, spec: Job, model: Path, folder: Path) -> dict[str, Any]:
-    """What `driver` found, in a process of its own.
+def run_engine(
+    name: str,
+    spec: Job,
+    model: Path,
+    folder: Path,
+    driver: str = "driver",
+    timeout_s: float = ENGINE_TIMEOUT_S,
+) -> dict[str, Any]:
+    """What a driver found, in a process of its own.
 
     Raises:
         RuntimeError: The engine failed; with the end of its log.
@@ -135,11 +142,11 @@ def run_engine(name: str, spec: Job, model: Path, folder: Path) -> dict[str, Any
         ray = ray_cpu.environment()
     with log.open("w") as output, ray as others:
         run = subprocess.run(
-            [sys.executable, "-m", "tests.e2e.driver", str(job), str(result)],
+            [sys.executable, "-m", f"tests.e2e.{driver}", str(job), str(result)],
             env=environment(**others),
             stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=ENGINE_TIMEOUT_S,
+            timeout=timeout_s,
         )
     if run.returncode != 0:
         raise RuntimeError(f"engine {name} failed:\n{log.read_text()[-6000:]}")

@@ -20,6 +20,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_tier.memory.regions import flatten
+from vllm.v1.kv_tier.releases import uses_v2_model_runner
 from vllm.v1.metrics.reader import Counter, Gauge
 
 COUNTERS = (
@@ -73,6 +74,7 @@ class Engine:
                 config.scheduler_config, "async_scheduling", False
             ),
             "world_size": config.parallel_config.world_size,
+            "runner_v2": uses_v2_model_runner(config),
             "num_device_blocks": self.pool.num_gpu_blocks,
             "num_host_slots": self.pool.host.num_slots if self.has_tier else 0,
             "pool": type(self.pool).__name__,

@@ -2,6 +2,9 @@
 """Conversations that arrive at a rising rate, with a fake engine."""
 
 import asyncio
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from bench.suite.table import Results
 from .test_bench_suite import cell
 from .test_closed_loop import FakeClient, trace
 
+ROOT = Path(__file__).parents[2]
 FAST = OpenLoop(
     rates=(20, 60),
     phase_s=0.5,
@@ -127,3 +131,21 @@ def test_the_table_has_the_better_mode_of_each_engine(tmp_path: Path) -> None:
     assert found[5] == "| TTFT at 4/s, 90th percentile, ms | 1,800 | **1,400** |"
     goodput.draw(Results([tmp_path]), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_pages_have_the_tables_of_the_kept_runs() -> None:
+    """`make goodput-page` would change nothing."""
+    pages = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
+    before = [page.read_text() for page in pages]
+    command = [sys.executable, "scripts/bench/goodput_page.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [page.read_text() for page in pages] == before
+    assert re.search(r"KVTier .*\| SimpleCPUOffload", before[0])
+
+
+def test_a_page_without_its_comments_is_refused() -> None:
+    page = "a\n<!-- x: made by `make goodput-page` -->\nold\n<!-- x end -->\nb"
+    assert "\n\nnew\n\n<!-- x end" in goodput.between(page, "x", "new")
+    with pytest.raises(ValueError, match=r"<!-- y: made"):
+        goodput.between(page, "y", "new")

@@ -25,11 +25,17 @@ class _Request:
     state_offset: int = 0
     """So many blocks behind that one is the state that was right: one is left for each
     guess that was."""
+    num_computed: int = 0
+    """What the runner has counted of the prompt, and of what it was resumed with."""
 
     def copy(self) -> "_Request":
         tables = [table.copy() for table in self.tables]
         return _Request(
-            self.sequence.copy(), tables, self.state_index, self.state_offset
+            self.sequence.copy(),
+            tables,
+            self.state_index,
+            self.state_offset,
+            self.num_computed,
         )
 
 
@@ -99,6 +105,7 @@ class ForwardPasses:
             self._write_states(request, right, end, num_guesses, is_spoiled)
             if self.num_drafts and sampled[-1]:
                 step.drafts[req_id] = self._draft(request.sequence)
+            request.num_computed = end
         return sampled
 
     @staticmethod
@@ -161,18 +168,32 @@ class ForwardPasses:
             tokens = upstream.prefill_tokens(new)
             self._begin(step, new.req_id, tokens, new.block_ids)
             computed[new.req_id] = new.num_computed_tokens
+            self._requests[new.req_id].num_computed = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for i, req_id in enumerate(cached.req_ids):
             block_ids = cached.new_block_ids[i]
             computed[req_id] = cached.num_computed_tokens[i]
             request = self._requests[req_id]
             tokens = upstream.resumed_tokens(cached, req_id)
+            if tokens is None:
+                self._check_count(step, req_id, computed[req_id])
             if tokens is not None:
                 self._begin(step, req_id, tokens, block_ids)
             elif block_ids is not None:
                 for table, new_ids in zip(request.tables, block_ids, strict=True):
                     table.extend(new_ids)
         return computed
+
+    def _check_count(self, step: Step, req_id: str, num_computed: int) -> None:
+        """Model runner V2 counts itself, but for requests that the plan names. Guesses
+        that were wrong are none of a prompt."""
+        request = self._requests[req_id]
+        if req_id in step.plan.jumped:
+            request.num_computed = num_computed
+        is_prompt = request.num_computed < len(request.sequence.tokens) - 1
+        if is_prompt and request.num_computed != num_computed:
+            counted = f"{request.num_computed}, not {num_computed}"
+            raise Violation("count", f"{req_id} has {counted} tokens in {step}")
 
     def _begin(
         self,

@@ -158,6 +158,8 @@ def random_tuning(rng: Random) -> SchedulingTuning:
         looks_beside_loads=choose([0, 4, 128]),
         clean_part=choose([0.0, 0.3, 0.75, 1.0]),
         clean_s=choose([0.0, 3.0, 1000.0]),
+        clean_loads=choose([0.0, 1.0, 4.0]),
+        load_rate_decay=choose([0.0, 0.5, 1.0]),
         look_anew_steps=choose([0, 3, 1000]),
         alloc_rate_decay=choose([0.0, 0.9]),
         shadow_slots=choose([1, 4, 256]),

@@ -7,7 +7,7 @@ each step are those of all scripts.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,15 +16,21 @@ import pytest
 
 from vllm.v1.kv_tier.releases import can_jump, keys_are_bytes
 from vllm.v1.kv_tier.scheduler.jumps import Jumps
-from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetches
+from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
 from vllm.v1.kv_tier.scheduler.secondary.meeting import Meetings
 from vllm.v1.request import Request
 
 from . import upstream
 from .content import Violation
+from .engine import Engine
 from .layouts import LAYOUTS
+from .scheduler import Setup
 from .scripts import Add, Script, random_script
-from .test_secondary import end_with_the_first_rank, with_below
+from .test_secondary import (
+    end_with_the_first_rank,
+    serve_before_it_came,
+    with_below,
+)
 
 pytestmark = [
     pytest.mark.skipif(
@@ -122,22 +128,6 @@ def test_scripts_with_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def register_before_it_came(patch: pytest.MonkeyPatch) -> None:
-    """A key enters the slot table when its piece is begun."""
-    fetch = Fetches.begin_last
-
-    def fetch_and_fill(self: Fetches, *args: Any) -> tuple[int, Sequence]:
-        before = set(self._table._reserved)
-        job, blocks = fetch(self, *args)
-        for block, index in zip(blocks, sorted({*self._table._reserved} - before)):
-            if self._table.get(block.key) is None:
-                self._table.fill(index, block.key, block.num_tokens)
-                self._table._reserved.add(index)
-        return job, blocks
-
-    patch.setattr(Fetches, "begin_last", fetch_and_fill)
-
-
 def _found_elsewhere(distance: int) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
         keys = Jumps.keys
@@ -205,14 +195,32 @@ def name_no_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Jumps, "jump", jump_silently)
 
 
+def jump_to_any_block(patch: pytest.MonkeyPatch) -> None:
+    """A block on the device is taken, whichever step computes it."""
+    find = Jumps.find
+
+    def find_any(self: Jumps, key: Any) -> Any:
+        return self._pool.cached_block_hash_to_block.get_one_block(key) or find(
+            self, key
+        )
+
+    patch.setattr(Jumps, "find", find_any)
+
+
+def name_no_requests(patch: pytest.MonkeyPatch) -> None:
+    """A worker that counts tokens itself is not told of a jump."""
+    patch.setattr(StepPlanBuilder, "name_jump", lambda self, request_id: None)
+
+
 BUGS = [
     (end_with_the_first_rank, 2),
-    (register_before_it_came, 1),
+    (serve_before_it_came, 1),
     (leave_a_hole, 1),
     (overlap, 1),
     (jump_over_a_hole, 1),
     (jump_from_inside_a_block, 1),
     (name_no_blocks, 1),
+    (name_no_requests, 1),
 ]
 
 
@@ -229,3 +237,43 @@ def test_planted_bugs_are_found(
         except (Violation, AssertionError, KeyError, IndexError):
             return
     pytest.fail(f"{MAX_SCRIPTS} scripts did not find it")
+
+
+def preempted_after_others_looked() -> Engine:
+    """A step that computes a block for a request, and then preempts it, since one
+    behind it lacks a block. Between them runs one that wants the same block next."""
+    setup = Setup(
+        next(kind for kind in KINDS if kind.name == "full"),
+        spare_blocks=1,
+        num_slots=20,
+        token_budget=24,
+        by_priority=True,
+        jumps=True,
+        reserve_full_isl=False,
+    )
+    engine = Engine(setup)
+    scheduler = engine._scheduler
+    scheduler.scheduler_config.long_prefill_token_threshold = 8
+    shared = [(3 * i) % 11 + 1 for i in range(28)]
+    first = engine.add([*shared, *[12] * 8], 1, priority=9)
+    # Some releases let a request that is alone have all.
+    scheduler.max_num_scheduled_tokens = 8
+    engine.step()
+    scheduler.max_num_scheduled_tokens = 24
+    engine.add([*shared, *[13] * 9], 1, priority=0)
+    engine.add([14] * 12, 1, priority=1)
+    engine.step()
+    assert not engine.events["jumped"] and not engine.events["preempted"]
+    engine.step()
+    assert engine.events["preempted"] == 1 and first.num_preemptions == 1
+    engine.settle()
+    return engine
+
+
+def test_what_this_step_computes_is_not_jumped_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert preempted_after_others_looked().events["jumped"] > 0
+    jump_to_any_block(monkeypatch)
+    with pytest.raises(Violation):
+        preempted_after_others_looked()

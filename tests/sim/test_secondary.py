@@ -7,9 +7,10 @@ found must have the bytes of its key.
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
@@ -48,7 +49,6 @@ def with_below(script: Script, seed: int, delay: int, num_ranks: int = 1) -> Scr
         max_fetches=(1, 2, 4096)[seed % 3],
         max_ended=(1, 2, 4096)[seed // 3 % 3],
         max_looks=(4096, 3, 1)[seed // 9 % 3],
-        max_heard=(4096, 1, 3)[seed // 9 % 3],
     )
     setup = replace(
         script.setup,
@@ -111,24 +111,24 @@ def write_what_is_not_settled(patch: pytest.MonkeyPatch) -> None:
 
 def serve_before_it_came(patch: pytest.MonkeyPatch) -> None:
     """A key enters the slot table when its job begins."""
-    fetch = Fetches._fetch
+    begin = Fetches.begin
 
-    def fetch_and_fill(self: Fetches, blocks: list, indices: list[int]) -> None:
-        fetch(self, blocks, indices)
-        for block, index in zip(blocks, indices):
+    def begin_and_fill(self: Fetches, *args: Any, **where: Any) -> tuple[int, Sequence]:
+        before = set(self._table._reserved)
+        job, blocks = begin(self, *args, **where)
+        for block, index in zip(blocks, sorted({*self._table._reserved} - before)):
             if self._table.get(block.key) is None:
                 self._table.fill(index, block.key, block.num_tokens)
                 self._table._reserved.add(index)
+        return job, blocks
 
-    patch.setattr(Fetches, "_fetch", fetch_and_fill)
+    patch.setattr(Fetches, "begin", begin_and_fill)
 
 
 def serve_what_did_not_come(patch: pytest.MonkeyPatch) -> None:
     """What a rank could not read counts as read."""
-    came = Fetches._end_fetch
-    patch.setattr(
-        Fetches, "_end_fetch", lambda self, b, i, there: came(self, b, i, True)
-    )
+    came = Fetches._end
+    patch.setattr(Fetches, "_end", lambda self, b, i, there: came(self, b, i, True))
 
 
 def forget_what_used_a_slot(patch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ SETUPS = {
         8,
         below=(1, 3),
         load_time=1,
-        tuning=replace(_SLOW, max_looks=2, max_heard=1),
+        tuning=replace(_SLOW, max_looks=2, looks_per_ask=1),
     ),
     "hybrid": Setup(LAYOUTS[-1], 4, 10, below=(1, 2), load_time=1, tuning=_SLOW),
 }
@@ -119,11 +119,14 @@ def states(engine: Engine) -> set[str]:
         found.add(request.status.name)
         if pool.secondary is not None:
             wait = pool.secondary.reader._waits.get(request)
-            if wait is not None and wait.state.name == "TO_LOOK_UP":
+            if wait is not None and not wait.is_asked:
                 found.add("looked up in part")
-            elif wait is not None and wait.state.name != "OVER":
-                found.add("asked" if wait.questions else "answered")
-                if wait.answers:
+            elif wait is not None:
+                if wait.questions:
+                    found.add("asked")
+                elif wait.found:
+                    found.add("answered")
+                if any(each.num_left for _, each in wait.questions):
                     found.add("answered in part")
                 if wait.jobs:
                     found.add("fetching")

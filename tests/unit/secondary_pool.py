@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan, StepReport
-from vllm.v1.kv_tier.scheduler.secondary.found import SecondaryBlock
+from vllm.v1.kv_tier.scheduler.secondary.fetches import SecondaryBlock
 from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
 from vllm.v1.kv_tier.stats import SecondaryStats
 
@@ -103,7 +103,7 @@ class Below:
             tuning={
                 "settled_steps": SETTLED,
                 "fetch_part": 1 / 2,
-                "max_asks": 4,
+                "looks_per_ask": 1,
                 "max_looks": max_looks,
                 "assumed_prefill_s": assumed_prefill_s,
                 "answer_wait_s": answer_wait_s,
@@ -162,6 +162,7 @@ class Below:
 
     def is_held_back(self, request: Request, names: str) -> StepPlan:
         """The step is complete, and `request` waits for what it begins to fetch."""
+        assert not self.pool.is_loading(request, False)  # type: ignore[arg-type]
         hit = self.tier.find(names)
         assert self.tier.try_promote(hit, request=request) is None
         return self.tier.end()
@@ -171,6 +172,9 @@ class Below:
 
     def where(self, name: str) -> str:
         found = self.pool.get_cached_block(hash_of(name), [0])
-        if found and type(found[0]) is SecondaryBlock:
-            return "below"
-        return self.tier.where(name)
+        if found and type(found[0]) is not SecondaryBlock:
+            return self.tier.where(name)
+        waits = self.backing.reader._waits.values()  # type: ignore[union-attr]
+        blocks = [wait.found.get(key(name)) for wait in waits]  # type: ignore[call-overload]
+        is_below = any(b is not None and b.key in b.tier.presence.keys for b in blocks)
+        return "below" if is_below else "nowhere"

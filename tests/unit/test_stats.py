@@ -178,6 +178,16 @@ def test_copies_requests_and_failures(published: Published) -> None:
     assert tier("request_hit_tokens_bucket", tier="device", le="0.0") == 1
 
 
+def test_a_meeting_point_is_a_part_of_the_prompt(published: Published) -> None:
+    stats = KVTierStats()
+    stats.record_meeting(1024, 4096)
+    stats.record_meeting(3072, 4096)
+    published.observe(stats.take())
+    assert published.tier("meeting_point_bucket", le="0.3") == 1
+    assert published.tier("meeting_point_sum") == 1.0
+    assert not stats.meeting_points
+
+
 def test_hits_are_told_apart_by_source(published: Published) -> None:
     published.observe(KVTierStats(host_hit_tokens=64), hits=96)
     assert published.value("by_source_total", source="host") == 64

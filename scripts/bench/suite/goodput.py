@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Good turns over the rate of arrivals: a picture and a table of some runs."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ COLUMNS = {
     "SimpleCPUOffload": ("simple-eager", "simple-lazy"),
     "LMCache": ("lmcache",),
     "no host memory": ("none",),
-    "all on the device": ("large",),
+    "60 GiB on the device": ("device",),
 }
 """Columns of the table and lines of the picture; the better mode stands for both."""
 COLORS = ("#1f77b4", "#f4a261", "#e76f51", "#8d5a97", "#9aa5b1", "#2a9d8f")
@@ -74,6 +75,27 @@ def _row(
         yield f"**{text}**" if text == number(best) else text
 
 
+def spread(results: Results) -> str:
+    """All modes and rates, with the least and the most of the runs."""
+    configs = results.shown(WORKLOAD)
+    lines = []
+    for rate in rates(results):
+        for text, name, scale in (
+            ("good turns, %", "good_turns.{}", 100.0),
+            ("TTFT, mean, ms", "ttft_ms.{}.mean", 1.0),
+            ("time per token, ms", "token_ms.{}.mean", 1.0),
+        ):
+            row = [f"{rate}/s: {text}"]
+            for config in configs:
+                values = results.values(WORKLOAD, name.format(rate), config)
+                found = sorted(value * scale for value in values)
+                median = results.median(WORKLOAD, name.format(rate), config)
+                span = f"{number(found[0])} to {number(found[-1])}"
+                row.append(f"{number((median or 0.0) * scale)} ({span})")
+            lines.append(row)
+    return markdown(["", *configs], lines)
+
+
 def draw(results: Results, path: Path) -> None:
     """A line for each engine: the median, and a band from the least to the most."""
     made = figure(7, 3.6)
@@ -89,7 +111,7 @@ def draw(results: Results, path: Path) -> None:
         low, high = ([100 * end(v) for v in runs] for end in (min, max))
         axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
     _label(axes)
-    made.savefig(path)
+    made.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _label(axes: Axes) -> None:
@@ -99,3 +121,19 @@ def _label(axes: Axes) -> None:
     axes.set_xlabel("conversations that begin in a second")
     tidy(axes)
     axes.legend(frameon=False, fontsize=8)
+
+
+def between(text: str, name: str, content: str) -> str:
+    """A page with another content between the two comments of that name.
+
+    Raises:
+        ValueError: it does not have both.
+
+    """
+    start, end = f"<!-- {name}: made by `make goodput-page` -->", f"<!-- {name} end -->"
+    pattern = re.escape(start) + ".*?" + re.escape(end)
+    new = f"{start}\n\n{content}\n\n{end}"
+    changed, count = re.subn(pattern, lambda _: new, text, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"no {start} and {end} in the page")
+    return changed

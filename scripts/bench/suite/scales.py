@@ -73,7 +73,7 @@ SCALES = {
             "overfull": replace(ROTATE, at_once=8, name="overfull"),
             "closed_8": CLOSED,
             "closed_16": replace(CLOSED, clients=16, name="closed_16"),
-            "goodput": OpenLoop((3, 5, 7, 9), 11, 60),
+            "goodput": OpenLoop((3, 4, 5, 6), 10, 40, think_s=10),
             "no_reuse": NoReuse(72, 4096, 64),
             # 0.8 times the device cache.
             "fits": Sessions(12, 12, (1024, 1024), 256, 96, name="fits"),

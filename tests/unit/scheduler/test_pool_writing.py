@@ -114,6 +114,16 @@ def test_the_cleaner_keeps_no_more_clean_than_hits_take_at_once(
     assert cleaned(tier.idle()[0]) == ids(blocks[:num_clean])
 
 
+def test_the_cleaner_keeps_some_times_clean_what_hits_took_lately() -> None:
+    tier, blocks = dirty(15, clean_loads=2.0, load_rate_decay=0.0)
+    assert is_empty(tier.idle()[0]), "No hit took anything"
+    tier.begin()
+    timing = tier.pool.store_timing
+    timing.record_allocated(3)
+    timing.record_allocated_for_loads(3)
+    assert cleaned(tier.end()) == ids(blocks[:6])
+
+
 def test_the_cleaner_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     tier, blocks = dirty(31)
     first = tier.idle()[0]

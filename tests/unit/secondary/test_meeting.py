@@ -4,9 +4,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.v1.kv_tier.layout import SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
-from vllm.v1.kv_tier.scheduler.secondary.found import SecondaryBlock
+from vllm.v1.kv_tier.scheduler.secondary.fetches import SecondaryBlock
 from vllm.v1.kv_tier.scheduler.secondary.meeting import Meetings
+from vllm.v1.kv_tier.scheduler.secondary.tier import ReadRate
 from vllm.v1.kv_tier.stats import SecondaryStats
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 
@@ -15,23 +17,25 @@ PREFILL_S = 1.0
 """Seconds to compute a block."""
 
 
-class Reads:
-    def __init__(self, fetch_s: float) -> None:
-        self.fetch_s = fetch_s
-
-    def job_size(self, num_blocks: int) -> int:
-        return num_blocks
-
-
 class Tier:
-    def __init__(self, fetch_s: float) -> None:
-        self.reads = Reads(fetch_s)
+    """As `Tier`, with a real `ReadRate`."""
+
+    def __init__(self, fetch_s: float, costs: Costs, tuning: SchedulingTuning) -> None:
         self.stats = SecondaryStats()
         self.num_filling = 0
+        settings = SecondaryTier(*("/kv", "fs", "LOCAL"), Lookup(), 1, 5.0)  # type: ignore[arg-type]
+        self.reads = ReadRate(settings, costs, self.stats, tuning)
+        self.reads.meets = True
+        self.reads.fetch_s = fetch_s
+
+
+class Lookup:
+    ask_s = 0.0
 
 
 class Request:
     num_computed_tokens = 0
+    num_tokens = 10**6
     finished = False
 
     def is_finished(self) -> bool:
@@ -49,19 +53,18 @@ class Engine:
         """Indices of the blocks of each piece."""
         self.room = options.pop("room", 10**6)
         self.fetched_by: dict[bytes, int] = {}
-        self.tier = Tier(fetch_s)
         self.costs = Costs(0.0, 0.0, tokens_per_block=SIZE)
         self.costs.prefill_s = PREFILL_S
         self.costs.clock = lambda: self.now
-        max_job = options.pop("max_job", 4)
+        self.max_job = options.pop("max_job", 4)
         tuning = SchedulingTuning(**{"meet_tokens": 2 * SIZE} | options)
+        self.tier = Tier(fetch_s, self.costs, tuning)
         self.meetings = Meetings(
             SIZE,
             self,  # type: ignore[arg-type]
             self.costs,
             lambda key: key in self.there,
             self,  # type: ignore[arg-type]
-            max_job,
             tuning,
         )
         self.request: Any = Request()
@@ -74,17 +77,27 @@ class Engine:
     def key(index: int) -> Any:
         return b"%d" % index
 
-    def begin(self) -> None:
-        self.meetings.begin(self.request, self.blocks)
+    def meet(self) -> None:
+        self.begin_for(self.request)
+
+    def begin_for(self, request: Any) -> None:
+        wanted = [(block.key, block.num_tokens) for block in self.blocks]
+        found = {block.key: block for block in self.blocks}
+        self.meetings.begin(request, wanted, found)
 
     def is_under_way(self, job: int) -> bool:
         """As of `SecondaryJobs`."""
         return job in self.under_way
 
-    def begin_last(
-        self, tier: Any, blocks: Sequence[SecondaryBlock]
-    ) -> tuple[int, Sequence[SecondaryBlock]]:
+    def job_size(self, tier: Any) -> int:
         """As of `Fetches`."""
+        return self.max_job
+
+    def begin(
+        self, blocks: Sequence[SecondaryBlock], from_end: bool
+    ) -> tuple[int, Sequence[SecondaryBlock]]:
+        """As `Fetches.begin`."""
+        assert from_end
         num = min(self.room, len(blocks))
         blocks = blocks[len(blocks) - num :]
         if not blocks:
@@ -94,7 +107,7 @@ class Engine:
         self.fetched.append([block.num_tokens // SIZE - 1 for block in blocks])
         self.under_way.add(job)
         self.fetched_by |= {block.key: job for block in blocks}
-        tier.num_filling += len(blocks)
+        self.tier.num_filling += len(blocks)
         return job, blocks
 
     def come(self, job: int, is_there: bool = True) -> None:
@@ -112,54 +125,54 @@ class Engine:
 
 def test_pieces_are_begun_from_the_end_as_far_as_they_arrive_in_time() -> None:
     engine = Engine(16, fetch_s=PREFILL_S)
-    engine.begin()
+    engine.meet()
     assert engine.fetched == [[12, 13, 14, 15], [8, 9, 10, 11]]
 
 
 def test_a_faster_tier_gets_more() -> None:
     engine = Engine(16, fetch_s=PREFILL_S / 3)
-    engine.begin()
+    engine.meet()
     assert sum(engine.fetched, [])[-1:] == [7] and len(sum(engine.fetched, [])) == 12
 
 
 def test_a_tier_of_unknown_speed_is_taken_for_as_fast_as_computing() -> None:
     engine = Engine(16, fetch_s=0.0)
-    engine.begin()
+    engine.meet()
     assert len(sum(engine.fetched, [])) == 8
 
 
 def test_a_tier_that_never_wins_is_tried_now_and_then() -> None:
     engine = Engine(4, fetch_s=100 * PREFILL_S, first_fetch=2, remeasure_s=10.0)
     engine.now = 1000.0
-    engine.begin()
+    engine.meet()
     assert engine.fetched == [[2, 3]]
     engine.come(1, is_there=False)
-    engine.begin()
+    engine.meet()
     assert len(engine.fetched) == 1
     engine.now += 10
-    engine.begin()
+    engine.meet()
     assert len(engine.fetched) == 2
 
 
 def test_what_others_fetch_is_not_fetched_again() -> None:
     engine = Engine(16, fetch_s=PREFILL_S)
-    engine.begin()
+    engine.meet()
     other: Any = Request()
-    engine.meetings.begin(other, engine.blocks)
+    engine.begin_for(other)
     assert len(engine.fetched) == 2
     assert engine.meetings.cut(other, engine.key, 0, 1000, False) == 8 * SIZE
 
 
 def test_a_step_ends_where_the_pieces_begin() -> None:
     engine = Engine(16, fetch_s=PREFILL_S)
-    engine.begin()
+    engine.meet()
     assert engine.cut(0, 5 * SIZE) == 5 * SIZE
     assert engine.cut(0, 1000) == 8 * SIZE
 
 
 def test_a_step_ends_at_what_has_come() -> None:
     engine = Engine(16, fetch_s=PREFILL_S)
-    engine.begin()
+    engine.meet()
     engine.come(1)
     engine.come(2)
     assert engine.cut(0, 1000) == 8 * SIZE
@@ -170,7 +183,7 @@ def test_a_step_ends_at_what_has_come() -> None:
 
 def test_behind_the_back_nothing_is_cut() -> None:
     engine = Engine(16, fetch_s=PREFILL_S)
-    engine.begin()
+    engine.meet()
     assert engine.cut(16 * SIZE, 1000) == 1000
     engine.meetings.forget()
     assert engine.cut(0, 1000) == 1000
@@ -178,7 +191,7 @@ def test_behind_the_back_nothing_is_cut() -> None:
 
 def test_a_piece_that_arrives_soon_is_waited_for() -> None:
     engine = Engine(16, fetch_s=PREFILL_S)
-    engine.begin()
+    engine.meet()
     # It is due after the eight blocks that are fetched.
     engine.now = 7.0
     assert engine.cut(8 * SIZE, 1000, may_wait=True) == 0
@@ -190,7 +203,7 @@ def test_a_piece_that_arrives_soon_is_waited_for() -> None:
 
 def test_a_late_piece_is_computed_in_steps_that_grow() -> None:
     engine = Engine(64, fetch_s=PREFILL_S, max_job=32)
-    engine.begin()
+    engine.meet()
     assert engine.fetched == [[*range(32, 64)]]
     engine.now = 1000.0
     front, steps = 32 * SIZE, []
@@ -204,16 +217,30 @@ def test_a_late_piece_is_computed_in_steps_that_grow() -> None:
     assert not engine.meetings
 
 
+def test_a_request_meets_its_back_once() -> None:
+    engine = Engine(16, fetch_s=PREFILL_S)
+    assert not engine.meetings.is_first_jump(engine.request)
+    engine.meet()
+    engine.request.num_computed_tokens = 8 * SIZE
+    assert engine.meetings.is_first_jump(engine.request)
+    assert not engine.meetings.is_first_jump(engine.request)
+    # A jump behind the back is over what others have computed.
+    other: Any = Request()
+    engine.begin_for(other)
+    other.num_computed_tokens = 16 * SIZE
+    assert not engine.meetings.is_first_jump(other)
+
+
 def test_what_is_overtaken_is_counted() -> None:
     engine = Engine(16, fetch_s=PREFILL_S)
-    engine.begin()
+    engine.meet()
     assert engine.cut(12 * SIZE, 1000, may_wait=False) > 0
     assert engine.tier.stats.overtaken_blocks == 4
 
 
 def test_more_is_begun_when_there_is_room() -> None:
     engine = Engine(16, fetch_s=PREFILL_S / 100, room=3)
-    engine.begin()
+    engine.meet()
     assert engine.fetched == [[13, 14, 15]]
     engine.room = 100
     engine.come(1)
@@ -223,7 +250,7 @@ def test_more_is_begun_when_there_is_room() -> None:
 
 def test_nothing_is_fetched_that_the_front_has_passed() -> None:
     engine = Engine(16, fetch_s=PREFILL_S, room=0)
-    engine.begin()
+    engine.meet()
     engine.room, engine.request.num_computed_tokens = 100, 14 * SIZE
     engine.meetings.go_on()
     assert engine.fetched == [[15]]
@@ -231,7 +258,7 @@ def test_nothing_is_fetched_that_the_front_has_passed() -> None:
 
 def test_a_request_that_ended_is_forgotten() -> None:
     engine = Engine(16, fetch_s=PREFILL_S)
-    engine.begin()
+    engine.meet()
     engine.request.finished = True
     engine.meetings.go_on()
     assert not engine.meetings

@@ -455,9 +455,8 @@ def can_jump(vllm_config: "VllmConfig", kv_cache_config: Any) -> bool:
     """Whether a running request can skip tokens of its prompt.
 
     Full attention and MLA need nothing but the KV of a token. Windows and states need
-    more, guesses of a draft model have KV of their own, a KV connector counts tokens
-    itself, and model runner V2 does so on the device. KV events describe hits at
-    admission.
+    more, guesses of a draft model have KV of their own, and a KV connector counts
+    tokens itself. KV events describe hits at admission.
     """
     events = vllm_config.kv_events_config
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
@@ -471,7 +470,6 @@ def can_jump(vllm_config: "VllmConfig", kv_cache_config: Any) -> bool:
         and vllm_config.speculative_config is None
         and vllm_config.kv_transfer_config is None
         and not (events is not None and events.enable_kv_cache_events)
-        and not releases.uses_v2_model_runner(vllm_config)
         and releases.decode_context_ranks(parallel) == 1
         and releases.prefill_context_ranks(parallel) == 1
     )

@@ -47,7 +47,7 @@ class SecondaryTier:
     store_from_use: int
     """Write a slot from its n-th use on."""
     deadline_s: float
-    """Longest wait of a request for this tier, from its first lookup on."""
+    """Longest time of a read, and of a request's wait for it."""
     fetches_always: bool = False
     """Whether requests wait for it even where computing is faster."""
     flush_s: float = 0.0

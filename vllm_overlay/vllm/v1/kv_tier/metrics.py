@@ -110,6 +110,12 @@ METRICS = (
         "counter",
         "Prompt tokens that running requests skipped, fetched or computed meanwhile.",
     ),
+    Metric(
+        "meeting_point",
+        "histogram",
+        "Part of its prompt that a request had when it met what was fetched for it.",
+        buckets=tuple(i / 10 for i in range(1, 11)),
+    ),
     Metric("device_mapped_bytes", "gauge", "Device memory of blocks that have some."),
     Metric("device_unmapped_bytes", "gauge", "Device memory that was given back."),
     Metric("given_back_pages", "counter", "Device pages that were given back."),
@@ -328,6 +334,8 @@ class KVTierProm:
         for hit in stats.request_hits:
             for tier, num_tokens in zip(_TIERS, hit):
                 self._child("request_hit_tokens", engine, tier).observe(num_tokens)
+        for part in stats.meeting_points:
+            self._child("meeting_point", engine).observe(part)
         for store, each in stats.secondary.items():
             self._observe_secondary(each, engine, store, stats.slot_bytes)
         for kind, num_blocks, seconds in stats.times:

@@ -96,6 +96,9 @@ class StepPlan:
     """The step runs nothing, and may wait a moment until this many jobs of secondary
     tiers, counted from the start, have ended on a rank. 0: do not wait."""
 
+    jumped: set[str] = field(default_factory=set)
+    """Ids of requests that skip tokens in this step, for a model runner that counts
+    computed tokens itself."""
     report_end: bool = False
     """Report in `StepReport.ended` when all work of plans up to this one has ended."""
     unmap_blocks: tuple[tuple[int, int], ...] = ()

@@ -285,6 +285,13 @@ def kv_transfer_params(request: Any) -> dict[str, Any] | None:
     return getattr(request, "kv_transfer_params", None)
 
 
+def scores_prompt(params: Any) -> bool:
+    """Whether sampling parameters ask for logprobs of a prompt: `prompt_logprobs`, or
+    `prompt_logprob_token_ids` since v0.31.0."""
+    ids = getattr(params, "prompt_logprob_token_ids", None)
+    return ids is not None or getattr(params, "prompt_logprobs", None) is not None
+
+
 def token_id_mask(request: "Request") -> Any | None:
     """Which positions of a prompt with embeddings are token ids, since v0.25.1."""
     return getattr(request, "prompt_is_token_ids", None)
@@ -431,15 +438,6 @@ def kv_replicas(kv_cache_config: Any) -> int | None:
     """Tensor parallel ranks that hold the same KV: `kv_tp_replicas`, since v0.31.0.
     None where it is not known."""
     return getattr(kv_cache_config, "kv_tp_replicas", None)
-
-
-def weak_reference_slots(base: type) -> tuple[str, ...]:
-    """What `__slots__` of a subclass must have for weak references to its objects.
-
-    `KVCacheBlock` has slots since v0.19.1. Before, its objects can be referenced
-    weakly, and a second slot for that is an error.
-    """
-    return () if base.__weakrefoffset__ else ("__weakref__",)
 
 
 # -------------------------------------------------------------------- model runner

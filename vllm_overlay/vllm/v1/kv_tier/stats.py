@@ -49,7 +49,7 @@ class SecondaryStats:
     overtaken_blocks: int = 0
     """Blocks that a request computed while they were being fetched for it."""
     late_requests: int = 0
-    """Requests that went on at their deadline without their blocks."""
+    """Requests that stopped waiting for it."""
     due_blocks: int = 0
     """Blocks that wait to be written."""
     writing_blocks: int = 0
@@ -88,6 +88,9 @@ class KVTierStats:
     jumped_tokens: int = 0
     """Prompt tokens that running requests skipped, since they had been fetched or
     computed meanwhile. No hits, which are counted at admission."""
+    meeting_points: list[float] = field(default_factory=list)
+    """For each request that met what was fetched for it: the part of its prompt before
+    the first jump."""
     stored_blocks: int = 0
     loaded_blocks: int = 0
     loaded_ahead_blocks: int = 0
@@ -168,6 +171,11 @@ class KVTierStats:
             self.host_hit_tokens += num_host_tokens
             if num_tokens and len(self.request_hits) < _MAX_SAMPLES:
                 self.request_hits.append((num_device_tokens, num_host_tokens))
+
+    def record_meeting(self, num_before: int, num_tokens: int) -> None:
+        """Record the first jump of a request, over what was fetched for it."""
+        if len(self.meeting_points) < _MAX_SAMPLES:
+            self.meeting_points.append(num_before / num_tokens)
 
     def record_report(
         self,

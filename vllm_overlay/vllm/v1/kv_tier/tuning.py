@@ -73,6 +73,14 @@ class SchedulingTuning:
     more clean blocks would only duplicate on the host what the device has. (2 MiB
     blocks at 50 GB/s: 12 GiB, six prefixes of 16,384 tokens of an 8B model.)"""
 
+    clean_loads: float = 4.0
+    """Times the blocks that one step took for loads lately that are kept clean. A copy
+    of what the device still has takes the slot of what it has no longer: with 20 GiB of
+    device and 40 GiB of host, as many clean blocks as `clean_s` allows took 10 GiB."""
+
+    load_rate_decay: float = 0.999
+    """Decay per step of the maximum of blocks that steps take for loads."""
+
     look_anew_steps: int = 1000
     """Steps with enough clean blocks after which the cleaner counts them again, since
     hits take some, and the host may drop some."""
@@ -128,18 +136,13 @@ class SchedulingTuning:
     """Steps after which the same holds regardless of outputs; more than any pipeline
     has in flight."""
 
-    max_asks: int = 16
-    """Most requests for which a step asks secondary tiers. For each, keys are made
-    while others wait."""
-
     max_looks: int = 8_192
-    """Most blocks of prompts that a step looks up for secondary tiers, and after which
-    it asks for no further request. Running requests wait for some milliseconds. The
-    next steps look up the rest of a long prompt."""
+    """Most blocks of prompts that a step looks up for secondary tiers; one of an answer
+    counts as two, and one to ask for as one more. Each takes about a microsecond, for
+    which running requests wait. The next steps look up the rest."""
 
-    max_heard: int = 4_096
-    """Blocks of answers that a step takes in. Each takes about two microseconds; the
-    next steps take in the rest."""
+    looks_per_ask: int = 512
+    """What a question to secondary tiers counts in addition."""
 
     answer_wait_s: float = 5e-3
     """Seconds that a step which runs nothing waits for answers. Local files and servers
@@ -180,20 +183,15 @@ class SchedulingTuning:
     slowed down by other reads or writes."""
 
     patience_s: float = 0.1
-    """Seconds for which a request waits for a fetch even if computing would be faster:
-    less is not worth a check."""
-
-    max_late_fetches: int = 3
-    """Requests in a row that waited in vain, after which a tier is not used for a
-    while."""
-
-    retry_store_s: float = 30.0
-    """The length of that while, and the interval at which prefixes too short to gain
-    are tried."""
+    """Seconds that a fetch may take even if computing would be faster: less is not
+    worth a check."""
 
     remeasure_s: float = 10.0
-    """Seconds after which a tier that is slower than computing is measured again, with
-    a few blocks. A busy disk may be fast later."""
+    """Seconds for which a tier is avoided that is slower than computing, or does not
+    deliver. Then a few blocks are read: a busy disk may be fast later."""
+
+    retry_store_s: float = 30.0
+    """The interval at which prefixes too short to gain by an answer are tried."""
 
     tell_again_s: float = 300.0
     """Least seconds between log messages that a tier is slower than computing."""

@@ -46,7 +46,7 @@ from vllm.v1.kv_tier.scheduler.kv_groups import HitListener
 from vllm.v1.kv_tier.scheduler.load_admission import LoadAdmission, Prefetches
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
 from vllm.v1.kv_tier.scheduler.promotion import Loader, Promotion
-from vllm.v1.kv_tier.scheduler.secondary.found import before_secondary
+from vllm.v1.kv_tier.scheduler.secondary.fetches import before_secondary
 from vllm.v1.kv_tier.scheduler.secondary.manager import make_secondary_manager
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.stats import KVTierStats
@@ -122,8 +122,6 @@ class TieredBlockPool(BlockPool):
         self._num_taken = 0
         self._demoting = False
         self._serves_host = True
-        # Whether lookups find blocks of secondary tiers, for which requests wait.
-        self._finds_secondary = True
         # Whether the request that was looked up only waits for loads.
         self._is_deferred = False
         # Which blocks may be loaded for the request that is looked up; None for all.
@@ -200,12 +198,8 @@ class TieredBlockPool(BlockPool):
             block = self.cached_block_hash_to_block.get_one_block(key)
             if block is None:
                 block = self.host.get(key)
-                if (
-                    block is None
-                    and self.secondary is not None
-                    and self._finds_secondary
-                ):
-                    block = self.secondary.reader.found.get(key)
+                if block is None and self.secondary is not None:
+                    block = self.secondary.reader.find(key)
                 if block is None:
                     return None
                 if not self._serves_host:
@@ -235,7 +229,7 @@ class TieredBlockPool(BlockPool):
 
         """
         below = self.secondary
-        if below is not None and below.reader.begin_fetch(request, computed_blocks):
+        if below is not None and below.reader.begin_fetch(computed_blocks):
             self._is_deferred = True
             return None
         num_before = len(self._builder.prefetches)
@@ -271,10 +265,8 @@ class TieredBlockPool(BlockPool):
         below = self.secondary if self._serves_host else None
         is_idle = not has_scheduled_reqs
         loadable = self.conversations.make_load_filter if speaks else None
-        self._finds_secondary = True
         if below is not None:
             meets = self._may_jump(request) and below.reader.can_meet
-            self._finds_secondary = not meets
             if below.reader.look_up(request, is_idle, loadable, meets):
                 return True
         if has_scheduled_reqs and self.load_admission.is_loading(request):
@@ -294,7 +286,7 @@ class TieredBlockPool(BlockPool):
         if not self._is_deferred:
             self.conversations.prewarms.record_shortage()
         below = self.secondary
-        if below is not None and below.reader.begin_fetch(None, computed_blocks):
+        if below is not None and below.reader.begin_fetch(computed_blocks):
             computed_blocks = before_secondary(computed_blocks)
         num_before = len(self._builder.prefetches)
         self._promotion.prefetch(managers, computed_blocks, num_tokens)
@@ -312,7 +304,11 @@ class TieredBlockPool(BlockPool):
         """Blocks that exist by now behind the front of a prefill, see `Jumps.jump`."""
         if not (self._serves_host and self._may_jump(request)):
             return []
-        return self._jumps.jump(request, manager, num_tokens, among_others)
+        hit = self._jumps.jump(request, manager, num_tokens, among_others)
+        below = self.secondary
+        if hit and below is not None and below.reader.meetings.is_first_jump(request):
+            self._stats.record_meeting(request.num_computed_tokens, request.num_tokens)
+        return hit
 
     @property
     def has_jumped(self) -> bool:
@@ -324,6 +320,8 @@ class TieredBlockPool(BlockPool):
     ) -> tuple[list[KVCacheBlock], ...]:
         """The blocks of a jump of `request`, and then `new_blocks`."""
         jumped = self._jumps.take_unnamed(request)
+        if jumped:
+            self._builder.name_jump(request.request_id)
         return ([*jumped, *new_blocks[0]], *new_blocks[1:])
 
     def cut(

@@ -10,9 +10,9 @@ allocate, its output how many of the next victims are clean. At the end of each 
 continues after the last clean block in the order of eviction, and stores blocks until
 its window is clean or the step has stored enough. Three limits apply:
 
-- The window, since clean blocks take slots too: as many as hits may take at once
-  (`clean_window`), and at most half of the slots. The other half is for blocks that the
-  device no longer has.
+- The window, since clean blocks take slots too: some times what hits took lately, no
+  more than they may take at once (`clean_window`), and at most half of the slots. The
+  other half is for blocks that the device no longer has.
 - The stores of a step: twice what steps allocate, to gain on them, and a minimum, to
   start early.
 - The blocks that a step looks at. A cursor after the last clean block avoids a scan of
@@ -295,6 +295,8 @@ class Cleaner:
         self._num_allocated_for_loads = 0
         self.alloc_rate = 0.0
         """Blocks that steps allocate: a decaying maximum."""
+        # The same for loads. Nothing is known yet: a hit may take the whole device.
+        self._load_rate = float(pool.num_gpu_blocks)
         # Estimated number of clean blocks among the next victims, and the steps for
         # which it was enough. The last of them is the cursor.
         self._num_clean = 0
@@ -322,6 +324,10 @@ class Cleaner:
         self.alloc_rate = max(
             float(self._num_allocated), tuning.alloc_rate_decay * self.alloc_rate
         )
+        self._load_rate = max(
+            float(self._num_allocated_for_loads),
+            tuning.load_rate_decay * self._load_rate,
+        )
         window = self._window()
         num_gone = self._num_allocated + self._num_allocated_for_loads
         num_first, self._free.num_first = self._free.num_first, 0
@@ -345,6 +351,7 @@ class Cleaner:
         """How many of the next victims should be clean."""
         num_blocks, num_slots = self._pool.num_gpu_blocks, self._table.num_slots
         window = clean_window(num_blocks, num_slots, self._costs.load_s, self._tuning)
+        window = min(window, int(self._tuning.clean_loads * self._load_rate))
         window = max(int(2 * self.alloc_rate), window)
         # The other half is for blocks that the device no longer has.
         return min(window, num_slots // 2)

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     make_block_hash_with_group_id,
 )
+from vllm.v1.kv_tier.releases import scores_prompt
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.kv_groups import (
     HitListener,
@@ -33,6 +34,8 @@ def can_jump(request: Request) -> bool:
     """Whether no position of the prompt must be computed for more than its KV."""
     return not (
         request.skip_reading_prefix_cache
+        # A client may ask for them, and let the cache be read all the same.
+        or scores_prompt(request.sampling_params)
         or request.pooling_params is not None
         or request.has_encoder_inputs
     )

@@ -145,6 +145,11 @@ class StepPlanBuilder:
         """Note that a KV connector may write to blocks of this step at any time."""
         self._plan.connector_writes = True
 
+    def name_jump(self, request_id: str) -> None:
+        """Let model runners that count computed tokens themselves take the scheduler's
+        count of a request, which has changed by more than they computed."""
+        self._plan.jumped.add(request_id)
+
     def report_end(self) -> None:
         """Let every rank report when all work of plans up to this one has ended."""
         self._plan.report_end = True

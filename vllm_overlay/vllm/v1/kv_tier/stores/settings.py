@@ -38,13 +38,12 @@ class StoreDebug:
     hit. `1` writes all that the host tier has."""
 
     deadline_ms: Above0 = 5000.0
-    """How long a fetch may take, in milliseconds. What has not begun by then is
+    """How long a read may take, and a request wait for it, in milliseconds. The rest is
     computed."""
 
     fetch: Literal["if_faster", "always"] = "if_faster"
-    """Which blocks are fetched. `if_faster`: where that takes less time than computing
-    them, as measured. `always`: all that the tier has, which spares the device work
-    and may take a request longer."""
+    """`always` fetches all that the tier has, however long computing it takes, and no
+    request computes meanwhile: for tests and measurements."""
 
     flush_s: From0 = 3.0
     """How long the engine, when it ends, writes blocks that the host has and the tier

@@ -6,8 +6,8 @@ The life of a block in a secondary tier:
     a slot is used again ─────── write ─▶ it is written under its key; meanwhile it is
                                           pinned and serves loads
     a request arrives ────────── ask ───▶ which of its missing blocks are stored
-    they are part of its hit ─── fetch ─▶ slots are reserved and filled; the request
-                                          waits in the queue, until a deadline
+    they are worth it ────────── fetch ─▶ slots are reserved and filled; the request
+                                          computes what is before them, or waits
     all ranks have reported ────────────▶ the key enters the slot table: a host hit
 """
 
@@ -184,8 +184,7 @@ class SecondaryTierManager:
         elif self._idle_since is None:
             self._idle_since = self._costs.clock()
         plan.asks_secondary = is_idle and self.reader.num_asked > 0
-        has_more = self._jobs.has_ending or self.reader.has_more
-        if is_idle and not has_more:
+        if is_idle and not self._jobs.has_ending:
             num = self.reader.num_awaited or int(self.writes_on)
             num = 1 if self.reader.meetings.is_waiting else num
             plan.awaits_secondary = self._jobs.num_ended + num if num else 0
@@ -259,14 +258,14 @@ class SecondaryTierManager:
 
     def take_stats(self) -> dict[str, SecondaryStats]:
         """Stats of each tier since the last call."""
-        now, evicted_bytes = self._costs.clock(), self._jobs.evicted_bytes
+        evicted_bytes = self._jobs.evicted_bytes
         for writer in self.writers:
             tier, stats = writer.tier, writer.tier.stats
             stats.evicted_bytes = evicted_bytes.pop(tier.index, 0)
             stats.due_blocks = writer.num_due
             stats.writing_blocks = writer.num_writing
             stats.filling_blocks = tier.num_filling
-            stats.is_closed = int(tier.reads.is_closed(now))
+            stats.is_closed = int(tier.reads.is_avoided(tier.reads.meets))
             stats.loaded_tokens = self._layout.tokens_of(stats.loaded_blocks)
             stats.hit_tokens = self._layout.tokens_of(tier.num_hit)
             tier.num_hit = 0

@@ -6,17 +6,15 @@ the request is what the planned steps will have computed. It jumps over what has
 (see `Jumps`); here is decided what to fetch, and where a step ends.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.scheduler.costs import Costs
-from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetches
-from vllm.v1.kv_tier.scheduler.secondary.found import SecondaryBlock
+from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetches, SecondaryBlock
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
-from vllm.v1.kv_tier.scheduler.secondary.tier import Tier
+from vllm.v1.kv_tier.scheduler.secondary.tier import Tier, Wanted
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.request import Request
 
@@ -50,6 +48,8 @@ class _Meeting:
     """In flight, from the end of the prompt on."""
     waits: bool = False
     """Whether the step that is planned leaves it out."""
+    has_met: bool = False
+    """Whether it has jumped."""
 
 
 class Meetings:
@@ -61,7 +61,6 @@ class Meetings:
         costs: Costs of compute, and the clock.
         is_there: Whether the device or the host has a block.
         fetches: Begins to fetch blocks.
-        max_job: Blocks of a job for which all threads of a store have work.
         tuning: Limits.
 
     """
@@ -73,7 +72,6 @@ class Meetings:
         costs: Costs,
         is_there: Callable[[BlockHashWithGroupId | None], object],
         fetches: Fetches,
-        max_job: int,
         tuning: SchedulingTuning,
     ) -> None:
         self._size = block_size
@@ -82,11 +80,9 @@ class Meetings:
         self.is_there = is_there
         """Whether the device or the host has a block."""
         self._fetches = fetches
-        self._max_job = max_job
         self._tuning = tuning
         # Weak, since the tier is not notified of aborted requests.
         self._meetings: WeakKeyDictionary[Request, _Meeting] = WeakKeyDictionary()
-        self._tried_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._meetings)
@@ -95,11 +91,32 @@ class Meetings:
         """Nothing more is fetched."""
         self._meetings.clear()
 
-    def begin(self, request: Request, blocks: Sequence[SecondaryBlock]) -> None:
-        """Fetch the last of `blocks`, which `request` lacks, in its order."""
+    def begin(
+        self,
+        request: Request,
+        wanted: Sequence[Wanted],
+        found: Mapping[BlockHashWithGroupId, SecondaryBlock],
+    ) -> None:
+        """Fetch the end of what was found, up to the first block that is nowhere.
+
+        Args:
+            request: The request.
+            wanted: Blocks that it lacked, in its order.
+            found: Those of them that a tier has.
+
+        """
+        blocks = []
+        for key, num_tokens in wanted:
+            # At least one token is left to compute.
+            if num_tokens >= request.num_tokens:
+                break
+            if key in found:
+                blocks.append(found[key])
+            elif not self.is_there(key):
+                break
         if blocks:
             begin, end = blocks[0].num_tokens - self._size, blocks[-1].num_tokens
-            meeting = self._meetings[request] = _Meeting(list(blocks), begin, end)
+            meeting = self._meetings[request] = _Meeting(blocks, begin, end)
             self._extend(meeting, begin)
 
     def end_step(self) -> None:
@@ -139,8 +156,10 @@ class Meetings:
         todo = meeting.todo
         tier = todo[-1].tier
         first = len(todo)
-        most = self._most(tier, (todo[-1].num_tokens - front) / self._size)
-        most = min(most, tier.reads.job_size(self._max_job))
+        most = tier.reads.most_to_meet(
+            (todo[-1].num_tokens - front) / self._size, tier.num_filling
+        )
+        most = min(most, self._fetches.job_size(tier))
         while first and len(todo) - first < most:
             block, end = todo[first - 1], todo[first:]
             if block.tier is not tier or block.num_tokens <= front:
@@ -152,7 +171,7 @@ class Meetings:
             first -= 1
         if first == len(todo):
             return False
-        job, begun = self._fetches.begin_last(tier, todo[first:])
+        job, begun = self._fetches.begin(todo[first:], from_end=True)
         if not begun:
             return False
         del todo[len(todo) - len(begun) :]
@@ -161,22 +180,6 @@ class Meetings:
 
     def _needs_no_job(self, block: SecondaryBlock) -> bool:
         return bool(self.is_there(block.key) or block.key in self._fetches.fetched_by)
-
-    def _most(self, tier: Tier, distance: float) -> int:
-        """How many of the last of `distance` blocks would arrive before the request has
-        computed those before them, behind what is being fetched already."""
-        compute_s = self._costs.compute_s
-        fetch_s = tier.reads.fetch_s or compute_s
-        room_s = distance * compute_s - tier.num_filling * fetch_s
-        most = int(room_s / (fetch_s + compute_s))
-        now = self._costs.clock()
-        if most < 1 and not tier.num_filling:
-            # It may be faster by now.
-            if now < self._tried_at + self._tuning.remeasure_s:
-                return 0
-            most = self._tuning.first_fetch
-        self._tried_at = now
-        return max(0, most)
 
     def _add(
         self, meeting: _Meeting, job: int, blocks: Sequence[SecondaryBlock]
@@ -240,6 +243,14 @@ class Meetings:
         if end == meeting.end:
             return num_new_tokens
         return end - start
+
+    def is_first_jump(self, request: Request) -> bool:
+        """Whether `request`, which jumps, has met its back now."""
+        meeting = self._meetings.get(request)
+        if meeting is None or meeting.has_met:
+            return False
+        meeting.has_met = meeting.begin <= request.num_computed_tokens < meeting.end
+        return meeting.has_met
 
     def _drop_overtaken(self, meeting: _Meeting, start: int) -> None:
         """Drop pieces that have arrived, and those that the front has passed."""

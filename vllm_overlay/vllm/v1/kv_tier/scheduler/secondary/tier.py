@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """One secondary tier, as the scheduler sees it.
 
-What it is known to have (`PresenceIndex`), what reads from it cost and whether it
-answers in time (`ReadCostModel`).
+What it is known to have (`PresenceIndex`), and what is worth reading (`ReadRate`).
 """
 
 import math
-import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress, islice
-from statistics import median_high, median_low
+from statistics import median_high
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.layout import Lookup, SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.secondary.jobs import object_keys
 from vllm.v1.kv_tier.stats import SecondaryStats
@@ -52,16 +50,15 @@ class Tier:
         self.settings = settings
         self.stats = SecondaryStats()
         self.presence = PresenceIndex(layout.max_known)
-        self.reads = ReadCostModel(settings, costs, self.stats, tuning)
+        self.reads = ReadRate(settings, costs, self.stats, tuning)
         self.num_filling = 0
         """Slots that are being filled from it."""
         self.num_hit = 0
         """Blocks from it that a request has hit, since the reader reset this."""
 
-    def ask(self, wanted: Sequence[Wanted]) -> int:
-        """Ask which of these it has. Returns the number of the question."""
-        self.reads.record_question()
-        return self.settings.lookup.ask(object_keys([key for key, _ in wanted]))
+    def ask(self, wanted: Sequence[Wanted]) -> "Question":
+        """Ask which of these it has."""
+        return Question(self.settings.lookup, self.presence, wanted)
 
     def record_writes(
         self, keys: Sequence[BlockHashWithGroupId], done: Sequence[bool]
@@ -75,20 +72,6 @@ class Tier:
                 self.presence.mark_present(key)
             else:
                 self.presence.notify(key)
-
-    def take_answer(
-        self, number: int, wanted: Sequence[Wanted], until: float
-    ) -> "Answer | None":
-        """The answer to a question; None if there is none yet.
-
-        Args:
-            number: Number of the question.
-            wanted: As in `ask`.
-            until: How long to wait for the answer, in seconds of `time.monotonic`.
-
-        """
-        answer = self.settings.lookup.take_answer(number, until)
-        return None if answer is None else Answer(self.presence, wanted, answer)
 
 
 class PresenceIndex:
@@ -145,35 +128,48 @@ class PresenceIndex:
         self.keys.clear()
 
 
-class Answer:
-    """Which blocks a tier says it has. Steps take it in in parts.
+class Question:
+    """A tier is asked which of these blocks it has. Steps take in the answer in parts.
 
     Args:
+        lookup: Asks the tier.
         presence: Keys that the tier is known to have.
-        wanted: Blocks for which it was asked.
-        is_there: Whether it has each of the first of them: a question may be answered
-            in part, or not at all.
+        wanted: The blocks.
 
     """
 
     def __init__(
-        self, presence: PresenceIndex, wanted: Sequence[Wanted], is_there: list[bool]
+        self, lookup: Lookup, presence: PresenceIndex, wanted: Sequence[Wanted]
     ) -> None:
+        self._lookup = lookup
         self._presence = presence
-        self._pairs = zip(wanted, is_there)
-        self.num_left = min(len(wanted), len(is_there))
-        """Blocks that were not taken in."""
+        self._wanted = wanted
+        self._number = lookup.ask(object_keys([key for key, _ in wanted]))
+        self._pairs: Iterator[tuple[Wanted, bool]] = iter(())
+        self.num_left: int | None = None
+        """Blocks of the answer that were not taken in; None without an answer."""
 
-    def take(self, num: int) -> tuple[int, list[Wanted]]:
-        """Take in the answer for up to `num` more blocks.
+    def take(self, num: int | None, until: float) -> tuple[int, list[Wanted]]:
+        """Take in the answer for up to `num` more blocks, None for all, if it is there.
 
         What is missing is recorded: a restarted server has lost everything.
+
+        Args:
+            num: Number of blocks.
+            until: How long to wait for the answer, in seconds of `time.monotonic`.
 
         Returns:
             For how many, and those of them that the tier has.
 
         """
-        num = min(num, self.num_left)
+        if self.num_left is None:
+            # A question may be answered in part, or not at all.
+            answer = self._lookup.take_answer(self._number, until)
+            if answer is None:
+                return 0, []
+            self.num_left = min(len(self._wanted), len(answer))
+            self._pairs = zip(self._wanted, answer)
+        num = self.num_left if num is None else min(num, self.num_left)
         self.num_left -= num
         pairs = list(islice(self._pairs, num))
         self._presence.record_missing(
@@ -212,14 +208,17 @@ class Arrivals:
         self._tier_of.clear()
 
 
-class ReadCostModel:
-    """What reads from one secondary tier cost, and whether they are worth it.
+class ReadRate:
+    """How fast a secondary tier is read, and what that makes worth reading.
+
+    The rule: nothing is begun that cannot arrive before computing would be there. A
+    tier that breaks it is avoided for `remeasure_s`, and then tried with a few blocks.
 
     Args:
         tier: The tier.
         costs: Costs of loads and of compute.
         stats: Counts late requests.
-        tuning: When a tier is not used.
+        tuning: How it is measured.
 
     """
 
@@ -234,156 +233,29 @@ class ReadCostModel:
         self._tier = tier
         self._costs = costs
         self._tuning = tuning
-        # Seconds to fetch a block in the last jobs, and their median, since single jobs
-        # may be slowed down by other disk access. Cached, since it is used for each
-        # block to fetch. 0 if unknown.
+        # Seconds to fetch a block in the last jobs.
         self._fetched_s: deque[float] = deque(maxlen=tuning.num_fetches)
-        self._fetch_s = 0.0
-        self._waits = WaitTimes(tuning)
-        self._measured_at = self._asked_at = -math.inf
+        self.fetch_s = 0.0
+        """Their median, since single jobs may be slowed down by other disk access; 0 if
+        unknown."""
+        self._came_at = self._late_at = self._tried_at = self._asked_at = -math.inf
+        # Sizes of the jobs under way, and since when the first of them is read.
         self._under_way: deque[int] = deque()
         self._head_since = 0.0
         # Number of outputs without the report of a job that should have ended.
         self._num_silent = 0
-        self._num_late = 0
-        self._last_came = -math.inf
-        self._closed_until = 0.0
-        self._was_dear = False
         self.meets = False
         """Whether requests compute while it is read, so that a slow tier is read, too:
         as much as computing leaves time for."""
         self._told_at = -math.inf
 
-    def is_used(self, now: float) -> bool:
-        """Whether the tier is read from."""
-        return self.is_open(now) and self.is_worth_it
-
-    def is_closed(self, now: float) -> bool:
-        """Whether the tier is read from for no request."""
-        return not (self.is_open(now) if self.meets else self.is_used(now))
-
-    def is_open(self, now: float) -> bool:
-        """Whether it is used. After it was too slow, it is not for a while."""
-        return now >= self._closed_until
-
-    def is_worth_meeting(self, num_blocks: int) -> bool:
-        """Whether a request that computes `num_blocks` meanwhile may gain by an answer.
-
-        Returns True from time to time in any case, as `is_worth_asking`.
-        """
-        if not self._prefill_s:
-            return True
-        retry_at = self._asked_at + self._tuning.retry_store_s
-        is_gain = num_blocks * self._prefill_s > self._tier.lookup.ask_s + self._fetch_s
-        return is_gain or self._costs.clock() >= retry_at
-
-    def is_worth_asking(self, num_blocks: int, is_idle: bool) -> bool:
-        """Whether fetching `num_blocks` would save more time than an answer takes.
-
-        Returns True from time to time in any case, since answers may have become
-        faster.
-
-        Args:
-            num_blocks: Blocks that a request lacks.
-            is_idle: As in `gain_s`.
-
-        """
-        if not self._prefill_s:
-            return True
-        retry_at = self._asked_at + self._tuning.retry_store_s
-        is_gain = self.gain_s(num_blocks, is_idle) > self._tier.lookup.ask_s
-        return is_gain or self._costs.clock() >= retry_at
-
-    def gain_s(self, num_blocks: int, is_idle: bool) -> float:
-        """Estimated seconds by which fetching `num_blocks` beats computing them.
-
-        Args:
-            num_blocks: Blocks that a request lacks.
-            is_idle: The engine runs nothing else, so the time of a wait is lost.
-                Otherwise other requests use it.
-
-        """
-        if not self._prefill_s:
-            return math.inf
-        each = self._prefill_s - self._costs.load_s
-        if not self.is_known:
-            return num_blocks * each
-        # A waiting request joins a later step, which takes its time even if it computes
-        # little.
-        gain_s = num_blocks * (each - self._fetch_s) - self._costs.least_join_s
-        if is_idle:
-            gain_s -= self._waits.beyond_s(num_blocks, self._costs.clock())
-        return gain_s
-
-    def record_question(self) -> None:
-        """Record that the tier is asked."""
-        self._asked_at = self._costs.clock()
-
-    @property
-    def fetch_s(self) -> float:
-        """Seconds to fetch a block, as measured last; 0 if unknown."""
-        return self._fetch_s
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the time for a block is known.
-
-        If it is too long, it is forgotten after a while.
-        """
-        retry_at = self._measured_at + self._tuning.remeasure_s
-        return self._fetch_s > 0 and not (
-            self._is_dear and self._costs.clock() >= retry_at
-        )
-
-    def job_size(self, num_blocks: int) -> int:
-        """Blocks of a job, at least `num_blocks`.
-
-        At the end of a job threads wait for each other, which matters for short ones.
-        """
-        if not self.is_known:
-            return num_blocks
-        return max(num_blocks, int(self._tuning.fetch_job_s / self._fetch_s))
+    # ---------------------------------------------------------- what is measured
 
     def begin_fetch(self, num_blocks: int) -> None:
         """Record that a job of `num_blocks` begins, after those before have ended."""
         if not self._under_way:
             self._head_since = self._costs.clock()
         self._under_way.append(num_blocks)
-
-    def record_output(self) -> None:
-        """Record that the output of a step has come, with all reports until then."""
-        self._num_silent = self._num_silent + 1 if self._is_behind else 0
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether a job takes longer than computing its blocks.
-
-        Steps may take longer than either, and the report comes with one of the next
-        outputs.
-        """
-        return self._is_behind and self._num_silent >= self._tuning.settled_outputs
-
-    @property
-    def _is_behind(self) -> bool:
-        prefill_s = self._prefill_s
-        if not self._under_way or not prefill_s:
-            return False
-        limit_s = max(self._tuning.patience_s, self._under_way[0] * prefill_s)
-        return self._costs.clock() > self._head_since + limit_s
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether fetching a block is faster than computing it, as far as is known."""
-        return not (self._is_dear and self.is_known)
-
-    @property
-    def _is_dear(self) -> bool:
-        return 0 < self._prefill_s < self._fetch_s + self._costs.load_s
-
-    @property
-    def _prefill_s(self) -> float:
-        """Seconds to compute a block; 0 if it does not matter."""
-        return 0.0 if self._tier.fetches_always else self._costs.compute_s
 
     def record_fetch(self, done: Sequence[bool], seconds: float) -> None:
         """Record the results of a job."""
@@ -392,104 +264,143 @@ class ReadCostModel:
         self._stats.loaded_blocks += num_come
         self._stats.missed_blocks += len(done) - num_come
         self._under_way.popleft()
-        self._head_since = now
+        self._head_since, self._num_silent = now, 0
         if num_come:
-            self._num_late, self._last_came = 0, now
-            if not self.is_known:
+            if self._is_slow and now >= self._came_at + self._tuning.remeasure_s:
                 self._fetched_s.clear()
+            self._came_at, self._late_at = now, -math.inf
             self._fetched_s.append(seconds / num_come)
-            self._fetch_s = median_high(self._fetched_s)
-            self._measured_at = now
-            self._tell_if_dear(now)
+            self.fetch_s = median_high(self._fetched_s)
+            if self._is_slow and self._costs.prefill_s and not self.meets:
+                self._log_once(now)
 
-    def _tell_if_dear(self, now: float) -> None:
-        """Log once that it is slower than computing, if that was measured."""
-        was_dear = self._was_dear
-        self._was_dear = self._is_dear and self._costs.prefill_s > 0
-        may_tell = now >= self._told_at + self._tuning.tell_again_s and not self.meets
-        if self._was_dear and not was_dear and may_tell:
-            self._told_at = now
-            logger.warning(
-                "KV tier: secondary tier %s takes %.2f ms to bring a block to the "
-                "device, which takes %.2f ms to compute. It is not read from, and is "
-                "measured again every %d seconds. docs/secondary-tiers.md says when it "
-                "pays.",
-                self._tier.name,
-                (self._fetch_s + self._costs.load_s) * 1e3,
-                self._prefill_s * 1e3,
-                self._tuning.remeasure_s,
-            )
+    def record_output(self) -> None:
+        """Record that the output of a step has come, with all reports until then."""
+        self._num_silent = self._num_silent + 1 if self._is_behind else 0
 
-    def record_wait(self, seconds: float, num_blocks: int) -> None:
-        """Record how long a request waited for `num_blocks`, alone in the engine."""
-        beyond_s = seconds - num_blocks * self._fetch_s
-        self._waits.add(num_blocks, beyond_s, self._costs.clock())
-
-    def num_in_time(self, num_before: int) -> int:
-        """How many more blocks can be fetched in time, after `num_before` others.
-
-        In time means faster than computing, and within the deadline.
-        """
-        if self.is_overdue or not self.is_worth_it:
-            return 0
-        if not self.is_known:
-            return sys.maxsize
-        return max(0, math.ceil(self._tier.deadline_s / self._fetch_s) - 1 - num_before)
-
-    def record_late(self, since: float, now: float) -> None:
+    def record_late(self, since: float) -> None:
         """Record that a request, waiting since `since`, goes on without its blocks."""
         self._stats.late_requests += 1
-        if self._last_came >= since or not self.is_open(now):
-            # It is busy, but delivers to others. Or it is not used any more, and the
-            # request had asked before.
-            return
-        self._num_late += 1
-        if self._num_late < self._tuning.max_late_fetches:
-            return
-        self._num_late = 0
-        self._closed_until = now + self._tuning.retry_store_s
-        logger.error(
-            "KV tier: secondary tier %s is too slow: %d requests in a row went on "
-            "without it, after at most %g ms. It is not used for %d seconds. Check its "
-            "disk or server, or raise deadline_ms in secondary_tiers.",
-            self._tier.name,
-            self._tuning.max_late_fetches,
-            self._tier.deadline_s * 1e3,
-            self._tuning.retry_store_s,
-        )
+        if self._came_at < since:
+            # Otherwise it is busy, but delivers to others.
+            self._late_at = self._costs.clock()
+            self._log_once(self._late_at)
 
+    # ------------------------------------------------------------------ the rule
 
-class WaitTimes:
-    """Time that requests wait in addition to reading: for reports and further planning.
+    def is_avoided(self, meets: bool) -> bool:
+        """Whether nothing is begun: it does not deliver, or is slower than computing.
 
-    It depends on the length of the prefix, since long ones are looked up several times.
-    So it is kept by the bit length of the number of blocks.
+        Args:
+            meets: The request computes meanwhile, and may gain by a slow tier, too.
 
-    Args:
-        tuning: Number of waits that count, and for how long.
-
-    """
-
-    def __init__(self, tuning: SchedulingTuning) -> None:
-        self._tuning = tuning
-        # End time and seconds of each.
-        self._waits: dict[int, deque[tuple[float, float]]] = {}
-
-    def add(self, num_blocks: int, seconds: float, now: float) -> None:
-        """Record that a request for `num_blocks` waited `seconds` beyond reading."""
-        last = deque[tuple[float, float]](maxlen=self._tuning.num_fetches)
-        waits = self._waits.setdefault(num_blocks.bit_length(), last)
-        waits.append((now, max(0.0, seconds)))
-
-    def beyond_s(self, num_blocks: int, now: float) -> float:
-        """Expected additional seconds for `num_blocks`; 0 if unknown or outdated.
-
-        A single measurement is not enough, since it may have been disturbed.
         """
-        waits = self._waits.get(num_blocks.bit_length())
-        if waits is None or len(waits) < 2:
-            return 0.0
-        last, _ = waits[-1]
-        if now >= last + self._tuning.retry_store_s:
-            return 0.0
-        return median_low(seconds for _, seconds in waits)
+        last = self._late_at
+        if self._is_slow and not meets:
+            last = max(last, self._came_at)
+        is_recent = self._costs.clock() < last + self._tuning.remeasure_s
+        return is_recent or self._is_overdue
+
+    def may_ask(self, num_blocks: int, meets: bool) -> bool:
+        """Whether reading `num_blocks` may save more time than an answer takes.
+
+        True from time to time in any case, since answers may have become faster.
+        """
+        now = self._costs.clock()
+        is_gain = self._gain_s(num_blocks, meets) > self._tier.lookup.ask_s
+        if self.is_avoided(meets) or not (
+            is_gain or now >= self._asked_at + self._tuning.retry_store_s
+        ):
+            return False
+        self._asked_at = now
+        return True
+
+    def most_to_wait_for(self, num_blocks: int, num_before: int) -> int:
+        """How many of `num_blocks` a request should wait for, behind `num_before`
+        others: those that come in time, if waiting is faster than computing."""
+        if self.is_avoided(False) or self._gain_s(num_blocks, False) <= 0:
+            return 0
+        if not self.fetch_s:
+            return num_blocks
+        return math.ceil(self._tier.deadline_s / self.fetch_s) - 1 - num_before
+
+    def most_to_meet(self, distance: float, num_before: int) -> int:
+        """How many of the last of `distance` blocks would arrive before a request has
+        computed those before them, behind `num_before` others."""
+        if self.is_avoided(True):
+            return 0
+        compute_s = self._costs.compute_s
+        fetch_s = self.fetch_s or compute_s
+        room_s = distance * compute_s - num_before * fetch_s
+        most, now = int(room_s / (fetch_s + compute_s)), self._costs.clock()
+        if most < 1 and not num_before:
+            # It may be faster by now.
+            if now < self._tried_at + self._tuning.remeasure_s:
+                return 0
+            most = self._tuning.first_fetch
+        self._tried_at = now
+        return max(0, most)
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether a few blocks should tell if the others are worth waiting for."""
+        return not self.fetch_s or self._is_slow
+
+    def job_size(self, num_blocks: int) -> int:
+        """Blocks of a job, at least `num_blocks` once the rate is known.
+
+        At the end of a job threads wait for each other, which matters for short ones.
+        """
+        if not self.fetch_s:
+            return num_blocks
+        return max(num_blocks, int(self._tuning.fetch_job_s / self.fetch_s))
+
+    def _gain_s(self, num_blocks: int, meets: bool) -> float:
+        """Seconds by which reading `num_blocks` may beat computing them."""
+        if meets:
+            return num_blocks * self._compute_s - self.fetch_s
+        # What was slow, and is not avoided any more, is taken for unknown. A waiting
+        # request joins a later step, which takes its time even if it computes little.
+        fetch_s = 0.0 if self._is_slow else self.fetch_s
+        each_s = self._compute_s - self._costs.load_s - fetch_s
+        return num_blocks * each_s - self._costs.least_join_s
+
+    @property
+    def _compute_s(self) -> float:
+        """Seconds to compute a block; infinite if they do not matter."""
+        return math.inf if self._tier.fetches_always else self._costs.compute_s
+
+    @property
+    def _is_slow(self) -> bool:
+        """Whether fetching a block took longer than computing it."""
+        return self.fetch_s + self._costs.load_s > self._compute_s
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the first job takes longer than it should."""
+        compute_s = self._compute_s
+        if not self._under_way or math.isinf(compute_s):
+            return False
+        each_s = compute_s if self.fetch_s < compute_s else 2 * self.fetch_s
+        limit_s = max(self._tuning.patience_s, self._under_way[0] * each_s)
+        return self._costs.clock() > self._head_since + limit_s
+
+    @property
+    def _is_overdue(self) -> bool:
+        # Steps may take longer, and the report comes with one of the next outputs.
+        return self._is_behind and self._num_silent >= self._tuning.settled_outputs
+
+    def _log_once(self, now: float) -> None:
+        """Say why it is avoided, unless that was said a while ago."""
+        if now < self._told_at + self._tuning.tell_again_s:
+            return
+        self._told_at = now
+        logger.warning(
+            "KV tier: secondary tier %s is too slow: a block takes %.2f ms to the "
+            "device, if it comes at all, and %.2f ms to compute. It is left alone, and "
+            "tried again every %g seconds. docs/secondary-tiers.md says when it pays.",
+            self._tier.name,
+            (self.fetch_s + self._costs.load_s) * 1e3,
+            self._costs.compute_s * 1e3,
+            self._tuning.remeasure_s,
+        )
