@@ -289,6 +289,40 @@ def check_elastic_memory(vllm_config: "VllmConfig") -> None:
         )
 
 
+def check_pool(vllm_config: "VllmConfig") -> None:
+    """Refuse an engine that has not been run with a pool.
+
+    Raises:
+        ValueError: The message says what to change.
+
+    """
+    if not releases.keys_are_bytes():
+        raise ValueError(
+            "--kv-offloading-config: pool is not supported with this release of vLLM, "
+            "whose block hashes are valid in one process only. Remove pool."
+        )
+    parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
+    for setting, is_on in (
+        (
+            f"{parallel.world_size} ranks of one engine (tensor or pipeline "
+            "parallelism)",
+            parallel.world_size > 1,
+        ),
+        ("--enable-lora", vllm_config.lora_config is not None),
+        ("--speculative-config", vllm_config.speculative_config is not None),
+        ("--kv-transfer-config", vllm_config.kv_transfer_config is not None),
+        (
+            "KV events (--kv-events-config)",
+            events is not None and events.enable_kv_cache_events,
+        ),
+    ):
+        if is_on:
+            raise ValueError(
+                f"--kv-offloading-config: pool and {setting} have not been run "
+                "together. Remove one of them."
+            )
+
+
 def check_engine(
     vllm_config: "VllmConfig", has_secondary_tiers: bool, gives_memory_back: bool
 ) -> None:

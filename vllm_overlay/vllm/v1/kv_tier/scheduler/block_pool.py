@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.kv_tier import releases
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.eviction.policies import make_policy
 from vllm.v1.kv_tier.hints.retention import RetentionManager
 from vllm.v1.kv_tier.hints.tracker import ConversationTracker
@@ -77,7 +78,7 @@ class TieredBlockPool(BlockPool):
             tuning,
         )
         policy = make_policy(config.eviction_policy, layout.num_slots)
-        self.host = SlotTable(layout.num_slots, policy)
+        self.host = self._make_table(layout, policy)
         self._builder = builder = StepPlanBuilder(self.num_gpu_blocks)
         self.free = FreeBlocks(self)
         # As many keys as both tiers hold, plus as many evicted ones.
@@ -85,7 +86,7 @@ class TieredBlockPool(BlockPool):
         self.admission = make_admission(
             layout, self.num_gpu_blocks, num_keys, self.host.has_room
         )
-        self.host_writer = writer = HostWriter(
+        self.host_writer = writer = self._make_writer(
             self, self.host, builder, self.admission, stats
         )
         self.prefetches = prefetches = Prefetches(self.costs, tuning)
@@ -131,18 +132,16 @@ class TieredBlockPool(BlockPool):
         # That request, if `_load_filter` is set.
         self._capped: Request | None = None
 
+    def _make_table(self, layout: KVTierLayout, policy: EvictionPolicy) -> SlotTable:
+        return SlotTable(layout.num_slots, policy)
+
+    def _make_writer(self, *args: Any) -> HostWriter:
+        return HostWriter(*args)
+
     def _make_jumps(self, loader: Loader) -> Jumps:
-        return Jumps(
-            self,
-            self.host,
-            self._builder,
-            loader,
-            self.load_admission,
-            self.prefetches,
-            self.costs,
-            self._promotion.listeners,
-            self._stats,
-        )
+        plan = self._builder, loader, self.load_admission, self.prefetches
+        listeners = self._promotion.listeners
+        return Jumps(self, self.host, *plan, self.costs, listeners, self._stats)
 
     def _hit_listeners(self) -> list[HitListener]:
         listeners: list[HitListener] = [self.conversations]
