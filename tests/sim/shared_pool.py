@@ -6,9 +6,11 @@ from dataclasses import replace
 from random import Random
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm.v1.kv_tier.keeper.client import Membership
-from vllm.v1.kv_tier.keeper.partition import Partition, partition_bytes
+from vllm.v1.kv_tier.keeper.lock import LOCK_BYTES, RobustLock
+from vllm.v1.kv_tier.keeper.partition import Partition, Rows, Slots, partition_bytes
 from vllm.v1.kv_tier.pool import SharedBlockPool
 from vllm.v1.kv_tier.worker.host_tier import HostTier
 from vllm.v1.kv_tier.worker.slots import FILLED, RankSlots
@@ -22,6 +24,43 @@ from .scripts import Action
 IDENTITY = b"i" * 32
 
 
+class BusyLock(RobustLock):
+    """Now and then another process has it."""
+
+    busy = 0.0
+    """How often."""
+
+    def __init__(self, memory: NDArray[np.uint8], rng: Random) -> None:
+        super().__init__(memory)
+        self._rng = rng
+
+    def acquire(self, spin_s: float = 0.0) -> bool:
+        return self._rng.random() >= self.busy and super().acquire(spin_s)
+
+
+class OldLooks(Partition):
+    """Looks without the lock find where blocks were at the look before, as if their
+    owner had done all that it did since between this look and its pin."""
+
+    def __init__(self, memory: NDArray[np.uint8], capacity: int) -> None:
+        super().__init__(memory, capacity)
+        self._old: dict[bytes, int] = {}
+
+    def find(
+        self, rows: Rows, mixed: NDArray[np.uint64] | None = None
+    ) -> tuple[NDArray[np.int64], Slots]:
+        now = {int(i): int(slot) for i, slot in zip(*super().find(rows, mixed))}
+        seen = {}
+        for i, row in enumerate(rows):
+            old = self._old.get(row.tobytes(), now.get(i))
+            if old is not None:
+                seen[i] = old
+            if i in now:
+                self._old[row.tobytes()] = now[i]
+        places, slots = list(seen), list(seen.values())
+        return np.array(places, np.int64), np.array(slots, np.int64)
+
+
 class Machine:
     """Engines of one identity, and the memory that outlives them.
 
@@ -29,22 +68,32 @@ class Machine:
         setup: Of every engine.
         num_engines: Number of partitions.
         make: The class of partitions.
+        busy: How often a lock is busy.
+        rng: Draws when.
 
     """
 
     def __init__(
-        self, setup: Setup, num_engines: int, make: type[Partition] = Partition
+        self,
+        setup: Setup,
+        num_engines: int,
+        make: type[Partition],
+        busy: float,
+        rng: Random,
     ) -> None:
         self.setup = setup
         self.events: Counter[str] = Counter()
         num_slots = setup.num_slots
         size = partition_bytes(num_slots)
         self.partitions = []
+        self._busy, self._locks = busy, list[BusyLock]()
         for i in range(num_engines):
             # Allocated with room to align it.
             memory = np.zeros(size + 64, np.uint8)
             start = -memory.ctypes.data % 64
             partition = make(memory[start : start + size], num_slots)
+            partition.lock = BusyLock(memory[start : start + LOCK_BYTES], rng)
+            self._locks.append(partition.lock)
             partition.lock.create()
             assert partition.assign(IDENTITY, i * num_slots, num_slots)
             self.partitions.append(partition)
@@ -52,6 +101,11 @@ class Machine:
         self.memory = [[EMPTY] * width for _ in range(num_engines * num_slots)]
         self._prefixes: Prefixes = {}
         self.engines = [self._start(i) for i in range(num_engines)]
+        self._be_busy(busy)
+
+    def _be_busy(self, busy: float) -> None:
+        for lock in self._locks:
+            lock.busy = busy
 
     def _start(self, number: int) -> Engine:
         member = Membership.take(self.partitions, number, IDENTITY)
@@ -79,6 +133,7 @@ class Machine:
 
         """
         engine = self.engines[number]
+        self._be_busy(0)
         self.events.update(self.counts(engine))
         if not keeps_stores:
             for stores in engine._worker._stores:
@@ -87,7 +142,15 @@ class Machine:
                     self.memory[slot] = [GARBAGE] * len(self.memory[slot])
         for partition in self.partitions:
             assert partition.clear_reader(number)
+        own = self.partitions[number]
+        slots = list(range(own.num_slots))
+        while own.unpinned(slots) != slots:
+            # An heir to so few slots waits until neighbours have read them.
+            for each in self.engines:
+                if each is not engine:
+                    each.step(rush=True)
         self.engines[number] = self._start(number)
+        self._be_busy(self._busy)
 
     @staticmethod
     def counts(engine: Engine) -> Counter[str]:
@@ -100,6 +163,7 @@ class Machine:
 
     def drain(self) -> None:
         """All requests end, and nothing is left."""
+        self._be_busy(0)
         for engine in self.engines:
             counts = self.counts(engine)
             engine.drain()

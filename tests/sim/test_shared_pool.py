@@ -6,13 +6,15 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from vllm.v1.kv_tier.keeper.partition import Partition, Published
+from vllm.v1.kv_tier.keeper.partition import Partition, Published, Rows, Slots
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.scheduler.neighbours import Neighbours
 from vllm.v1.kv_tier.scheduler.shared_pool import SharedBlockPool
@@ -20,7 +22,7 @@ from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
 
 from .content import Violation
 from .scripts import Action, Add, Reset, Steps, random_action, random_setup
-from .shared_pool import Machine, play, turns
+from .shared_pool import Machine, OldLooks, play, turns
 
 EXAMPLES = int(os.environ.get("KV_TIER_POOL_EXAMPLES", "120"))
 SEED = int(os.environ.get("KV_TIER_SIM_SEED", "0"))
@@ -30,20 +32,32 @@ def play_random(
     seed: int, make: type[Partition] = Partition, is_pressed: bool | None = None
 ) -> Counter[str]:
     rng = Random(seed)
-    setup = replace(random_setup(rng), quotas=(), num_slots=rng.randint(1, 24))
+    drawn = random_setup(rng)
+    tuning = replace(
+        drawn.tuning,
+        plans_per_report=rng.choice([1, 1, 2, 8]),
+        settled_outputs=rng.choice([0, 1, 3]),
+        # Of prompts, so that a step has looked enough.
+        max_looks=rng.choice([1, 4, 8192, 8192]),
+    )
+    setup = replace(drawn, quotas=(), num_slots=rng.randint(1, 24), tuning=tuning)
     if is_pressed is None:
-        is_pressed = rng.random() < 0.5
+        is_pressed = rng.random() < 0.7
     if is_pressed:
-        # Slots are reused while loads of neighbours are under way.
+        # The device forgets soon, and slots are reused while neighbours load them.
         setup = replace(
             setup,
-            num_slots=rng.randint(1, 6),
+            num_slots=rng.randint(3, 16),
+            spare_blocks=0,
             is_async=True,
             store_policy="write_through",
             store_from_use=1,
-            load_time=2,
+            load_time=rng.choice([0, 0.5]),
             max_stall=0,
         )
+    if make is Partition and rng.random() < 0.3:
+        make = OldLooks
+    busy = rng.choice([0, 0, 0.1, 0.5])
     num_engines = rng.randint(2, 4)
     scripts = []
     for _ in range(num_engines):
@@ -52,7 +66,7 @@ def play_random(
         keeps = rng.random() < 0.8
         script = [a for a in script if not (keeps and isinstance(a, Reset))]
         scripts.append(single_steps(rng, script, is_pressed))
-    machine = Machine(setup, num_engines, make)
+    machine = Machine(setup, num_engines, make, busy, rng)
     return play(machine, turns(rng, scripts, num_kills=rng.choice([0, 1, 3])))
 
 
@@ -95,6 +109,16 @@ class _IgnoresPins(Partition):
         return False
 
 
+class _PinsUnseen(OldLooks):
+    """A neighbour trusts its look without the lock."""
+
+    def pin(
+        self, rows: Rows, slots: Slots, reader: int, identity: bytes
+    ) -> NDArray[np.bool_]:
+        self._pins[slots, reader] = 1
+        return np.ones(len(slots), np.bool_)
+
+
 class _ForgetsEntries(Partition):
     """The owner reuses slots that neighbours still find."""
 
@@ -129,6 +153,22 @@ def publish_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedSlotTable, "record_stores", record)
 
 
+def publish_later_plans(patch: pytest.MonkeyPatch) -> None:
+    """A report covers the plans after it, too."""
+
+    def record(self: SharedSlotTable, seqs: Iterable[int]) -> None:
+        for seq, stores in self._unended.items():
+            self._to_publish += [(seq, index, key) for index, key in stores]
+        self._unended.clear()
+
+    patch.setattr(SharedSlotTable, "record_ended", record)
+
+
+def publish_unsettled(patch: pytest.MonkeyPatch) -> None:
+    """Before it is known whether what was stored is void."""
+    patch.setattr(SharedBlockPool, "_settled", lambda self, seq: seq)
+
+
 def unpin_at_once(patch: pytest.MonkeyPatch) -> None:
     """Before the ranks have ended the loads."""
     patch.setattr(Neighbours, "record_plan", lambda self, plan, is_own: 0)
@@ -143,13 +183,24 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.mark.parametrize(
-    "make", [_IgnoresPins, _ForgetsEntries, _StaleAfterDeath], ids=lambda m: m.__name__
+    "make",
+    [_IgnoresPins, _PinsUnseen, _ForgetsEntries, _StaleAfterDeath],
+    ids=lambda make: make.__name__,
 )
 def test_bug_of_a_partition_is_found(make: type[Partition]) -> None:
     assert finds(make)
 
 
-@pytest.mark.parametrize("plant", [publish_at_once, unpin_at_once, share_after_reset])
+@pytest.mark.parametrize(
+    "plant",
+    [
+        publish_at_once,
+        publish_later_plans,
+        publish_unsettled,
+        unpin_at_once,
+        share_after_reset,
+    ],
+)
 def test_bug_of_an_engine_is_found(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +208,7 @@ def test_bug_of_an_engine_is_found(
     assert finds(Partition)
 
 
-def finds(make: type[Partition], max_scripts: int = 600) -> bool:
+def finds(make: type[Partition], max_scripts: int = 1000) -> bool:
     for seed in range(max_scripts):
         try:
             play_random(seed, make, is_pressed=True)

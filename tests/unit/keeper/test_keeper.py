@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keeper: who gets which partition, and what is left when an engine dies."""
 
+import json
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from vllm.v1.kv_tier.keeper.client import Member, PoolRefused, join
+from vllm.v1.kv_tier.keeper import server
+from vllm.v1.kv_tier.keeper.client import (
+    VERSION,
+    Member,
+    PoolRefused,
+    give_back,
+    join,
+    pid_namespace,
+)
 from vllm.v1.kv_tier.keeper.partition import Claim, rows_of
 from vllm.v1.kv_tier.keeper.server import Keeper
 
@@ -158,7 +168,7 @@ def test_partition_is_kept_while_a_rank_lives(keeper: Keeper, path: str) -> None
     assert keeper.num_attached == 1
     two = Member(path, ONE, 4096)
     assert two.membership.number != one.membership.number
-    rank.close()
+    give_back(rank)
     eventually(lambda: keeper.num_attached == 1)
     assert Member(path, ONE, 4096).membership.number == one.membership.number
 
@@ -193,16 +203,125 @@ def test_socket_is_for_one_user_and_one_keeper(keeper: Keeper, path: str) -> Non
         Keeper(8 * MiB, 2, Path(path))
 
 
-@pytest.mark.parametrize(
-    "message", [b"{}", b"\xff", b"[]", b'{"version": 1, "identity": "00"}', b"1"]
-)
-def test_nonsense_is_refused(path: str, message: bytes) -> None:
+WISH = {
+    "version": VERSION,
+    "pid_namespace": pid_namespace(),
+    "identity": ONE.hex(),
+    "slot_bytes": 4096,
+}
+
+
+def ask(path: str, message: bytes) -> tuple[dict[str, object], int]:
+    """The keeper's answer, and how many files come with it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(path)
         connection.send(message)
         data, fds, _, _ = socket.recv_fds(connection, 4096, 2)
-        assert b"refused" in data and not fds
+        for fd in fds:
+            os.close(fd)
+        return json.loads(data), len(fds)
+
+
+NONSENSE = [
+    b"{}",
+    b"\xff",
+    b"[]",
+    b"1",
+    b"[" * 4000,
+    b"x" * 5000,
+    *(
+        json.dumps({**WISH, **part}).encode()
+        for part in (
+            {"version": 0},
+            {"identity": "00"},
+            {"identity": 64},
+            {"slot_bytes": -1},
+            {"slot_bytes": 1e300},
+            {"slot_bytes": 1 << 80},
+            {"slot_bytes": True},
+            {"slot_bytes": 0, "partition": -1},
+            {"slot_bytes": 0, "partition": 99},
+            {"slot_bytes": 0, "partition": 0, "lease": 7},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("message", NONSENSE, ids=range(len(NONSENSE)))
+def test_nonsense_is_refused(path: str, message: bytes) -> None:
+    answer, num_files = ask(path, message)
+    assert "refused" in answer and num_files == 0
     assert Member(path, ONE, 4096).membership.num_slots == 1024
+
+
+def test_another_pid_namespace_is_refused(path: str) -> None:
+    message = json.dumps({**WISH, "pid_namespace": 1}).encode()
+    answer, _ = ask(path, message)
+    assert "hostPID" in str(answer["refused"])
+
+
+def test_peers_that_send_without_reading_stop_nobody(keeper: Keeper, path: str) -> None:
+    peers = []
+    for _ in range(300):
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer.setblocking(False)
+        with suppress(OSError):
+            peer.connect(path)
+        with suppress(OSError):
+            for _ in range(50):
+                peer.send(b"{}")
+        peers.append(peer)
+    eventually(lambda: keeper._num_peers == 0)
+    assert Member(path, ONE, 4096).membership.num_slots == 1024
+    for peer in peers:
+        peer.close()
+
+
+def test_late_rank_of_a_dead_engine_gets_no_memory_of_the_next(path: str) -> None:
+    one = Member(path, ONE, 4096)
+    place = one.place()
+    one.close()
+    two = Member(path, ONE, 4096)
+    assert two.membership.number == place.number
+    with pytest.raises(PoolRefused, match="another engine by now"):
+        join(place)
+    join(two.place())
+
+
+def test_partition_is_kept_until_the_process_has_ended(
+    keeper: Keeper, path: str
+) -> None:
+    """A connection says nothing: it is closed before copies of a GPU have stopped."""
+    closed = os.pipe()
+
+    def engine() -> None:
+        Member(path, ONE, 4096)._connection.close()
+        os.write(closed[1], b"x")
+        time.sleep(60)
+
+    pid = start(engine)
+    os.read(closed[0], 1)
+    time.sleep(0.1)
+    assert keeper.num_attached == 1
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    eventually(lambda: keeper.num_attached == 0)
+
+
+def test_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    with pytest.raises(OSError, match="no socket"):
+        Keeper(8 * MiB, 2, path)
+    assert path.read_text() == "precious"
+
+
+def test_more_memory_than_there_is_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "available_host_bytes", lambda: 7 * MiB)
+    with pytest.raises(ValueError, match="earlier keeper"):
+        Keeper(8 * MiB, 2, tmp_path / "keeper.sock")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from statistics import median
 import numpy as np
 import pytest
 
+from vllm.v1.kv_tier.keeper.lock import RobustLock
 from vllm.v1.kv_tier.keeper.partition import (
     Claim,
     Partition,
@@ -139,6 +140,23 @@ def test_lock_of_a_stopped_process_is_not_waited_for() -> None:
     os.waitpid(pid, 0)
     assert shared.partition.claim(3) is Claim.FREE
     assert shared.partition.lock.num_recovered == 1
+
+
+def test_step_waits_once_for_a_stopped_process(
+    partition: Partition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    other = RobustLock(partition.lock._memory)
+    assert other.acquire()
+    assert not partition.lock.acquire(0.001)
+    assert waits
+    waits.clear()
+    assert not any(partition.lock.acquire(0.001) for _ in range(3))
+    assert not waits
+    other.release()
+    assert partition.lock.acquire(0.001)
+    partition.lock.release()
 
 
 # --------------------------------------------------------------- killed processes

@@ -5,8 +5,10 @@ import json
 import mmap
 import os
 import socket
+import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,6 +74,8 @@ class Place(NamedTuple):
     path: str
     identity: bytes
     number: int
+    lease: int
+    """Number of the engine among those that have had the partition."""
     slot_bytes: int
     own: range
     """Slots of the partition, as numbers in the whole pool."""
@@ -136,7 +140,7 @@ class Membership:
 
 
 class Member:
-    """An engine's connection to the keeper, which has its partition until `close`.
+    """An engine's partition, until `close` or the end of the process.
 
     Args:
         path: Of the keeper's socket.
@@ -152,11 +156,16 @@ class Member:
         self._path, self._slot_bytes = path, slot_bytes
         wanted = {"identity": identity.hex(), "slot_bytes": slot_bytes}
         self._connection, reply, fds = _ask(path, wanted)
-        number = int(reply.pop("partition"))
-        partitions = map_partitions(fds[1], Geometry(**reply))
+        self._lease: int = reply["lease"]
+        partitions = map_partitions(fds[1], Geometry(*reply["geometry"]))
         for fd in fds:
             os.close(fd)
-        self.membership = Membership.take(partitions, number, identity)
+        try:
+            number: int = reply["partition"]
+            self.membership = Membership.take(partitions, number, identity)
+        except PoolRefused:
+            self.close()
+            raise
 
     def place(self) -> Place:
         """Where the ranks of the engine find its memory."""
@@ -166,6 +175,7 @@ class Member:
             self._path,
             member.identity,
             member.number,
+            self._lease,
             self._slot_bytes,
             range(first, first + member.num_slots),
             tuple(first + slot for slot in member.unread if slot not in used),
@@ -173,23 +183,37 @@ class Member:
 
     def close(self) -> None:
         """Give the partition back, for the next engine of this identity."""
-        self._connection.close()
+        give_back(self._connection)
+
+
+def give_back(connection: socket.socket) -> None:
+    """End what an engine or a rank has of a partition, before its process ends.
+
+    None of its copies may be under way.
+    """
+    with suppress(OSError):
+        connection.send(b"end")
+    connection.close()
 
 
 def join(place: Place) -> tuple[socket.socket, mmap.mmap]:
     """Map the memory of all partitions, on a rank of the engine.
 
     Returns:
-        The connection, to be kept open while the rank runs, and the memory.
+        The connection and the memory. The rank has its part in the partition until
+        `give_back`, or the end of the process.
 
     Raises:
         PoolRefused: The keeper cannot be reached.
 
     """
-    wanted = {"identity": place.identity.hex(), "partition": place.number}
+    wanted = {
+        "identity": place.identity.hex(),
+        "partition": place.number,
+        "lease": place.lease,
+    }
     connection, reply, fds = _ask(place.path, wanted)
-    del reply["partition"]
-    memory = mmap.mmap(fds[0], Geometry(**reply).data_bytes)
+    memory = mmap.mmap(fds[0], Geometry(*reply["geometry"]).data_bytes)
     for fd in fds:
         os.close(fd)
     # A fork would copy all pinned memory at once, and a core dump contain prompts.
@@ -211,13 +235,17 @@ def map_partitions(fd: int, geometry: Geometry) -> list[Partition]:
 def _ask(
     path: str, wanted: dict[str, Any]
 ) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    message = json.dumps({"version": VERSION, **wanted}).encode()
+    common = {"version": VERSION, "pid_namespace": pid_namespace()}
+    message = json.dumps({**common, **wanted}).encode()
     until = time.monotonic() + _TIMEOUT_S
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_TIMEOUT_S)
         try:
             connection.connect(path)
+            _, uid = peer_of(connection)
+            if uid != os.getuid():
+                raise OSError(f"it is of user {uid}, the engine of {os.getuid()}")
             connection.send(message)
             data, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
             if not data:
@@ -237,6 +265,18 @@ def _ask(
         if reason != "busy" or time.monotonic() > until:
             raise PoolRefused(f"{_setting(path)}: the keeper refuses: {reason}.")
         time.sleep(_RETRY_S)
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
+
+
+def pid_namespace() -> int:
+    """Where the number of this process is unique: holders of locks are named by it."""
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _setting(path: str) -> str:

@@ -18,6 +18,9 @@ LOCK_BYTES = 64
 """Room for glibc's `pthread_mutex_t`: 40 bytes on x86-64, 48 on ARM."""
 
 _PROCESS_SHARED = _ROBUST = 1
+# After a wait in vain, calls wait no more for so long: its holder is stopped, and a
+# step has many calls.
+_REST_S = 0.01
 
 
 def _libc() -> Any:
@@ -51,6 +54,7 @@ class RobustLock:
         self._libc = libc
         self.num_recovered = 0
         """How often the holder had died."""
+        self._rests_until = 0.0
 
     def create(self) -> None:
         """Initialize the lock, once, before another process has the memory."""
@@ -80,8 +84,10 @@ class RobustLock:
             if code != errno.EBUSY:
                 _check(code, "pthread_mutex_trylock")
             now = time.monotonic()
-            until = until or now + spin_s
+            if not until:
+                until = now + (spin_s if now >= self._rests_until else 0)
             if now >= until:
+                self._rests_until = now + _REST_S
                 return False
             time.sleep(0)
 

@@ -16,11 +16,14 @@ from vllm.v1.kv_tier.keeper.partition import Partition, mix, rows_of
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.scheduler.host_writer import HostWriter
 from vllm.v1.kv_tier.scheduler.secondary.lookup import LoadFilter, PromptLookup
+from vllm.v1.kv_tier.scheduler.secondary.tier import Wanted
 from vllm.v1.kv_tier.scheduler.slots import HostSlot
 from vllm.v1.request import Request
 
 # Steps in a row in which a look may find a neighbour's lock busy before it is a miss.
 _MAX_BUSY = 3
+# Blocks of a prompt that are looked for at once.
+_PART = 512
 
 
 class Neighbours:
@@ -29,13 +32,17 @@ class Neighbours:
     Args:
         member: The partitions.
         lookup: Finds what the engine itself lacks of a prompt.
+        max_looks: Most blocks of prompts that a step looks up.
 
     """
 
-    def __init__(self, member: Membership, lookup: PromptLookup) -> None:
+    def __init__(
+        self, member: Membership, lookup: PromptLookup, max_looks: int
+    ) -> None:
         self._identity, self._reader = member.identity, member.number
         self._partitions = [p for p in member.partitions if p is not member.own]
         self._lookup = lookup
+        self._max_looks = self._num_left = max_looks
         self._first_own = member.first_slot
         self.found: dict[BlockHashWithGroupId, HostSlot] = {}
         """What this step has found, by key."""
@@ -52,6 +59,9 @@ class Neighbours:
     def look_up(self, request: Request, loadable: LoadFilter | None) -> bool:
         """Look for the blocks of a prompt that the engine itself lacks.
 
+        Looks up no more of it than a step may, and nothing behind a part of which
+        there is no block.
+
         Args:
             request: A request in the queue.
             loadable: Says what may be loaded for it; None for everything.
@@ -63,12 +73,30 @@ class Neighbours:
         """
         if self._has_left or not self._partitions or not request.block_hashes:
             return False
-        if self._lookup.is_over:
-            return True
-        _, wanted = self._lookup.find_missing(request, 0, loadable)
-        wanted = [each for each in wanted if each[0] not in self.found]
-        if not wanted:
-            return False
+        begin, end = 0, self._lookup.num_tokens(request)
+        is_whole = self._num_left == self._max_looks
+        is_busy = False
+        while begin < end:
+            if self._num_left <= 0:
+                return not is_whole
+            most = min(self._num_left, _PART)
+            begin, num, missing = self._lookup.find_missing(
+                request, begin, most, loadable
+            )
+            self._num_left -= num
+            wanted = [each for each in missing if each[0] not in self.found]
+            num_found = 0
+            if wanted:
+                num_found, was_busy = self._find(wanted)
+                is_busy |= was_busy
+            if num_found == 0 and len(wanted) == num:
+                break
+        self._num_busy = self._num_busy + 1 if is_busy else 0
+        return is_busy and self._num_busy <= _MAX_BUSY
+
+    def _find(self, wanted: Sequence[Wanted]) -> tuple[int, bool]:
+        """Pin what neighbours have of `wanted`. Returns how many that are, and whether
+        one was busy."""
         rows, is_busy = rows_of([key for key, _ in wanted]), False
         missing, mixed = np.arange(len(wanted)), mix(rows)
         for partition in self._partitions:
@@ -78,7 +106,9 @@ class Neighbours:
             candidates, slots = partition.find(rows[missing], mixed[missing])
             if not len(slots):
                 continue
-            places = missing[candidates]
+            # A block may be there twice for a while.
+            candidates, firsts = np.unique(candidates, return_index=True)
+            places, slots = missing[candidates], slots[firsts]
             pinned = partition.pin(rows[places], slots, self._reader, self._identity)
             if pinned is None:
                 is_busy = True
@@ -86,8 +116,7 @@ class Neighbours:
             places, slots = places[pinned], slots[pinned]
             self._add(partition, [wanted[i] for i in places.tolist()], slots.tolist())
             missing = np.setdiff1d(missing, places, assume_unique=True)
-        self._num_busy = self._num_busy + 1 if is_busy else 0
-        return is_busy and self._num_busy <= _MAX_BUSY
+        return len(wanted) - len(missing), is_busy
 
     def _add(
         self,
@@ -118,7 +147,7 @@ class Neighbours:
         """Unpin what is not read any more, as far as locks are free."""
         self._release([slot.index for slot in self.found.values()])
         self.found.clear()
-        self._lookup.end_step()
+        self._num_left = self._max_looks
         for partition, over in self._over.items():
             if over and partition.unpin([*over], self._reader):
                 over.clear()

@@ -46,9 +46,9 @@ class SharedBlockPool(TieredBlockPool):
             self.hash_block_size or min(sizes),
             self.host,
             self.cached_block_hash_to_block.get_one_block,
-            layout.tuning,
         )
-        self.neighbours = Neighbours(layout.pool.member, lookup)
+        max_looks = layout.tuning.max_looks
+        self.neighbours = Neighbours(layout.pool.member, lookup, max_looks)
         self._ends = PlanEnds(layout.pool.num_ranks)
         self._num_outputs = 0
         layout.pool.rank_calls.may_change = self._weights_may_change

@@ -34,8 +34,8 @@ class PooledSlots:
     empty: tuple[int, ...]
     """Slots that copy engines may be tested on."""
     connection: socket.socket
-    """Open while this rank may write to the partition: the keeper gives it to no other
-    engine."""
+    """To the keeper, which gives the partition to no other engine before the process
+    of the rank has ended."""
 
 
 def join_pool(place: Place, device: torch.device) -> PooledSlots:
