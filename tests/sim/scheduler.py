@@ -108,7 +108,7 @@ class Setup:
     them."""
 
     @property
-    def can_jump(self) -> bool:
+    def model_can_jump(self) -> bool:
         return (
             self.jumps
             and len(self.layout.groups) == 1
@@ -280,7 +280,7 @@ def make_scheduler(
             tuning=setup.tuning,
             secondary=None if below is None else _secondary(layout, below, max_known),
             elastic=_elastic(setup, device),
-            can_jump=setup.can_jump,
+            can_jump=setup.model_can_jump,
             pool=_pool(setup),
         ),
     )

@@ -30,7 +30,7 @@ def test_answers_that_take_longer_than_computing_are_asked_for_seldom(
         *((0.1, 1.0, True), (0.3, 1.0, always), (0.3, 28.0, always)),
         *((0.3, 2.0, True), (0.1, 0.0, True)),
     ):
-        below.asker.ask_s = ask_s
+        below.asker._asker.ask_s = ask_s  # type: ignore[attr-defined]
         below.tier.now += seconds
         num_asked = below.store.num_asked
         below.tier.begin()

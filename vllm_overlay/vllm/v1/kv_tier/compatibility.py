@@ -451,7 +451,7 @@ def check_stages(vllm_config: "VllmConfig") -> None:
         )
 
 
-def can_jump(vllm_config: "VllmConfig", kv_cache_config: Any) -> bool:
+def engine_can_jump(vllm_config: "VllmConfig", kv_cache_config: Any) -> bool:
     """Whether a running request can skip tokens of its prompt.
 
     Full attention and MLA need nothing but the KV of a token. Windows and states need
@@ -462,7 +462,7 @@ def can_jump(vllm_config: "VllmConfig", kv_cache_config: Any) -> bool:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     groups = kv_cache_config.kv_cache_groups
     return (
-        releases.can_jump()
+        releases.has_jump_seam()
         and len(groups) == 1
         and type(releases.spec_of_layer(groups[0].kv_cache_spec)).__name__
         in ("FullAttentionSpec", "MLAAttentionSpec")

@@ -17,17 +17,20 @@ def _nothing(pool: Any) -> None:
 BACKEND = "core"
 
 
+Answer = Callable[[float], list[bool] | None]
+"""Waits until a time of `time.monotonic` for the answer to a question: whether each of
+its keys exists, empty if it was not asked; None if there is no answer yet."""
+
+
 class Lookup(Protocol):
     """Asks a store which blocks it has, without blocking the caller."""
 
-    ask_s: float
-    """Seconds that the last answer took."""
+    @property
+    def ask_s(self) -> float:
+        """Seconds that the last answer took."""
 
-    def ask(self, keys: Sequence[bytes]) -> int:
-        """Queue a question. Returns its number, which is not 0."""
-
-    def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
-        """Whether each key of a question exists; None without an answer by `until`."""
+    def ask(self, keys: Sequence[bytes]) -> Answer:
+        """Queue a question."""
 
     def mark_present(self, keys: Sequence[bytes]) -> None:
         """Note that the store has `keys` from now on, whatever it answered before."""

@@ -29,14 +29,14 @@ from vllm.v1.kv_tier.layout import (
 )
 from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
 from vllm.v1.kv_tier.memory.regions import build_regions
+from vllm.v1.kv_tier.opening import exists_on_all, labels, secondary_layout
 from vllm.v1.kv_tier.plan import StepReport, merge_reports
 from vllm.v1.kv_tier.scheduler.kv_groups import (
     GroupBlocks,
     group_blocks,
     tokens_per_block,
 )
-from vllm.v1.kv_tier.scheduler.secondary.jobs import labels, secondary_layout
-from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup, exists_on_all
+from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
 from vllm.v1.kv_tier.stores.format import advice
 from vllm.v1.kv_tier.stores.identity import (
     FileStates,
@@ -138,7 +138,7 @@ def start_kv_tier(
         ),
         elastic=open_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
         pool=pool,
-        can_jump=_can_jump(config, vllm_config, kv_cache_config),
+        can_jump=_requests_meet(config, vllm_config, kv_cache_config),
     )
     logger.info(
         "KV tier: %d host slots (%.2f GiB on %d ranks%s) behind %d device blocks; "
@@ -200,14 +200,16 @@ def _join_pool(
     return pool, member.place()
 
 
-def _can_jump(
+def _requests_meet(
     config: KVTierConfig, vllm_config: "VllmConfig", kv_cache_config: Any
 ) -> bool:
     """Whether requests compute their prompts while secondary tiers are read."""
-    is_on = bool(config.secondary_tiers) and config.debug.meet
+    tiers = config.secondary_tiers
+    is_on = config.debug.meet and bool(tiers)
+    is_on = is_on and all(tier.debug.fetch != ALWAYS for tier in tiers)
     # Memory that comes and goes counts blocks of a prompt at its admission.
     is_on = is_on and config.shrink_after_s is None
-    return is_on and compatibility.can_jump(vllm_config, kv_cache_config)
+    return is_on and compatibility.engine_can_jump(vllm_config, kv_cache_config)
 
 
 def flush_kv_tier(scheduler: Any, executor: Any) -> None:

@@ -41,7 +41,7 @@ from vllm.v1.kv_tier.scheduler.host_writer import (
     StoreTiming,
     WriteThrough,
 )
-from vllm.v1.kv_tier.scheduler.jumps import Jumps, can_jump
+from vllm.v1.kv_tier.scheduler.jumps import Jumps, needs_only_kv
 from vllm.v1.kv_tier.scheduler.kv_groups import HitListener
 from vllm.v1.kv_tier.scheduler.load_admission import LoadAdmission, Prefetches
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
@@ -269,7 +269,7 @@ class TieredBlockPool(BlockPool):
         is_idle = not has_scheduled_reqs
         loadable = self.conversations.make_load_filter if speaks else None
         if below is not None:
-            meets = self._may_jump(request) and below.reader.can_meet
+            meets = self._may_jump(request)
             if below.reader.look_up(request, is_idle, loadable, meets):
                 return True
         if has_scheduled_reqs and self.load_admission.is_loading(request):
@@ -298,7 +298,7 @@ class TieredBlockPool(BlockPool):
     # ------------------------------------------------------------------- jumps
 
     def _may_jump(self, request: Request) -> bool:
-        can = self._can_jump and can_jump(request)
+        can = self._can_jump and needs_only_kv(request)
         return can and not self.conversations.has_hints(request)
 
     def jump(

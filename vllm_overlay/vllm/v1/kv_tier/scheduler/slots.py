@@ -10,12 +10,35 @@ from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 Policy = TypeVar("Policy", bound=EvictionPolicy)
 
 
-class HostSlot(KVCacheBlock):
-    """A filled host slot, and the placeholder for it in a prefix scan.
+class Placeholder(KVCacheBlock):
+    """Stands for a block without device memory in a prefix scan.
 
-    As a placeholder it is never referenced, so upstream counts it as one block to
-    allocate, like an evictable device block. When a slot is filled again, the object is
-    reused with other keys, so do not keep it beyond `SlotListener.on_forgotten`.
+    It is never referenced, so upstream counts it as one block to allocate, like an
+    evictable device block.
+    """
+
+    # Attributes that are equal for all of them are class attributes.
+    __slots__ = ("num_tokens",)
+    block_id = -1
+    ref_cnt = 0
+    prev_free_block = next_free_block = None
+    is_null = False
+    num_tokens: int | None
+
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        return self.num_tokens
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    __repr__ = object.__repr__
+
+
+class HostSlot(Placeholder):
+    """A filled host slot, and the placeholder for it.
+
+    When a slot is filled again, the object is reused with other keys, so do not keep it
+    beyond `SlotListener.on_forgotten`.
 
     Args:
         index: Number of the slot in host memory.
@@ -25,12 +48,7 @@ class HostSlot(KVCacheBlock):
 
     """
 
-    # Attributes that are equal for all slots are class attributes.
-    __slots__ = ("index", "keys", "num_tokens", "store_seq")
-    block_id = -1
-    ref_cnt = 0
-    prev_free_block = next_free_block = None
-    is_null = False
+    __slots__ = ("index", "keys", "store_seq")
 
     def __init__(
         self,
@@ -47,14 +65,6 @@ class HostSlot(KVCacheBlock):
     @property
     def block_hash(self) -> BlockHashWithGroupId:
         return self.keys[0]
-
-    @property
-    def block_hash_num_tokens(self) -> int | None:
-        return self.num_tokens
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-    __repr__ = object.__repr__
 
 
 class SlotListener(Protocol):
