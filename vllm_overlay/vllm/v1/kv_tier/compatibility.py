@@ -6,7 +6,7 @@ allocated.
 import inspect
 import pkgutil
 from abc import ABCMeta
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -289,8 +289,12 @@ def check_elastic_memory(vllm_config: "VllmConfig") -> None:
         )
 
 
-def check_pool(vllm_config: "VllmConfig") -> None:
+def check_pool(vllm_config: "VllmConfig", settings: Mapping[str, bool]) -> None:
     """Refuse an engine that has not been run with a pool.
+
+    Args:
+        vllm_config: Settings of the engine.
+        settings: Which of the tier are on.
 
     Raises:
         ValueError: The message says what to change.
@@ -301,26 +305,24 @@ def check_pool(vllm_config: "VllmConfig") -> None:
             "--kv-offloading-config: pool is not supported with this release of vLLM, "
             "whose block hashes are valid in one process only. Remove pool."
         )
-    parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
-    for setting, is_on in (
-        (
-            f"{parallel.world_size} ranks of one engine (tensor or pipeline "
-            "parallelism)",
-            parallel.world_size > 1,
+    events = vllm_config.kv_events_config
+    on = {
+        f"{vllm_config.parallel_config.world_size} ranks": (
+            vllm_config.parallel_config.world_size > 1
         ),
-        ("--enable-lora", vllm_config.lora_config is not None),
-        ("--speculative-config", vllm_config.speculative_config is not None),
-        ("--kv-transfer-config", vllm_config.kv_transfer_config is not None),
-        (
-            "KV events (--kv-events-config)",
-            events is not None and events.enable_kv_cache_events,
-        ),
-    ):
-        if is_on:
-            raise ValueError(
-                f"--kv-offloading-config: pool and {setting} have not been run "
-                "together. Remove one of them."
-            )
+        "--enable-lora": vllm_config.lora_config is not None,
+        "--speculative-config": vllm_config.speculative_config is not None,
+        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "--kv-events-config": events is not None and events.enable_kv_cache_events,
+        **settings,
+    }
+    if found := [name for name, is_on in on.items() if is_on]:
+        raise ValueError(
+            "--kv-offloading-config: pool has not been run with secondary tiers, "
+            "several ranks of an engine, share_replicas, quotas, shrink_after_s, "
+            "verify, LoRA, speculative decoding, KV connectors or KV events. Remove "
+            f"{' and '.join(found)}, or pool."
+        )
 
 
 def check_engine(

@@ -245,20 +245,16 @@ class KVTierConfig:
 
     def _check_pool(self, vllm_config: "VllmConfig") -> None:
         """Refuse what has not been run with a pool."""
-        settings = {
-            "secondary_tiers": self.secondary_tiers,
-            "share_replicas": self.share_replicas,
-            "quotas": self.quotas,
-            "shrink_after_s": self.shrink_after_s is not None,
-            "debug.verify": self.debug.verify,
-        }
-        for name, is_on in settings.items():
-            if is_on:
-                raise ValueError(
-                    f"{FLAG}: pool and {name} have not been run together. Remove one "
-                    "of them."
-                )
-        compatibility.check_pool(vllm_config)
+        compatibility.check_pool(
+            vllm_config,
+            {
+                "secondary_tiers": bool(self.secondary_tiers),
+                "share_replicas": self.share_replicas,
+                "quotas": bool(self.quotas),
+                "shrink_after_s": self.shrink_after_s is not None,
+                "debug.verify": self.debug.verify,
+            },
+        )
 
 
 def tier_config(vllm_config: "VllmConfig") -> KVTierConfig | None:
