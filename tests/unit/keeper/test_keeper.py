@@ -308,6 +308,34 @@ def test_partition_is_kept_until_the_process_has_ended(
     eventually(lambda: keeper.num_attached == 0)
 
 
+@pytest.mark.parametrize("says_so", [True, False])
+def test_nothing_is_left_of_an_engine(tmp_path: Path, says_so: bool) -> None:
+    """The end of its process and what it has sent are seen at once."""
+    keeper = Keeper(8 * MiB, 2, tmp_path / "keeper.sock")
+    before = len(os.listdir("/proc/self/fd"))
+    ready, ends = os.pipe(), os.pipe()
+
+    def engine() -> None:
+        member = Member(str(keeper._path), ONE, 4096)
+        os.write(ready[1], b"x")
+        os.read(ends[0], 1)
+        if says_so:
+            member.close()
+
+    pid = start(engine)
+    while not keeper.num_attached:
+        keeper.serve_once(1)
+    os.read(ready[0], 1)
+    os.write(ends[1], b"x")
+    os.waitpid(pid, 0)
+    keeper.serve_once(1)
+    assert (keeper.num_attached, keeper._num_peers) == (0, 0)
+    for fd in (*ready, *ends):
+        os.close(fd)
+    assert len(os.listdir("/proc/self/fd")) == before
+    keeper.close()
+
+
 def test_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("precious")

@@ -234,6 +234,9 @@ class Keeper:
         The second one gives it back.
         """
         connection = peer.connection
+        if connection.fileno() < 0:
+            # Its process has ended, which was seen first.
+            return
         try:
             message = connection.recv(MAX_MESSAGE_BYTES)
         except OSError:
@@ -323,7 +326,7 @@ class Keeper:
     def _hang_up(self, peer: _Peer) -> None:
         if peer.connection.fileno() >= 0:
             self._selector.unregister(peer.connection)
-            peer.connection.close()
+        peer.connection.close()
 
     def _forget(self, peer: _Peer) -> None:
         self._hang_up(peer)
