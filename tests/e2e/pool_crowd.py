@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines that share a pool, each a fork of one process, which kills them at
-random moments: `python -m tests.e2e.pool_crowd MODEL SOCKET RESULT.json KILLS`.
+random moments: `python -m tests.e2e.pool_crowd MODEL SOCKET RESULT.json KILLS SEED`.
 
 A fork has imported everything, so an engine is there after some seconds. The process
 itself never makes an engine.
@@ -33,6 +33,8 @@ READY, ANSWERS, WRONG, HITS, FROM_NEIGHBOURS, ADOPTED = range(6)
 NAMES = ("starts", "answers", "wrong", "hits", "from neighbours", "adopted")
 # An engine that answers nothing for so long hangs.
 HANGS_S = 60
+# Then there are no more kills.
+MAX_S = 420
 
 
 def engine(model: str, socket: str | None) -> Engine:
@@ -108,9 +110,9 @@ def main(model: str, socket: str, result: Path, num_kills: int, seed: int) -> No
         return fork(lambda: live(counts[number], model, socket, truth, of_engine))
 
     running = {number: begin(number) for number in range(NUM_ENGINES)}
-    starts = dict.fromkeys(running, 0)
+    starts, end = dict.fromkeys(running, 0), time.monotonic() + MAX_S
     try:
-        while total["kills"] < num_kills:
+        while total["kills"] < num_kills and time.monotonic() < end:
             number = rng.randrange(NUM_ENGINES)
             if rng.random() < 0.7:
                 # Else it may die while it starts.
