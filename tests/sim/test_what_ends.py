@@ -38,7 +38,7 @@ CACHED = re.compile(
 MEASURED = re.compile(
     r"pool\.(_stats\b.*|costs\b.*|conversations\._turns\b.*|host\._held_by"
     r"|retention\.hinted\b.*|secondary\._jobs\.evicted_bytes"
-    r"|secondary\.tiers\[\d\]\.(stats\b.*|reads\.(_fetched_s|_waits\b.*))"
+    r"|secondary\.tiers\[\d\]\.(stats\b.*|_fetched_s)"
     r"|admission\b.*|elastic\.(unmapped|mapper\._unmapped)"
     r"|host\._policy\._ends\._(young|old))"
 )

@@ -47,7 +47,7 @@ LAYERS: tuple[set[str], ...] = (
     {"scheduler.block_pool"},
     {"scheduler.events", "scheduler.shared_pool"},
     {"elastic"},
-    {"pool"},
+    {"opening", "pool"},
     {"recovery", "start"},
 )
 """Modules and packages, the lowest first; the longest name that fits a module counts. A

@@ -162,6 +162,12 @@ def test_no_exception_of_a_store_ends_the_thread(error: type[BaseException]) -> 
         assert come(asker.ask(keys)) == answer
 
 
+def test_no_answer_of_a_store_ends_the_thread() -> None:
+    asker = AsyncLookup(lambda keys: None if keys == [b"none"] else [True])  # type: ignore[return-value]
+    for keys, answer in (([b"none"], [False]), ([b"a"], [True])):
+        assert come(asker.ask(keys)) == answer
+
+
 def test_a_store_that_fails_has_nothing() -> None:
     asked = Asked()
     assert asked.ask(b"raise", b"a") == [False, False]

@@ -215,7 +215,14 @@ class _Asker:
                 for key in question.keys:
                     self._until.pop(key, None)
             elif (begun := time.monotonic()) <= question.until:
-                question.answer = self._ask(question.keys)
+                try:
+                    with fast_switching():
+                        question.answer = self._ask(question.keys)
+                except BaseException:
+                    # Stores answer False if they cannot tell. An exception is a defect,
+                    # of any class, and must not end this thread.
+                    logger.exception("KV tier: a secondary tier could not be asked.")
+                    question.answer = [False] * len(question.keys)
                 self.ask_s = time.monotonic() - begun
             question.is_over.set()
             # The next one may be long in coming.
@@ -226,15 +233,7 @@ class _Asker:
         while until and until[first := next(iter(until))] <= now:
             del until[first]
         asked = [key for key in keys if key not in until]
-        try:
-            with fast_switching():
-                found = self._exists(asked)
-        except BaseException:
-            # Stores answer False if they cannot tell. An exception is a defect, of any
-            # class, and must not end this thread.
-            logger.exception("KV tier: a secondary tier could not be asked.")
-            return [False] * len(keys)
-        there = {key for key, is_there in zip(asked, found) if is_there}
+        there = {key for key, is_there in zip(asked, self._exists(asked)) if is_there}
         if self._miss_s:
             # Taken again, since the answer may have taken long.
             end = self._clock() + self._miss_s
