@@ -35,6 +35,11 @@ def check(given: object, vllm_config: Any) -> dict[str, int]:
 
     """
     reserved_gib = vllm_config.cache_config.kv_offloading_size
+    if reserved_gib is None:
+        raise ValueError(
+            "The host memory of this engine is a part of a pool, whose size is fixed. "
+            "Start the keeper with another --size."
+        )
     if not isinstance(given, Mapping) or [*given] != ["gib"]:
         raise ValueError(f'The body must be {{"gib": number}}, got {shown(given)}.')
     gib = given["gib"]

@@ -167,6 +167,11 @@ METRICS = (
         buckets=_decades(-5, 0),
     ),
     Metric("promoted_blocks", "counter", "Host slots that became device blocks."),
+    Metric(
+        "neighbour_blocks",
+        "counter",
+        "Blocks loaded from slots of other engines of the pool.",
+    ),
     Metric("evicted_slots", "counter", "Host slots evicted to make room."),
     Metric(
         "superseded_slots",

@@ -95,6 +95,8 @@ class KVTierStats:
     loaded_blocks: int = 0
     loaded_ahead_blocks: int = 0
     promoted_blocks: int = 0
+    neighbour_blocks: int = 0
+    """Of the loaded blocks, those from slots of other engines of the pool."""
     deferred_requests: int = 0
     recomputed_lookups: int = 0
     evicted_slots: int = 0

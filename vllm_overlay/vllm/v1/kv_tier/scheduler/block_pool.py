@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.kv_tier import releases
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.hints.retention import RetentionManager
 from vllm.v1.kv_tier.hints.tracker import ConversationTracker
 from vllm.v1.kv_tier.layout import KVTierLayout
@@ -47,6 +48,7 @@ from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
 from vllm.v1.kv_tier.scheduler.promotion import Loader, Promotion
 from vllm.v1.kv_tier.scheduler.secondary.fetches import before_secondary
 from vllm.v1.kv_tier.scheduler.secondary.manager import make_secondary_manager
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.scheduler.superseded import cached_part, make_superseded
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
@@ -77,14 +79,14 @@ class TieredBlockPool(BlockPool):
             tuning,
         )
         self._builder = builder = StepPlanBuilder(self.num_gpu_blocks)
-        self.host, self.host_size = make_host(layout, builder)
+        self.host, self.host_size = make_host(layout, builder, self._make_table)
         self.free = FreeBlocks(self)
         # As many keys as both tiers hold, plus as many evicted ones.
         num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
         self.admission = make_admission(
             layout, self.num_gpu_blocks, num_keys, self.host.has_room
         )
-        self.host_writer = writer = HostWriter(
+        self.host_writer = writer = self._make_writer(
             self, self.host, builder, self.admission, stats
         )
         self.prefetches = prefetches = Prefetches(self.costs, tuning)
@@ -131,18 +133,18 @@ class TieredBlockPool(BlockPool):
         # That request, if `_load_filter` is set.
         self._capped: Request | None = None
 
+    def _make_table(
+        self, layout: KVTierLayout, policy: EvictionPolicy, num_open: int
+    ) -> SlotTable:
+        return SlotTable(layout.num_slots, policy, num_open)
+
+    def _make_writer(self, *args: Any) -> HostWriter:
+        return HostWriter(*args)
+
     def _make_jumps(self, loader: Loader) -> Jumps:
-        return Jumps(
-            self,
-            self.host,
-            self._builder,
-            loader,
-            self.load_admission,
-            self.prefetches,
-            self.costs,
-            self._promotion.listeners,
-            self._stats,
-        )
+        plan = self._builder, loader, self.load_admission, self.prefetches
+        listeners = self._promotion.listeners
+        return Jumps(self, self.host, *plan, self.costs, listeners, self._stats)
 
     # ------------------------------------------------------------------ a step
 
