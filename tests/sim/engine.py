@@ -114,7 +114,9 @@ class Engine:
             setup.layout.hash_block_size, sha256, *([lookahead] if lookahead else [])
         )
         self._invariants = Invariants(
-            setup.layout, self._scheduler.kv_cache_manager.coordinator
+            setup.layout,
+            self._scheduler.kv_cache_manager.coordinator,
+            0 if setup.member is None else setup.member.first_slot,
         )
 
     def add(

@@ -54,7 +54,7 @@ def test_reports_of_ranks_are_merged() -> None:
 def test_the_metrics_have_what_is_open_and_what_is_reserved() -> None:
     tier = Tier(6, num_slots=8, open_slots=(2,))
     stats = tier.pool.take_stats()
-    assert (stats.slots_total, stats.slots_reserved) == (2, 8)
+    assert (stats.slots_total, stats.reserved_slots) == (2, 8)
 
 
 def test_many_slots_are_opened_in_several_steps() -> None:

@@ -35,6 +35,11 @@ def check(given: object, vllm_config: Any) -> dict[str, int]:
 
     """
     reserved_gib = vllm_config.cache_config.kv_offloading_size
+    if reserved_gib is None:
+        raise ValueError(
+            "The host memory of this engine is a part of a pool, whose size is fixed. "
+            "Start the keeper with another --size."
+        )
     if not isinstance(given, Mapping) or [*given] != ["gib"]:
         raise ValueError(f'The body must be {{"gib": number}}, got {shown(given)}.')
     gib = given["gib"]
@@ -57,8 +62,8 @@ def answer(found: dict[str, int]) -> dict[str, int]:
     """
     if found.pop("refused", 0):
         raise ValueError(
-            "The host size cannot change with share_replicas, since several ranks map "
-            "the memory. Start the engine without it, or with another "
+            "The host size cannot change with share_replicas or a pool, since others "
+            "map the memory too. Start the engine without it, or with another "
             "--kv-offloading-size."
         )
     return found

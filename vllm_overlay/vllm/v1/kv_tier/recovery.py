@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.block_keys import adapters_have_changed
-from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
+from vllm.v1.kv_tier.pool import ElasticBlockPool, SharedBlockPool, TieredBlockPool
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ def take_report(
         start_over(scheduler)
     if not scheduler.requests:
         _pause_between_steps(tier)
+    if isinstance(tier, SharedBlockPool):
+        tier.record_output()
     if tier.secondary is not None:
         # Each output of a step comes here, its report before it.
         tier.secondary.record_output()
@@ -100,7 +102,8 @@ def take_report(
 
 def has_work(scheduler: "Scheduler") -> bool:
     """Whether an engine without requests should keep stepping, because it has device
-    memory to give back, or blocks to write to a secondary tier, now or soon. Not while
+    memory to give back, or blocks to write to a secondary tier or to publish, now or
+    soon. Not while
     it is paused: the caller of a pause waits until the engine does nothing."""
     tier = scheduler.kv_cache_manager.kv_tier
     return (
@@ -157,6 +160,8 @@ def _pause_between_steps(pool: TieredBlockPool) -> None:
 
 def _is_due(pool: TieredBlockPool) -> bool:
     if isinstance(pool, ElasticBlockPool) and pool.elastic.is_busy:
+        return True
+    if isinstance(pool, SharedBlockPool) and pool.has_more:
         return True
     return pool.host_size.is_moving or _writes_on(pool)
 

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -81,6 +81,14 @@ _MAX_PIECE_BYTES = 64 * GiB
 _MAX_THREADS = 16
 
 
+class MappedMemory(Protocol):
+    """Memory that other processes map too."""
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """`[num_bytes]`, uint8."""
+
+
 class Refused(Exception):
     """The driver did not register memory. Args: its error code, and the offset."""
 
@@ -132,7 +140,7 @@ class HostBuffer:
         piece_bytes: int = GiB // 4,
         huge_pages: bool = True,
         progress_s: float = 5.0,
-        shared: SharedMemory | None = None,
+        shared: MappedMemory | None = None,
         nodes: Set[int] | None = None,
         first_bytes: int | None = None,
     ) -> None:

@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.kv_tier import releases
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.hints.retention import RetentionManager
 from vllm.v1.kv_tier.hints.tracker import ConversationTracker
 from vllm.v1.kv_tier.layout import KVTierLayout
@@ -47,6 +48,8 @@ from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
 from vllm.v1.kv_tier.scheduler.promotion import Loader, Promotion
 from vllm.v1.kv_tier.scheduler.secondary.fetches import before_secondary
 from vllm.v1.kv_tier.scheduler.secondary.manager import make_secondary_manager
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
+from vllm.v1.kv_tier.scheduler.superseded import cached_part, make_superseded
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
 
@@ -76,14 +79,14 @@ class TieredBlockPool(BlockPool):
             tuning,
         )
         self._builder = builder = StepPlanBuilder(self.num_gpu_blocks)
-        self.host, self.host_size = make_host(layout, builder)
+        self.host, self.host_size = make_host(layout, builder, self._make_table)
         self.free = FreeBlocks(self)
         # As many keys as both tiers hold, plus as many evicted ones.
         num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
         self.admission = make_admission(
             layout, self.num_gpu_blocks, num_keys, self.host.has_room
         )
-        self.host_writer = writer = HostWriter(
+        self.host_writer = writer = self._make_writer(
             self, self.host, builder, self.admission, stats
         )
         self.prefetches = prefetches = Prefetches(self.costs, tuning)
@@ -109,7 +112,8 @@ class TieredBlockPool(BlockPool):
         self._promotion = Promotion(
             self, builder, loader, waits, prefetches, stats, tuning
         )
-        self._promotion.listeners += self._hit_listeners()
+        self.superseded = make_superseded(layout, self, self.secondary, stats)
+        self._promotion.listeners += _hit_listeners(self)
         self._jumps = self._make_jumps(loader)
         self._can_jump = layout.can_jump
         self.has_jumped = False
@@ -129,29 +133,18 @@ class TieredBlockPool(BlockPool):
         # That request, if `_load_filter` is set.
         self._capped: Request | None = None
 
-    def _make_jumps(self, loader: Loader) -> Jumps:
-        return Jumps(
-            self,
-            self.host,
-            self._builder,
-            loader,
-            self.load_admission,
-            self.prefetches,
-            self.costs,
-            self._promotion.listeners,
-            self._stats,
-        )
+    def _make_table(
+        self, layout: KVTierLayout, policy: EvictionPolicy, num_open: int
+    ) -> SlotTable:
+        return SlotTable(layout.num_slots, policy, num_open)
 
-    def _hit_listeners(self) -> list[HitListener]:
-        listeners: list[HitListener] = [self.conversations]
-        if self.admission is not None:
-            listeners.append(self.admission)
-            if isinstance(self.store_timing, WriteThrough):
-                # The hit may be the use from which on a block is stored.
-                listeners.append(self.store_timing)
-        if self.secondary is not None:
-            listeners.append(self.secondary)
-        return listeners
+    def _make_writer(self, *args: Any) -> HostWriter:
+        return HostWriter(*args)
+
+    def _make_jumps(self, loader: Loader) -> Jumps:
+        plan = self._builder, loader, self.load_admission, self.prefetches
+        listeners = self._promotion.listeners
+        return Jumps(self, self.host, *plan, self.costs, listeners, self._stats)
 
     # ------------------------------------------------------------------ a step
 
@@ -186,6 +179,8 @@ class TieredBlockPool(BlockPool):
         self.host.unpin_all()
         if self.host_size.is_due:
             self.host_size.end_step()
+        if self.superseded is not None:
+            self.superseded.end_plan()
         if self.prefetches:
             self.prefetches.forget(self._builder.prefetch_fence)
         return plan
@@ -417,6 +412,9 @@ class TieredBlockPool(BlockPool):
         super().cache_full_blocks(request, blocks, *place, *args, **kwargs)
         if self.conversations.is_listening:
             self.conversations.record_cached(request, blocks, *place)
+        if (superseded := self.superseded) is not None and superseded.follows:
+            part = cached_part(args, kwargs)
+            superseded.record_cached(request, blocks, *place[:2], *part)
 
     def cache_partial_block(
         self, request: Request, block: KVCacheBlock, *args: Any, **kwargs: Any
@@ -454,6 +452,8 @@ class TieredBlockPool(BlockPool):
 
     def _clear_host(self) -> None:
         self.host_writer.drop_all()
+        if self.superseded is not None:
+            self.superseded.forget()
         self.conversations.forget()
         self.store_timing.forget()
         if self.admission is not None:
@@ -551,3 +551,17 @@ class TieredBlockPool(BlockPool):
         if self.secondary is not None:
             stats.secondary = self.secondary.take_stats()
         return stats
+
+
+def _hit_listeners(pool: TieredBlockPool) -> list[HitListener]:
+    listeners: list[HitListener] = [pool.conversations]
+    if pool.admission is not None:
+        listeners.append(pool.admission)
+        if isinstance(pool.store_timing, WriteThrough):
+            # The hit may be the use from which on a block is stored.
+            listeners.append(pool.store_timing)
+    if pool.secondary is not None:
+        listeners.append(pool.secondary)
+    if pool.superseded is not None:
+        listeners.append(pool.superseded)
+    return listeners

@@ -11,6 +11,9 @@ When all ranks have reported the end of all work that may use them, a plan lets 
 ranks give their memory back.
 """
 
+from collections.abc import Callable
+
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.eviction.policies import make_policy
 from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.plan import HostAim, OpenSlots, StepReport
@@ -22,6 +25,9 @@ _MAX_OPENED = 65_536
 """Most slots that a step opens: a millisecond."""
 _MAX_CLOSED = 512
 """Most slots that a step closes. Each may be evicted, in some microseconds."""
+
+MakeTable = Callable[[KVTierLayout, EvictionPolicy, int], SlotTable]
+"""Layout, policy, and the number of open slots."""
 
 
 class HostSize:
@@ -41,7 +47,7 @@ class HostSize:
         self.pause_s = layout.tuning.idle_pause_s
         """Seconds between steps of an engine that only waits for memory."""
         self._num_reserved = num_slots
-        self._can_shrink = not layout.are_shared
+        self._can_shrink = not layout.are_shared and layout.pool is None
         self.is_due = False
         """Whether `end_step` has something to do."""
         self._table = table
@@ -140,15 +146,15 @@ class HostSize:
         """Write what is in the slot table now to `stats`."""
         table = self._table
         stats.slots_total, stats.slots_used = table.num_slots, len(table)
-        stats.slots_reserved = self._num_reserved
+        stats.reserved_slots = self._num_reserved
         stats.evicted_slots, table.num_evicted = table.num_evicted, 0
 
 
 def make_host(
-    layout: KVTierLayout, builder: StepPlanBuilder
+    layout: KVTierLayout, builder: StepPlanBuilder, make_table: MakeTable
 ) -> tuple[SlotTable, HostSize]:
     """The slot table of a tier, and who changes its size."""
     policy = make_policy(layout.config.eviction_policy, layout.num_slots)
     num_open = min(layout.open_slots, default=layout.num_slots)
-    table = SlotTable(layout.num_slots, policy, num_open)
+    table = make_table(layout, policy, num_open)
     return table, HostSize(table, builder, layout)

@@ -414,6 +414,12 @@ class SlotTable:
             is_held = key in self._held_keys
             (self._released_later if is_held else self._released)[key] = None
 
+    def keep(self, key: BlockHashWithGroupId) -> None:
+        """Undo `release`: `key` is evicted in the policy's order."""
+        if (slot := self._slots.get(key)) is not None:
+            for marked in (self._released, self._released_later):
+                marked.pop(slot.keys[0], None)
+
     def remove(self, slot: HostSlot) -> None:
         """Remove `slot`, whose content must not be served any more."""
         key = slot.keys[0]

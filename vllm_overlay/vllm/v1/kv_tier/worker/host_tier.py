@@ -25,6 +25,7 @@ from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.tuning import DEFAULT_TUNING, RankTuning
 from vllm.v1.kv_tier.worker.copies import Copier, CopyHangs, CopyOrder, InOrder
 from vllm.v1.kv_tier.worker.layers import LayerWaits
+from vllm.v1.kv_tier.worker.pooled import PooledSlots
 from vllm.v1.kv_tier.worker.report import StepReportBuilder
 from vllm.v1.kv_tier.worker.secondary import SecondaryIO
 from vllm.v1.kv_tier.worker.sharing import Peers, SharedSlots
@@ -139,6 +140,7 @@ class HostTier:
         num_mapped: int | None = None,
         as_file: bool = False,
         first_bytes: int | None = None,
+        pooled: PooledSlots | None = None,
     ) -> "HostTier":
         """Make a tier, and allocate its host memory.
 
@@ -156,6 +158,7 @@ class HostTier:
             as_file: Whether processes of stores should be able to map the memory.
             first_bytes: Bytes of host slots to open before this returns; None for all.
                 Ignored with `shared`, which has some open.
+            pooled: Slots in the memory of a pool; None for its own.
 
         Raises:
             MemoryError: There is not enough host memory.
@@ -166,6 +169,8 @@ class HostTier:
         memory_file = None
         if shared is not None:
             buffer = shared.buffer
+        elif pooled is not None:
+            buffer = pooled.buffer
         else:
             buffer, memory_file = _own_memory(
                 num_slots, slot_bytes(regions), device, as_file, first_bytes
@@ -179,9 +184,9 @@ class HostTier:
                 device,
                 pinned=buffer.pinned,
                 num_blocks=num_mapped,
-                num_slots=buffer.num_open,
+                empty=range(buffer.num_open) if pooled is None else pooled.empty,
             )
-        slots = _slots(buffer.slots, device, verify, shared)
+        slots = _slots(buffer.slots, device, verify, shared, pooled)
         peers = None
         if shared is not None:
             peers = Peers(shared.memory, shared.index, slots, tuning)
@@ -191,6 +196,7 @@ class HostTier:
         tier = cls(regions, engines, order, slots, layer_waits, tuning, peers)
         tier.buffer = buffer
         tier._memory_file = memory_file
+        tier._pooled = pooled
         return tier
 
     def open_secondary(self, stores: Sequence[BlockStore]) -> None:
@@ -204,6 +210,9 @@ class HostTier:
 
     buffer: HostBuffer
     """Kept alive by the tier."""
+
+    _pooled: PooledSlots | None = None
+    """Keeps the connection to the pool open."""
 
     _memory_file: SharedMemory | None = None
     """The same memory, if it is a file."""
@@ -393,8 +402,11 @@ def _slots(
     device: torch.device,
     verify: bool,
     shared: SharedSlots | None,
+    pooled: PooledSlots | None,
 ) -> RankSlots:
     """The slots of this rank, or those that it shares with others."""
+    if pooled is not None:
+        return RankSlots(len(memory), states=pooled.states)
     if not memory.shape[1]:
         # Without KV memory, every fetch counts as complete.
         return RankSlots(len(memory), states=np.full(len(memory), FILLED, np.uint8))

@@ -6,7 +6,7 @@ queue while slots are filled, from the beginning of its prefix on.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -95,7 +95,9 @@ class SecondaryReader:
         self._costs = pool.costs
         self._tuning = tuning = pool.tuning
         self._fetches = fetches
-        self._lookup = PromptLookup(pool)
+        self._lookup = PromptLookup(
+            pool.layout.block_sizes, pool.hash_size, pool.table, pool.is_cached
+        )
         self._timeout_s = max(tier.settings.deadline_s for tier in tiers)
         # Weak, since the tier is not notified of aborted requests.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
@@ -241,6 +243,10 @@ class SecondaryReader:
                 return True
             for tier in silent:
                 tier.record_late(wait.since)
+        if wait.meets and request not in self._unanswered:
+            # It is in the queue still.
+            nums = Counter(block.tier for block in wait.found.values())
+            wait.meets = not all(tier.is_better_alone(nums[tier]) for tier in nums)
         if wait.meets:
             self.meetings.begin(request, wait.wanted, wait.found)
             wait.end()
