@@ -156,8 +156,7 @@ class HostTier:
             num_mapped: Number of device blocks with memory, the first ones; None for
                 all.
             as_file: Whether processes of stores should be able to map the memory.
-            first_bytes: Bytes of host slots to open before this returns; None for all.
-                Ignored with `shared`, which has some open.
+            first_bytes: Bytes of its own host slots to open at once; None for all.
             pooled: Slots in the memory of a pool; None for its own.
 
         Raises:
