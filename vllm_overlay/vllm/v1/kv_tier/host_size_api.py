@@ -62,8 +62,8 @@ def answer(found: dict[str, int]) -> dict[str, int]:
     """
     if found.pop("refused", 0):
         raise ValueError(
-            "The host size cannot change with share_replicas or a pool, since others "
-            "map the memory too. Start the engine without it, or with another "
+            "The host size cannot change with share_replicas, since several ranks map "
+            "the memory. Start the engine without it, or with another "
             "--kv-offloading-size."
         )
     return found
