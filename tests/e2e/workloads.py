@@ -106,7 +106,7 @@ def resized(engine: Engine) -> dict[str, Any]:
         if turn:
             note()
             wanted = num_slots // 8 if turn == 1 else num_slots
-            told.append(set_host_size(engine.llm, (wanted + 0.5) * slot_gib))
+            told.append(set_host_size(engine.llm, wanted * slot_gib))
 
     answers = talk(engine, resize)
     note()
