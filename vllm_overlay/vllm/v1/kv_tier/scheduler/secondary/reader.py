@@ -241,10 +241,12 @@ class SecondaryReader:
                 return True
             for tier in silent:
                 tier.record_late(wait.since)
+        num_found = Counter(block.tier for block in wait.found.values())
         if wait.meets and request not in self._unanswered:
             # It is in the queue still.
-            nums = Counter(block.tier for block in wait.found.values())
-            wait.meets = not all(tier.is_better_alone(nums[tier]) for tier in nums)
+            wait.meets = not all(
+                tier.is_better_alone(num) for tier, num in num_found.items()
+            )
         if wait.meets:
             self.meetings.begin(request, wait.wanted, wait.found)
             wait.end()
