@@ -6,7 +6,7 @@ allocated.
 import inspect
 import pkgutil
 from abc import ABCMeta
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -286,6 +286,42 @@ def check_elastic_memory(vllm_config: "VllmConfig") -> None:
             f"{setting} on a GPU and --kv-transfer-config "
             f"kv_connector={transfer.kv_connector!r} cannot be combined: connectors "
             "register the memory of the KV cache once. Remove one of them."
+        )
+
+
+def check_pool(vllm_config: "VllmConfig", settings: Mapping[str, bool]) -> None:
+    """Refuse an engine that has not been run with a pool.
+
+    Args:
+        vllm_config: Settings of the engine.
+        settings: Which of the tier are on.
+
+    Raises:
+        ValueError: The message says what to change.
+
+    """
+    if not releases.keys_are_bytes():
+        raise ValueError(
+            "--kv-offloading-config: pool is not supported with this release of vLLM, "
+            "whose block hashes are valid in one process only. Remove pool."
+        )
+    events = vllm_config.kv_events_config
+    on = {
+        f"{vllm_config.parallel_config.world_size} ranks": (
+            vllm_config.parallel_config.world_size > 1
+        ),
+        "--enable-lora": vllm_config.lora_config is not None,
+        "--speculative-config": vllm_config.speculative_config is not None,
+        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "--kv-events-config": events is not None and events.enable_kv_cache_events,
+        **settings,
+    }
+    if found := [name for name, is_on in on.items() if is_on]:
+        raise ValueError(
+            "--kv-offloading-config: pool has not been run with secondary tiers, "
+            "several ranks of an engine, share_replicas, quotas, shrink_after_s, "
+            "verify, LoRA, speculative decoding, KV connectors or KV events. Remove "
+            f"{' and '.join(found)}, or pool."
         )
 
 

@@ -20,7 +20,8 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_tier.gil import fast_switching
 from vllm.v1.kv_tier.layout import Answer
 from vllm.v1.kv_tier.scheduler.kv_groups import hashes_of_blocks
-from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Wanted
+from vllm.v1.kv_tier.scheduler.secondary.tier import Wanted
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -30,13 +31,27 @@ LoadFilter = Callable[[Request], Callable[[BlockHash], bool] | None]
 
 
 class PromptLookup:
-    """Looks up which blocks of prompts neither device nor host has, in parts."""
+    """Looks up which blocks of prompts neither device nor host has, in parts.
 
-    def __init__(self, pool: PoolView) -> None:
-        self._block_sizes = pool.layout.block_sizes
-        self._hash_size = pool.hash_size
-        self._table = pool.table
-        self._is_cached = pool.is_cached
+    Args:
+        block_sizes: Tokens of a block, for each KV cache group.
+        hash_size: Tokens of a block hash of a request.
+        table: The slot table.
+        is_cached: Whether the device has a block.
+
+    """
+
+    def __init__(
+        self,
+        block_sizes: Sequence[int],
+        hash_size: int,
+        table: SlotTable,
+        is_cached: Callable[[BlockHashWithGroupId], object],
+    ) -> None:
+        self._block_sizes = block_sizes
+        self._hash_size = hash_size
+        self._table = table
+        self._is_cached = is_cached
 
     def num_tokens(self, request: Request) -> int:
         """Tokens of a request that have hashes."""

@@ -95,7 +95,9 @@ class SecondaryReader:
         self._costs = pool.costs
         self._tuning = tuning = pool.tuning
         self._fetches = fetches
-        self._lookup = PromptLookup(pool)
+        self._lookup = PromptLookup(
+            pool.layout.block_sizes, pool.hash_size, pool.table, pool.is_cached
+        )
         self._timeout_s = max(tier.settings.deadline_s for tier in tiers)
         # Weak, since the tier is not notified of aborted requests.
         self._waits: WeakKeyDictionary[Request, _Wait] = WeakKeyDictionary()
