@@ -16,7 +16,7 @@ from vllm.v1.kv_tier.copying.calibrate import choose_engines
 from vllm.v1.kv_tier.copying.engine import CopyEngines, slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
-from vllm.v1.kv_tier.memory.opening import SlotOpener
+from vllm.v1.kv_tier.memory.opener import SlotOpener
 from vllm.v1.kv_tier.memory.pages import discard_blocks
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
@@ -156,8 +156,7 @@ class HostTier:
             num_mapped: Number of device blocks with memory, the first ones; None for
                 all.
             as_file: Whether processes of stores should be able to map the memory.
-            first_bytes: Bytes of host slots to open before this returns; None for all.
-                Ignored with `shared`, which has some open.
+            first_bytes: Bytes of its own host slots to open at once; None for all.
             pooled: Slots in the memory of a pool; None for its own.
 
         Raises:
