@@ -204,5 +204,8 @@ class KVTierLayout:
     prefix_ends: tuple[PrefixEnd | None, ...] = ()
     """By KV cache group; None for groups of which a hit needs all blocks. Empty where
     no group has ends."""
+    copies_groups: bool = False
+    """Whether ranks copy of a block what its KV cache group needs, which is less than
+    all for some groups."""
     can_jump: bool = False
     """Whether a prefill can skip blocks that others have computed or fetched since."""

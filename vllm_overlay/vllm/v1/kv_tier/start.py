@@ -20,7 +20,7 @@ from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.elastic import num_mapped, open_elastic
 from vllm.v1.kv_tier.layout import KVTierLayout, SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
-from vllm.v1.kv_tier.memory.regions import build_regions
+from vllm.v1.kv_tier.memory.regions import Region, build_regions
 from vllm.v1.kv_tier.plan import StepReport, merge_reports
 from vllm.v1.kv_tier.scheduler.kv_groups import (
     GroupBlocks,
@@ -39,6 +39,7 @@ from vllm.v1.kv_tier.stores.identity import (
     youngest_s,
 )
 from vllm.v1.kv_tier.stores.settings import ALWAYS
+from vllm.v1.kv_tier.worker.group_bytes import group_bytes
 from vllm.v1.kv_tier.worker.host_tier import HostTier
 from vllm.v1.kv_tier.worker.layers import make_layer_waits, set_layer_waits
 from vllm.v1.kv_tier.worker.report import StepReportAggregator
@@ -103,9 +104,8 @@ def start_kv_tier(
     set_adapter_loads(AdapterLoads(by_content=bool(config.secondary_tiers)))
     num_blocks = kv_cache_config.num_blocks
     per_rank = executor.collective_rpc(_block_bytes, args=(num_blocks,))
-    replicas, num_slots = _take_slots(
-        config, vllm_config, executor, kv_cache_config, per_rank
-    )
+    engine = config, vllm_config, executor, kv_cache_config
+    replicas, num_slots = _take_slots(*engine, per_rank)
     block_bytes = held_once([num_bytes for _, num_bytes in per_rank], replicas)
     ranks = executor.collective_rpc(
         _start_rank,
@@ -125,14 +125,13 @@ def start_kv_tier(
         config,
         num_slots,
         block_bytes,
-        load_s=max(load_s for load_s, _ in ranks),
+        load_s=max(load_s for load_s, _, _ in ranks),
         tokens_per_block=tokens_per_block(groups),
-        layerwise=all(layerwise for _, layerwise in ranks),
-        secondary=_open_secondary(
-            config, vllm_config, executor, kv_cache_config, groups, num_slots, states
-        ),
-        elastic=open_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
+        layerwise=all(layerwise for _, layerwise, _ in ranks),
+        secondary=_open_secondary(*engine, groups, num_slots, states),
+        elastic=open_elastic(*engine, per_rank),
         prefix_ends=prefix_ends(groups),
+        copies_groups=any(less for _, _, less in ranks),
         can_jump=_can_jump(config, vllm_config, kv_cache_config),
     )
     logger.info(
@@ -419,7 +418,9 @@ def _start_rank(
     layerwise_loads: bool,
     verify: bool,
     as_file: bool,
-) -> tuple[float, bool]:
+) -> tuple[float, bool, bool]:
+    """Seconds to load a slot, whether layers wait for their own loads, and whether
+    some groups need less than whole blocks."""
     runner = wrapper.worker.model_runner
     regions = build_regions(runner.kv_caches, num_blocks)
     waits = None
@@ -430,6 +431,7 @@ def _start_rank(
     set_layer_waits(None)
     if waits is not None:
         waits.use = set_layer_waits
+    needs = _group_bytes(wrapper.worker, regions, num_blocks)
     shared = take_shared(wrapper)
     tier = HostTier.allocate(
         regions,
@@ -441,6 +443,7 @@ def _start_rank(
         shared=shared,
         num_mapped=num_mapped(wrapper, num_blocks),
         as_file=as_file,
+        group_bytes=needs,
     )
     if shared is not None:
         shared.memory.close()
@@ -455,4 +458,19 @@ def _start_rank(
         )
         load_s += check_s
     # A rank without KV memory never delays a step.
-    return load_s, waits is not None or not regions
+    return load_s, waits is not None or not regions, bool(needs)
+
+
+def _group_bytes(worker: Any, regions: Sequence[Region], num_blocks: int) -> list[int]:
+    groups = releases.groups_of_rank(worker.model_runner)
+    if len(groups) < 2:
+        return []
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    needs = group_bytes(groups, layers, regions, num_blocks)
+    if needs:
+        logger.info(
+            "KV tier: blocks of each KV cache group are copied up to byte %s of %d.",
+            needs,
+            slot_bytes(regions),
+        )
+    return needs

@@ -12,7 +12,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier import releases
-from vllm.v1.kv_tier.copying.calibrate import choose_engines
+from vllm.v1.kv_tier.copying.calibrate import choose_engines, copy_groups
 from vllm.v1.kv_tier.copying.engine import CopyEngines, slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
@@ -137,6 +137,7 @@ class HostTier:
         shared: SharedSlots | None = None,
         num_mapped: int | None = None,
         as_file: bool = False,
+        group_bytes: Sequence[int] = (),
     ) -> "HostTier":
         """Make a tier, and allocate its host memory.
 
@@ -152,6 +153,8 @@ class HostTier:
             num_mapped: Number of device blocks with memory, the first ones; None for
                 all.
             as_file: Whether processes of stores should be able to map the memory.
+            group_bytes: By KV cache group, how many of the first bytes of a slot its
+                blocks need; empty if all need all.
 
         Raises:
             MemoryError: There is not enough host memory.
@@ -176,6 +179,8 @@ class HostTier:
                 pinned=buffer.pinned,
                 num_blocks=num_mapped,
             )
+            if group_bytes:
+                engines = copy_groups(engines, group_bytes, device, num_mapped)
         slots = _slots(buffer.slots, device, verify, shared)
         peers = None
         if shared is not None:
