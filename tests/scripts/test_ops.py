@@ -109,6 +109,7 @@ def test_every_kind_of_metric_is_on_the_dashboard() -> None:
         *("secondary_stored_blocks", "secondary_loaded_blocks"),
         *("secondary_writing_blocks", "secondary_due_blocks", "secondary_is_closed"),
         *("secondary_missed_blocks", "secondary_late_requests"),
+        "neighbour_blocks",
         *("hints", "retained_blocks", "yielded_slots", "tenant_slots"),
         "superseded_slots",
     }

@@ -67,7 +67,7 @@ class Memory:
 
     def engines(self, needs: list[int]) -> CopyEngines:
         made = choose_engines(self.regions, self.slots, "torch", CPU, pinned=False)
-        return copy_groups(made, needs, CPU)
+        return copy_groups(made, needs, CPU, range(NUM_SLOTS))
 
     def page(self, group: int, block: int) -> torch.Tensor:
         return torch.stack([view[block] for view in self.views[group]])

@@ -26,7 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.kv_tier import releases
-from vllm.v1.kv_tier.eviction.policies import make_policy
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.hints.retention import RetentionManager
 from vllm.v1.kv_tier.hints.tracker import ConversationTracker
 from vllm.v1.kv_tier.layout import KVTierLayout
@@ -34,13 +34,14 @@ from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.scheduler.admission import make_admission
 from vllm.v1.kv_tier.scheduler.costs import Costs, LoadBreaker
 from vllm.v1.kv_tier.scheduler.free_blocks import FreeBlocks, LostBlocks
+from vllm.v1.kv_tier.scheduler.host_size import make_host
 from vllm.v1.kv_tier.scheduler.host_writer import (
     Cleaner,
     HostWriter,
     StoreTiming,
     WriteThrough,
 )
-from vllm.v1.kv_tier.scheduler.jumps import Jumps, can_jump
+from vllm.v1.kv_tier.scheduler.jumps import Jumps, needs_only_kv
 from vllm.v1.kv_tier.scheduler.kv_groups import HitListener
 from vllm.v1.kv_tier.scheduler.load_admission import LoadAdmission, Prefetches
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder, name_groups
@@ -77,16 +78,15 @@ class TieredBlockPool(BlockPool):
             layout.tokens_per_block,
             tuning,
         )
-        policy = make_policy(config.eviction_policy, layout.num_slots)
-        self.host = SlotTable(layout.num_slots, policy)
         self._builder = builder = StepPlanBuilder(self.num_gpu_blocks)
+        self.host, self.host_size = make_host(layout, builder, self._make_table)
         self.free = FreeBlocks(self)
         # As many keys as both tiers hold, plus as many evicted ones.
         num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
         self.admission = make_admission(
             layout, self.num_gpu_blocks, num_keys, self.host.has_room
         )
-        self.host_writer = writer = HostWriter(
+        self.host_writer = writer = self._make_writer(
             self, self.host, builder, self.admission, stats
         )
         self.prefetches = prefetches = Prefetches(self.costs, tuning)
@@ -133,18 +133,18 @@ class TieredBlockPool(BlockPool):
         # That request, if `_load_filter` is set.
         self._capped: Request | None = None
 
+    def _make_table(
+        self, layout: KVTierLayout, policy: EvictionPolicy, num_open: int
+    ) -> SlotTable:
+        return SlotTable(layout.num_slots, policy, num_open)
+
+    def _make_writer(self, *args: Any) -> HostWriter:
+        return HostWriter(*args)
+
     def _make_jumps(self, loader: Loader) -> Jumps:
-        return Jumps(
-            self,
-            self.host,
-            self._builder,
-            loader,
-            self.load_admission,
-            self.prefetches,
-            self.costs,
-            self._promotion.listeners,
-            self._stats,
-        )
+        plan = self._builder, loader, self.load_admission, self.prefetches
+        listeners = self._promotion.listeners
+        return Jumps(self, self.host, *plan, self.costs, listeners, self._stats)
 
     # ------------------------------------------------------------------ a step
 
@@ -179,6 +179,8 @@ class TieredBlockPool(BlockPool):
         self._stats.loaded_blocks += len(plan.load_slots)
         self._stats.loaded_ahead_blocks += len(plan.ahead_slots)
         self.host.unpin_all()
+        if self.host_size.is_due:
+            self.host_size.end_step()
         if self.superseded is not None:
             self.superseded.end_plan()
         if self.prefetches:
@@ -265,7 +267,7 @@ class TieredBlockPool(BlockPool):
         is_idle = not has_scheduled_reqs
         loadable = self.conversations.make_load_filter if speaks else None
         if below is not None:
-            meets = self._may_jump(request) and below.reader.can_meet
+            meets = self._may_jump(request)
             if below.reader.look_up(request, is_idle, loadable, meets):
                 return True
         if has_scheduled_reqs and self.load_admission.is_loading(request):
@@ -294,7 +296,7 @@ class TieredBlockPool(BlockPool):
     # ------------------------------------------------------------------- jumps
 
     def _may_jump(self, request: Request) -> bool:
-        can = self._can_jump and can_jump(request)
+        can = self._can_jump and needs_only_kv(request)
         return can and not self.conversations.has_hints(request)
 
     def jump(
@@ -477,6 +479,8 @@ class TieredBlockPool(BlockPool):
         self._stats.record_report(report.failures, report.times)
         if self.secondary is not None:
             self.secondary.take_results(report.secondary)
+        if report.open_slots or report.ended:
+            self.host_size.take_report(report.open_slots, report.ended)
         if report.lost_blocks is not None:
             self._switch_off(report.lost_blocks)
         for index, seq in report.failed_store_slots.items():
@@ -509,7 +513,7 @@ class TieredBlockPool(BlockPool):
         self.host_writer.drop_all()
         if self.secondary is not None:
             self.secondary.detach("the host tier is off")
-        self.host.close()
+        self.host_size.close()
         self.lost.add(lost_blocks)
         self._withdraw_lost()
 
@@ -527,6 +531,13 @@ class TieredBlockPool(BlockPool):
         """Device blocks that are lost to the cache, or will be when they are free."""
         return len(self.lost.withdrawn) + len(self.lost.in_use)
 
+    def take_call(self, said: dict[str, Any]) -> dict[str, int]:
+        """Answer a call after requests: `said` is of `conversation_api`, or of
+        `host_size_api`."""
+        if (num_bytes := said.get("host_bytes")) is not None:
+            return self.host_size.resize(num_bytes // self.slot_bytes)
+        return self.conversations.end_conversation(**said)
+
     # -------------------------------------------------------- events and stats
 
     def serve_late_subscribers(self, publisher: EventPublisher) -> None:
@@ -535,13 +546,11 @@ class TieredBlockPool(BlockPool):
     def take_stats(self) -> KVTierStats:
         """Stats since the last call."""
         stats = self._stats.take()
-        stats.slots_total = self.host.num_slots
-        stats.slots_used = len(self.host)
+        self.host_size.report(stats)
         stats.slot_bytes = self.slot_bytes
         stats.cleaner_backlog_blocks = self.store_timing.backlog
         stats.load_seconds_per_block = self.costs.load_s
         stats.prefill_seconds_per_block = self.costs.prefill_s
-        stats.evicted_slots, self.host.num_evicted = self.host.num_evicted, 0
         self.retention.report(stats)
         if self.secondary is not None:
             stats.secondary = self.secondary.take_stats()

@@ -10,12 +10,35 @@ from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 Policy = TypeVar("Policy", bound=EvictionPolicy)
 
 
-class HostSlot(KVCacheBlock):
-    """A filled host slot, and the placeholder for it in a prefix scan.
+class Placeholder(KVCacheBlock):
+    """Stands for a block without device memory in a prefix scan.
 
-    As a placeholder it is never referenced, so upstream counts it as one block to
-    allocate, like an evictable device block. When a slot is filled again, the object is
-    reused with other keys, so do not keep it beyond `SlotListener.on_forgotten`.
+    It is never referenced, so upstream counts it as one block to allocate, like an
+    evictable device block.
+    """
+
+    # Attributes that are equal for all of them are class attributes.
+    __slots__ = ("num_tokens",)
+    block_id = -1
+    ref_cnt = 0
+    prev_free_block = next_free_block = None
+    is_null = False
+    num_tokens: int | None
+
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        return self.num_tokens
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    __repr__ = object.__repr__
+
+
+class HostSlot(Placeholder):
+    """A filled host slot, and the placeholder for it.
+
+    When a slot is filled again, the object is reused with other keys, so do not keep it
+    beyond `SlotListener.on_forgotten`.
 
     Args:
         index: Number of the slot in host memory.
@@ -25,12 +48,7 @@ class HostSlot(KVCacheBlock):
 
     """
 
-    # Attributes that are equal for all slots are class attributes.
-    __slots__ = ("index", "keys", "num_tokens", "store_seq")
-    block_id = -1
-    ref_cnt = 0
-    prev_free_block = next_free_block = None
-    is_null = False
+    __slots__ = ("index", "keys", "store_seq")
 
     def __init__(
         self,
@@ -47,14 +65,6 @@ class HostSlot(KVCacheBlock):
     @property
     def block_hash(self) -> BlockHashWithGroupId:
         return self.keys[0]
-
-    @property
-    def block_hash_num_tokens(self) -> int | None:
-        return self.num_tokens
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-    __repr__ = object.__repr__
 
 
 class SlotListener(Protocol):
@@ -85,11 +95,15 @@ class SlotTable:
     Args:
         num_slots: Number of slots in host memory.
         policy: Order of eviction; holds the primary key of every filled slot.
+        num_open: Number of slots that may be filled, the first ones; None for all.
 
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
-        self.num_slots = num_slots
+    def __init__(
+        self, num_slots: int, policy: EvictionPolicy, num_open: int | None = None
+    ) -> None:
+        self.num_slots = num_slots if num_open is None else num_open
+        """Number of slots that may be filled: the first ones."""
         self.num_evicted = 0
         """Number of evicted slots, since the reader reset this."""
         self.listeners: list[SlotListener] = []
@@ -103,7 +117,7 @@ class SlotTable:
         # collector; vLLM exempts those of the start.
         self._objects = [HostSlot(i, (), None, 0) for i in range(num_slots)]
         self._num_filled = 0
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(self.num_slots - 1, -1, -1))
         # When each slot was last read and last stored to. Both outlive its content,
         # since copies for the next content must wait for these.
         self._load_seq = [0] * num_slots
@@ -427,6 +441,46 @@ class SlotTable:
             order[key] = None  # type: ignore[index]
         order.update(self._aside)
         return [self._slots[key] for key in reversed(order) if key in self._slots]
+
+    def open(self, num_slots: int) -> None:
+        """Let the first `num_slots` slots be filled: as many as now, or more."""
+        self._free.extend(range(num_slots - 1, self.num_slots - 1, -1))
+        self.num_slots = max(num_slots, self.num_slots)
+
+    def begin_closing(self) -> None:
+        """Prepare for calls of `close_down`."""
+        # The last slots come first, so that whole runs of them are taken at once.
+        self._free.sort(reverse=True)
+
+    def close_down(self, first: int, most: int) -> None:
+        """Close the last slots, down to slot `first`, and evict their content.
+
+        Stops at a slot that a secondary tier uses, which may be closed later. Call it
+        when no slot is pinned.
+
+        Args:
+            first: The first slot to close.
+            most: Most slots to close.
+
+        """
+        free, num_free = self._free, 0
+        for index in range(
+            self.num_slots - 1, max(first, self.num_slots - most) - 1, -1
+        ):
+            if index in self._held or index in self._reserved:
+                break
+            if num_free < len(free) and free[num_free] == index:
+                num_free += 1
+            elif (slot := self._by_index[index]) is not None:
+                self.num_evicted += 1
+                # Now it is the last one of those that are free.
+                self.remove(slot)
+                free.pop()
+            else:
+                # Freed since `begin_closing`.
+                free.remove(index)
+            self.num_slots = index
+        del free[:num_free]
 
     def close(self) -> None:
         """Remove all slots, and fill none from now on."""
