@@ -49,7 +49,7 @@ from vllm.v1.kv_tier.scheduler.promotion import Loader, Promotion
 from vllm.v1.kv_tier.scheduler.secondary.fetches import before_secondary
 from vllm.v1.kv_tier.scheduler.secondary.manager import make_secondary_manager
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
-from vllm.v1.kv_tier.scheduler.superseded import cached_part, make_superseded
+from vllm.v1.kv_tier.scheduler.superseded import make_superseded
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
 
@@ -415,8 +415,7 @@ class TieredBlockPool(BlockPool):
         if self.conversations.is_listening:
             self.conversations.record_cached(request, blocks, *place)
         if (superseded := self.superseded) is not None and superseded.follows:
-            part = cached_part(args, kwargs)
-            superseded.record_cached(request, blocks, *place[:2], *part)
+            superseded.record_call(request, blocks, *place[:2], args, kwargs)
 
     def cache_partial_block(
         self, request: Request, block: KVCacheBlock, *args: Any, **kwargs: Any

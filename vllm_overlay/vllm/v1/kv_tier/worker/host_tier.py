@@ -181,17 +181,9 @@ class HostTier:
         empty = range(buffer.num_open) if pooled is None else pooled.empty
         # Tests of engines overwrite slots, so ranks that share them take turns.
         with shared.memory.alone() if shared is not None else nullcontext():
-            engines = choose_engines(
-                regions,
-                buffer.slots,
-                copy_engine,
-                device,
-                pinned=buffer.pinned,
-                num_blocks=num_mapped,
-                empty=empty,
+            engines = _engines(
+                regions, buffer, copy_engine, device, num_mapped, empty, group_bytes
             )
-            if group_bytes:
-                engines = copy_groups(engines, group_bytes, device, empty, num_mapped)
         slots = _slots(buffer.slots, device, verify, shared, pooled)
         peers = None
         if shared is not None:
@@ -364,6 +356,29 @@ class HostTier:
             return False
         tokens = scheduler_output.num_scheduled_tokens.values()
         return max(tokens, default=0) > waits.max_decode_tokens
+
+
+def _engines(
+    regions: Sequence[Region],
+    buffer: HostBuffer,
+    copy_engine: str,
+    device: torch.device,
+    num_mapped: int | None,
+    empty: Sequence[int],
+    group_bytes: Sequence[int],
+) -> CopyEngines:
+    engines = choose_engines(
+        regions,
+        buffer.slots,
+        copy_engine,
+        device,
+        pinned=buffer.pinned,
+        num_blocks=num_mapped,
+        empty=empty,
+    )
+    if not group_bytes:
+        return engines
+    return copy_groups(engines, group_bytes, device, empty, num_mapped)
 
 
 def _own_memory(
