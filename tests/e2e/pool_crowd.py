@@ -49,7 +49,7 @@ def engine(model: str, socket: str | None) -> Engine:
 
 def answers(engine: Engine, numbers: list[int]) -> list[tuple[list[int], int]]:
     asked = [PROMPTS[number] for number in numbers]
-    found = engine.generate(asked, max_tokens=MAX_TOKENS, ignore_eos=True)
+    found = engine.generate(asked, max_tokens=MAX_TOKENS)
     return [(answer["tokens"], answer["cached_tokens"]) for answer in found]
 
 
@@ -94,6 +94,7 @@ def ask_alone(model: str) -> list[list[int]]:
         os._exit(0)
 
     pid = fork(body)
+    os.close(writes)
     truth: list[list[int]] = json.loads(os.read(reads, 1 << 16))
     os.waitpid(pid, 0)
     return truth
