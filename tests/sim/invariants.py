@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
+from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
 
 from . import upstream
@@ -177,7 +178,9 @@ class Invariants:
         known |= {*hinted._kept, *hinted._low}
         if gone := known - ordered:
             raise Violation("hints", f"{gone} are in no slot")
-        if len(hinted._kept) > host.num_slots // 2:
+        stats = KVTierStats()
+        self._pool.host_size.report(stats)
+        if len(hinted._kept) > stats.slots_reserved // 2:
             raise Violation("hints", f"{len(hinted._kept)} slots are kept")
 
     def check_idle(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from vllm.config import (
@@ -27,12 +28,14 @@ from vllm.v1.kv_tier.layout import (
     SecondaryLayout,
     SecondaryTier,
 )
+from vllm.v1.kv_tier.scheduler.kv_groups import group_blocks, prefix_ends
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.structured_output import StructuredOutputManager
 
 from ..names import init_none_hash, sha256
 from . import upstream
 from .layouts import MAX_MODEL_LEN, Layout
+from .opening import Opening
 from .pages import DeviceMemory, Elastic, elastic_layout
 from .secondary import Below
 
@@ -103,6 +106,8 @@ class Setup:
     """The engine's part of a pool with others."""
     pools: bool = False
     """The model pools: requests end with their prompts."""
+    opens: int | None = None
+    """Seed of ranks that open host slots while steps run."""
     jumps: bool = False
     """Prefills skip what has come or was computed meanwhile, where the model lets
     them."""
@@ -242,6 +247,7 @@ def make_scheduler(
     setup: Setup,
     below: Below | None = None,
     device: Callable[[], DeviceMemory] | None = None,
+    opening: Opening | None = None,
 ) -> Scheduler:
     """A scheduler with a host tier, maybe one below it, and no engine.
 
@@ -265,6 +271,7 @@ def make_scheduler(
     retention = None
     if setup.retention is not None and layout.can_retain_less:
         retention = setup.retention * layout.block_size
+    groups = SimpleNamespace(kv_cache_groups=layout.kv_cache_groups())
     kv_cache_config = upstream.kv_cache_config(
         retention,
         num_blocks=setup.num_blocks,
@@ -274,12 +281,14 @@ def make_scheduler(
             tier,
             setup.num_slots,
             SLOT_BYTES,
+            open_slots=() if opening is None else tuple(opening.open),
             load_s=setup.load_time,
             tokens_per_block=layout.block_size,
             layerwise=setup.join_time > 0,
             tuning=setup.tuning,
             secondary=None if below is None else _secondary(layout, below, max_known),
             elastic=_elastic(setup, device),
+            prefix_ends=prefix_ends(group_blocks(config, groups)),
             can_jump=setup.model_can_jump,
             pool=_pool(setup),
         ),

@@ -141,6 +141,11 @@ class Below:
         stores = [Store(objects, self) for objects in self.tiers]
         self._mover = SlotMover(stores, lambda slot: slot, slots)  # type: ignore
 
+    @property
+    def slots_in_use(self) -> set[int]:
+        """Of jobs that are not over on all ranks."""
+        return {slot for _, _, job in self._jobs for slot in job.slots}
+
     def has_bad_luck(self, one_in: int) -> bool:
         return self._rng.randrange(one_in) == 0
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.tuning import SchedulingTuning
@@ -148,6 +148,16 @@ class ElasticLayout:
     requests run."""
 
 
+class PrefixEnd(NamedTuple):
+    """Blocks at the end of a prefix: all that a hit needs of a window, or a state."""
+
+    needed: int
+    """Blocks that every hit needs."""
+    most: int
+    """Blocks that a hit may need. A window may begin inside a block, and drafts of
+    EAGLE look at one more."""
+
+
 @dataclass(frozen=True)
 class PoolLayout:
     """Describes the engine's part of a machine's pool to the scheduler."""
@@ -197,8 +207,13 @@ class KVTierLayout:
 
     config: PoolSettings
     num_slots: int
+    """Host slots when all are open."""
     slot_bytes: int
     """Bytes of one slot on all ranks together."""
+    open_slots: tuple[int, ...] = ()
+    """For each rank, the slots that are open at first. Empty: all are, and stay so."""
+    are_shared: bool = False
+    """Whether several ranks map the memory of a slot."""
     load_s: float = 0.0
     """Seconds to load one slot, on the slowest rank, as measured at start."""
     tokens_per_block: float = 0.0
@@ -212,6 +227,9 @@ class KVTierLayout:
     """The secondary tiers, if there are any."""
     elastic: ElasticLayout | None = None
     """Who maps device memory, if any of it is given back."""
+    prefix_ends: tuple[PrefixEnd | None, ...] = ()
+    """By KV cache group; None for groups of which a hit needs all blocks. Empty where
+    no group has ends."""
     pool: PoolLayout | None = None
     """The engine's part of a pool, if it has one."""
     can_jump: bool = False

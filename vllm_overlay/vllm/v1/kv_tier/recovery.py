@@ -83,7 +83,7 @@ def take_report(
     if report is not None and (void_plan := tier.apply_report(report)):
         tier.void_plan = void_plan
         start_over(scheduler)
-    if isinstance(tier, ElasticBlockPool) and not scheduler.requests:
+    if not scheduler.requests:
         _pause_between_steps(tier)
     if isinstance(tier, SharedBlockPool):
         tier.record_output()
@@ -148,10 +148,14 @@ def _end_what_cannot_fit(
         )
 
 
-def _pause_between_steps(pool: ElasticBlockPool) -> None:
-    """Pause while the engine only waits for device memory: else it would spin."""
-    if pool.elastic.is_waiting and not _writes_on(pool):
-        time.sleep(pool.elastic.pause_s)
+def _pause_between_steps(pool: TieredBlockPool) -> None:
+    """Pause while the engine only waits for device memory, or for ranks that open or
+    close host slots: else it would spin."""
+    is_waiting = pool.host_size.is_moving
+    if isinstance(pool, ElasticBlockPool):
+        is_waiting = pool.elastic.is_waiting or is_waiting and not pool.elastic.is_busy
+    if is_waiting and not _writes_on(pool):
+        time.sleep(pool.host_size.pause_s)
 
 
 def _is_due(pool: TieredBlockPool) -> bool:
@@ -159,7 +163,7 @@ def _is_due(pool: TieredBlockPool) -> bool:
         return True
     if isinstance(pool, SharedBlockPool) and pool.has_more:
         return True
-    return _writes_on(pool)
+    return pool.host_size.is_moving or _writes_on(pool)
 
 
 def _writes_on(pool: TieredBlockPool) -> bool:

@@ -27,13 +27,20 @@ from vllm.v1.kv_tier.layout import (
     SecondaryLayout,
     SecondaryTier,
 )
-from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
+from vllm.v1.kv_tier.memory.limits import (
+    HostMemory,
+    available_host_bytes,
+    check_hosts,
+    host_memory,
+)
+from vllm.v1.kv_tier.memory.opening import FIRST_BYTES, SlotOpener
 from vllm.v1.kv_tier.memory.regions import build_regions
 from vllm.v1.kv_tier.opening import exists_on_all, labels, secondary_layout
 from vllm.v1.kv_tier.plan import StepReport, merge_reports
 from vllm.v1.kv_tier.scheduler.kv_groups import (
     GroupBlocks,
     group_blocks,
+    prefix_ends,
     tokens_per_block,
 )
 from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
@@ -130,33 +137,44 @@ def start_kv_tier(
         config,
         num_slots,
         block_bytes,
-        load_s=max(load_s for load_s, _ in ranks),
+        open_slots=tuple(num_open for *_, num_open in ranks),
+        are_shared=replicas > 1,
+        load_s=max(load_s for load_s, *_ in ranks),
         tokens_per_block=tokens_per_block(groups),
-        layerwise=all(layerwise for _, layerwise in ranks),
+        layerwise=all(layerwise for _, layerwise, _ in ranks),
         secondary=_open_secondary(
             config, vllm_config, executor, kv_cache_config, groups, num_slots, states
         ),
         elastic=open_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
+        prefix_ends=prefix_ends(groups),
         pool=pool,
         can_jump=_requests_meet(config, vllm_config, kv_cache_config),
     )
+    _log_start(config, kv_cache_config, replicas)
+
+
+def _log_start(config: KVTierConfig, kv_cache_config: Any, replicas: int) -> None:
+    layout = kv_cache_config.kv_tier
+    num_slots, num_open = layout.num_slots, min(layout.open_slots)
     logger.info(
-        "KV tier: %d host slots (%.2f GiB on %d ranks%s) behind %d device blocks; "
+        "KV tier: %d host slots (%.2f GiB on %d ranks%s%s) behind %d device blocks; "
         "%s, %s.",
         num_slots,
-        num_slots * block_bytes / GiB,
-        len(per_rank),
+        num_slots * layout.slot_bytes / GiB,
+        len(layout.open_slots),
         f", of which each {replicas} share theirs" if replicas > 1 else "",
-        num_blocks,
+        f"; {num_open} are open now" if num_open < num_slots else "",
+        kv_cache_config.num_blocks,
         config.debug.store_policy,
         config.eviction_policy,
     )
 
 
-def _settings_of_ranks(config: KVTierConfig) -> tuple[str, bool, bool, bool]:
+def _settings_of_ranks(config: KVTierConfig) -> tuple[str, bool, bool, bool, bool]:
     debug = config.debug
     as_file = any(tier.uses_memory_file for tier in config.secondary_tiers)
-    return debug.copy_engine, debug.layerwise_loads, debug.verify, as_file
+    copies = debug.copy_engine, debug.layerwise_loads, debug.verify
+    return *copies, as_file, debug.check_memory
 
 
 def _join_pool(
@@ -473,8 +491,16 @@ def _start_rank(
     layerwise_loads: bool,
     verify: bool,
     as_file: bool,
+    check_memory: bool,
     place: Place | None,
-) -> tuple[float, bool]:
+) -> tuple[float, bool, int]:
+    """Allocate a rank's part of the tier.
+
+    Returns:
+        Seconds to load a slot, whether layers wait for their own loads, and the number
+        of slots that are open.
+
+    """
     runner = wrapper.worker.model_runner
     regions = build_regions(runner.kv_caches, num_blocks)
     waits = None
@@ -496,12 +522,20 @@ def _start_rank(
         shared=shared,
         num_mapped=num_mapped(wrapper, num_blocks),
         as_file=as_file,
+        first_bytes=FIRST_BYTES,
         pooled=None if place is None else join_pool(place, runner.device),
     )
     if shared is not None:
         shared.memory.close()
     tier.is_last_stage = get_pp_group().is_last_rank
     wrapper.kv_tier = tier
+    # The buffer of a pool has the slots of all engines.
+    num_open, tier.rank = min(tier.buffer.num_open, num_slots), wrapper.rpc_rank
+    tier.opener = SlotOpener(
+        tier.buffer, available=available_host_bytes if check_memory else None
+    )
+    if num_open < num_slots:
+        tier.opener.aim(0, num_slots)
     load_s = slot_bytes(regions) / tier.engines.load_bytes_per_s
     if (checksums := tier.slots.checksums) is not None:
         check_s = checksums.seconds_per_slot()
@@ -511,4 +545,4 @@ def _start_rank(
         )
         load_s += check_s
     # A rank without KV memory never delays a step.
-    return load_s, waits is not None or not regions
+    return load_s, waits is not None or not regions, num_open

@@ -54,7 +54,7 @@ class SharedBlockPool(TieredBlockPool):
         layout.pool.rank_calls.may_change = self._weights_may_change
 
     def _make_table(
-        self, layout: KVTierLayout, policy: EvictionPolicy
+        self, layout: KVTierLayout, policy: EvictionPolicy, num_open: int
     ) -> SharedSlotTable:
         assert layout.pool is not None
         num_plans = layout.tuning.plans_per_report

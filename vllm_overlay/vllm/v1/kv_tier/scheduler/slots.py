@@ -95,11 +95,15 @@ class SlotTable:
     Args:
         num_slots: Number of slots in host memory.
         policy: Order of eviction; holds the primary key of every filled slot.
+        num_open: Number of slots that may be filled, the first ones; None for all.
 
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
-        self.num_slots = num_slots
+    def __init__(
+        self, num_slots: int, policy: EvictionPolicy, num_open: int | None = None
+    ) -> None:
+        self.num_slots = num_slots if num_open is None else num_open
+        """Number of slots that may be filled: the first ones."""
         self.num_evicted = 0
         """Number of evicted slots, since the reader reset this."""
         self.listeners: list[SlotListener] = []
@@ -113,7 +117,7 @@ class SlotTable:
         # collector; vLLM exempts those of the start.
         self._objects = [HostSlot(i, (), None, 0) for i in range(num_slots)]
         self._num_filled = 0
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(self.num_slots - 1, -1, -1))
         # When each slot was last read and last stored to. Both outlive its content,
         # since copies for the next content must wait for these.
         self._load_seq = [0] * num_slots
@@ -410,6 +414,12 @@ class SlotTable:
             is_held = key in self._held_keys
             (self._released_later if is_held else self._released)[key] = None
 
+    def keep(self, key: BlockHashWithGroupId) -> None:
+        """Undo `release`: `key` is evicted in the policy's order."""
+        if (slot := self._slots.get(key)) is not None:
+            for marked in (self._released, self._released_later):
+                marked.pop(slot.keys[0], None)
+
     def remove(self, slot: HostSlot) -> None:
         """Remove `slot`, whose content must not be served any more."""
         key = slot.keys[0]
@@ -431,6 +441,46 @@ class SlotTable:
             order[key] = None  # type: ignore[index]
         order.update(self._aside)
         return [self._slots[key] for key in reversed(order) if key in self._slots]
+
+    def open(self, num_slots: int) -> None:
+        """Let the first `num_slots` slots be filled: as many as now, or more."""
+        self._free.extend(range(num_slots - 1, self.num_slots - 1, -1))
+        self.num_slots = max(num_slots, self.num_slots)
+
+    def begin_closing(self) -> None:
+        """Prepare for calls of `close_down`."""
+        # The last slots come first, so that whole runs of them are taken at once.
+        self._free.sort(reverse=True)
+
+    def close_down(self, first: int, most: int) -> None:
+        """Close the last slots, down to slot `first`, and evict their content.
+
+        Stops at a slot that a secondary tier uses, which may be closed later. Call it
+        when no slot is pinned.
+
+        Args:
+            first: The first slot to close.
+            most: Most slots to close.
+
+        """
+        free, num_free = self._free, 0
+        for index in range(
+            self.num_slots - 1, max(first, self.num_slots - most) - 1, -1
+        ):
+            if index in self._held or index in self._reserved:
+                break
+            if num_free < len(free) and free[num_free] == index:
+                num_free += 1
+            elif (slot := self._by_index[index]) is not None:
+                self.num_evicted += 1
+                # Now it is the last one of those that are free.
+                self.remove(slot)
+                free.pop()
+            else:
+                # Freed since `begin_closing`.
+                free.remove(index)
+            self.num_slots = index
+        del free[:num_free]
 
     def close(self) -> None:
         """Remove all slots, and fill none from now on."""

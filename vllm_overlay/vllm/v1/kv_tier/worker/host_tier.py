@@ -16,6 +16,7 @@ from vllm.v1.kv_tier.copying.calibrate import choose_engines
 from vllm.v1.kv_tier.copying.engine import CopyEngines, slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
+from vllm.v1.kv_tier.memory.opening import SlotOpener
 from vllm.v1.kv_tier.memory.pages import discard_blocks
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
@@ -138,6 +139,7 @@ class HostTier:
         shared: SharedSlots | None = None,
         num_mapped: int | None = None,
         as_file: bool = False,
+        first_bytes: int | None = None,
         pooled: PooledSlots | None = None,
     ) -> "HostTier":
         """Make a tier, and allocate its host memory.
@@ -154,6 +156,8 @@ class HostTier:
             num_mapped: Number of device blocks with memory, the first ones; None for
                 all.
             as_file: Whether processes of stores should be able to map the memory.
+            first_bytes: Bytes of host slots to open before this returns; None for all.
+                Ignored with `shared`, which has some open.
             pooled: Slots in the memory of a pool; None for its own.
 
         Raises:
@@ -169,7 +173,7 @@ class HostTier:
             buffer = pooled.buffer
         else:
             buffer, memory_file = _own_memory(
-                num_slots, slot_bytes(regions), device, as_file
+                num_slots, slot_bytes(regions), device, as_file, first_bytes
             )
         # Tests of engines overwrite slots, so ranks that share them take turns.
         with shared.memory.alone() if shared is not None else nullcontext():
@@ -180,7 +184,7 @@ class HostTier:
                 device,
                 pinned=buffer.pinned,
                 num_blocks=num_mapped,
-                empty=None if pooled is None else pooled.empty,
+                empty=range(buffer.num_open) if pooled is None else pooled.empty,
             )
         slots = _slots(buffer.slots, device, verify, shared, pooled)
         peers = None
@@ -212,6 +216,12 @@ class HostTier:
 
     _memory_file: SharedMemory | None = None
     """The same memory, if it is a file."""
+
+    opener: SlotOpener | None = None
+    """Opens slots while steps run, unless all are open from the start."""
+
+    rank = 0
+    """Number of this rank."""
 
     is_last_stage = True
     """Whether this rank's pipeline stage outputs tokens. Reports of other stages are
@@ -248,6 +258,10 @@ class HostTier:
             )
         if plan.report_end or self._to_report:
             self._report_ends(plan)
+        if plan.host_aim is not None and self.opener is not None:
+            self.opener.aim(*plan.host_aim)
+        if self.opener is not None and (state := self.opener.take()) is not None:
+            self.report.record_open(self.rank, state)
         num_tokens = num_prefill_tokens(plan, scheduler_output, self._tuning)
         prefill = self._order.take_prefill_time(num_tokens)
         self.report.record_times(prefill, self._order.take_copy_times())
@@ -347,12 +361,16 @@ class HostTier:
 
 
 def _own_memory(
-    num_slots: int, num_bytes: int, device: torch.device, as_file: bool
+    num_slots: int,
+    num_bytes: int,
+    device: torch.device,
+    as_file: bool,
+    first_bytes: int | None,
 ) -> tuple[HostBuffer, SharedMemory | None]:
     """Memory of this rank alone, and its file if it has one."""
     if as_file and num_bytes:
         try:
-            return _file_memory(num_slots, num_bytes, device)
+            return _file_memory(num_slots, num_bytes, device, first_bytes)
         except NotShared as e:
             reason = str(e)
         # After the `except` block, whose traceback would keep the memory alive.
@@ -363,15 +381,20 @@ def _own_memory(
         )
     on_gpu = device.type == "cuda"
     return HostBuffer(
-        num_slots, num_bytes, pin=on_gpu, device=device if on_gpu else None
+        num_slots,
+        num_bytes,
+        pin=on_gpu,
+        device=device if on_gpu else None,
+        first_bytes=first_bytes,
     ), None
 
 
 def _file_memory(
-    num_slots: int, num_bytes: int, device: torch.device
+    num_slots: int, num_bytes: int, device: torch.device, first_bytes: int | None
 ) -> tuple[HostBuffer, SharedMemory]:
     memory = SharedMemory.create(num_slots, num_bytes, num_ranks=1)
-    return shared_buffer(memory, num_slots, device, nodes=set()), memory
+    buffer = shared_buffer(memory, num_slots, device, set(), first_bytes)
+    return buffer, memory
 
 
 def _slots(

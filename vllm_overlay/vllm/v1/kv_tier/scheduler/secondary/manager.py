@@ -112,6 +112,11 @@ class SecondaryTierManager:
         """Take in results that ranks have reported."""
         self._jobs.take_results(results)
 
+    def put_last(self, key: BlockHashWithGroupId) -> None:
+        """Write `key` after all others, if it is to be written."""
+        for writer in self.writers:
+            writer.put_last(key)
+
     def on_hit(self, request: Request, used: UsedBlocks) -> None:
         """A request is admitted with blocks whose slots, if any, may be due now."""
         keys = used.keys

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes slots to a secondary tier, behind the requests and before their eviction."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
@@ -14,6 +15,8 @@ from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Tier
 from vllm.v1.kv_tier.scheduler.slots import HostSlot
 
 _store_seq = attrgetter("store_seq")
+_LAST = sys.maxsize
+"""Deeper than any prompt."""
 
 
 class WriteQueue:
@@ -62,6 +65,14 @@ class WriteQueue:
         if not slots:
             del self._slots[depth]
         return True
+
+    def put_last(self, key: BlockHashWithGroupId) -> None:
+        """Write `key` after all others, if it is queued."""
+        if (depth := self.depths.get(key)) is not None:
+            slot = self._slots[depth][key]
+            self.remove(key)
+            self.depths[key] = _LAST
+            self._slots[_LAST][key] = slot
 
     def clear(self) -> None:
         """Remove all slots."""
@@ -164,6 +175,10 @@ class SecondaryWriter:
             if len(admitted) < len(used):
                 used = {key: used[key] for key in admitted}
         self.due.add(used)
+
+    def put_last(self, key: BlockHashWithGroupId) -> None:
+        """Write `key` after all others, if it is due."""
+        self.due.put_last(key)
 
     def _on_changed(self, key: BlockHashWithGroupId) -> None:
         if key in self._known:
