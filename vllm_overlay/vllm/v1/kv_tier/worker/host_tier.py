@@ -172,9 +172,8 @@ class HostTier:
         elif pooled is not None:
             buffer = pooled.buffer
         else:
-            buffer, memory_file = _own_memory(
-                num_slots, slot_bytes(regions), device, as_file, first_bytes
-            )
+            size = num_slots, slot_bytes(regions)
+            buffer, memory_file = _own_memory(*size, device, as_file, first_bytes)
         # Tests of engines overwrite slots, so ranks that share them take turns.
         with shared.memory.alone() if shared is not None else nullcontext():
             engines = choose_engines(
