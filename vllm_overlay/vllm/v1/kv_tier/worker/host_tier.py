@@ -174,9 +174,8 @@ class HostTier:
         elif pooled is not None:
             buffer = pooled.buffer
         else:
-            buffer, memory_file = _own_memory(
-                num_slots, slot_bytes(regions), device, as_file, first_bytes
-            )
+            size = num_slots, slot_bytes(regions)
+            buffer, memory_file = _own_memory(*size, device, as_file, first_bytes)
         empty = range(buffer.num_open) if pooled is None else pooled.empty
         # Tests of engines overwrite slots, so ranks that share them take turns.
         with shared.memory.alone() if shared is not None else nullcontext():
