@@ -38,5 +38,6 @@ def test_ranks_follow_and_give_memory_back(results: Results) -> None:
     before, shrunk, grown = found["sizes"]
     assert before[:2] == [most, most]
     assert shrunk == [few, few, False]
-    assert grown[:2] == [most, most]
+    # It may still grow: steps use what every rank has by then.
+    assert few < grown[0] <= grown[1] <= most
     assert "at most" in found["refused"] and "--kv-offloading-size" in found["refused"]
