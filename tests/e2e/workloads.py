@@ -105,7 +105,7 @@ def resized(engine: Engine) -> dict[str, Any]:
     def resize(turn: int) -> None:
         if turn:
             note()
-            wanted = num_slots // 8 if turn == 1 else num_slots
+            wanted = num_slots // 20 if turn == 1 else num_slots
             told.append(set_host_size(engine.llm, wanted * slot_gib))
 
     answers = talk(engine, resize)
