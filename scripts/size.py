@@ -385,17 +385,14 @@ def main() -> None:
     whole = together(engine, args.engines)
     outcomes = replay_all(whole, cases, args.work, args.jobs)
     wall_s = time.monotonic() - started
-    used = [
-        resource.getrusage(who)
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    ]
+    both = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    used = [resource.getrusage(who) for who in both]
     cpu_s = sum(u.ru_utime + u.ru_stime for u in used)
     _print_tables(outcomes)
     if args.engines > 1:
         _print_separate(args, engine)
-    print(
-        f"\nA pod that needs {args.base_gib:g} GiB and {args.start_s:g} s by itself:\n"
-    )
+    pod = f"{args.base_gib:g} GiB and {args.start_s:g} s by itself"
+    print(f"\nA pod that needs {pod}:\n")
     print(pods(args.host_gib, args.base_gib, args.start_s))
     if too_long := max(o.too_long for o in outcomes):
         print(f"\n{too_long} requests do not fit the device and were left out.")

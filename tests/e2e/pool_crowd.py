@@ -27,14 +27,15 @@ from .release import known
 from .secondary import prompts
 
 NUM_ENGINES = 3
-PROMPTS = prompts(900, 12)
+# Twice as much as the pool holds, so that slots are reused while neighbours read them.
+PROMPTS = prompts(900, 40)
 MAX_TOKENS = 4
 READY, ANSWERS, WRONG, HITS, FROM_NEIGHBOURS, ADOPTED = range(6)
 NAMES = ("starts", "answers", "wrong", "hits", "from neighbours", "adopted")
 # An engine that answers nothing for so long hangs.
 HANGS_S = 60
 # Then there are no more kills.
-MAX_S = 420
+MAX_S = float(os.environ.get("KV_TIER_POOL_SECONDS", "420"))
 
 
 def engine(model: str, socket: str | None) -> Engine:
@@ -49,7 +50,7 @@ def engine(model: str, socket: str | None) -> Engine:
 
 def answers(engine: Engine, numbers: list[int]) -> list[tuple[list[int], int]]:
     asked = [PROMPTS[number] for number in numbers]
-    found = engine.generate(asked, max_tokens=MAX_TOKENS, ignore_eos=True)
+    found = engine.generate(asked, max_tokens=MAX_TOKENS)
     return [(answer["tokens"], answer["cached_tokens"]) for answer in found]
 
 
@@ -60,15 +61,15 @@ def live(
     rng, own = Random(seed), engine(model, socket)
     counts[ADOPTED] += len(own.pool.host)
     counts[READY] += 1
-    seen = 0
+    seen = 0.0
     while True:
         numbers = rng.sample(range(len(PROMPTS)), rng.randint(1, 4))
         for number, (tokens, cached) in zip(numbers, answers(own, numbers)):
             counts[ANSWERS] += 1
             counts[HITS] += cached > 0
             counts[WRONG] += tokens != truth[number]
-        total = own.pool._stats.neighbour_blocks
-        counts[FROM_NEIGHBOURS] += max(0, total - seen)
+        total = own.counters()["kv_tier_neighbour_blocks"]
+        counts[FROM_NEIGHBOURS] += int(total - seen)
         seen = total
 
 
@@ -94,6 +95,7 @@ def ask_alone(model: str) -> list[list[int]]:
         os._exit(0)
 
     pid = fork(body)
+    os.close(writes)
     truth: list[list[int]] = json.loads(os.read(reads, 1 << 16))
     os.waitpid(pid, 0)
     return truth

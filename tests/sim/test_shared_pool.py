@@ -122,8 +122,8 @@ class _PinsUnseen(OldLooks):
 class _ForgetsEntries(Partition):
     """The owner reuses slots that neighbours still find."""
 
-    def _withdraw(self, slot: int) -> None:
-        pass
+    def is_published(self, slot: int) -> bool:
+        return False
 
 
 class _StaleAfterDeath(Partition):

@@ -33,7 +33,7 @@ from vllm.v1.kv_tier.memory.limits import (
     check_hosts,
     host_memory,
 )
-from vllm.v1.kv_tier.memory.opening import FIRST_BYTES, SlotOpener
+from vllm.v1.kv_tier.memory.opener import FIRST_BYTES, SlotOpener
 from vllm.v1.kv_tier.memory.regions import Region, build_regions
 from vllm.v1.kv_tier.opening import exists_on_all, labels, secondary_layout
 from vllm.v1.kv_tier.plan import StepReport, merge_reports

@@ -478,8 +478,7 @@ class TieredBlockPool(BlockPool):
         self._stats.record_report(report.failures, report.times)
         if self.secondary is not None:
             self.secondary.take_results(report.secondary)
-        if report.open_slots or report.ended:
-            self.host_size.take_report(report.open_slots, report.ended)
+        self.host_size.take_report(report)
         if report.lost_blocks is not None:
             self._switch_off(report.lost_blocks)
         for index, seq in report.failed_store_slots.items():
@@ -531,8 +530,7 @@ class TieredBlockPool(BlockPool):
         return len(self.lost.withdrawn) + len(self.lost.in_use)
 
     def take_call(self, said: dict[str, Any]) -> dict[str, int]:
-        """Answer a call after requests: `said` is of `conversation_api`, or of
-        `host_size_api`."""
+        """Answer a call of `conversation_api` or `host_size_api`."""
         if (num_bytes := said.get("host_bytes")) is not None:
             return self.host_size.resize(num_bytes // self.slot_bytes)
         return self.conversations.end_conversation(**said)

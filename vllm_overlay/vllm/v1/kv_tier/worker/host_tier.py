@@ -16,7 +16,7 @@ from vllm.v1.kv_tier.copying.calibrate import choose_engines, copy_groups
 from vllm.v1.kv_tier.copying.engine import CopyEngines, slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
-from vllm.v1.kv_tier.memory.opening import SlotOpener
+from vllm.v1.kv_tier.memory.opener import SlotOpener
 from vllm.v1.kv_tier.memory.pages import discard_blocks
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
@@ -157,10 +157,9 @@ class HostTier:
             num_mapped: Number of device blocks with memory, the first ones; None for
                 all.
             as_file: Whether processes of stores should be able to map the memory.
+            first_bytes: Bytes of its own host slots to open at once; None for all.
             group_bytes: By KV cache group, how many of the first bytes of a slot its
                 blocks need; empty if all need all.
-            first_bytes: Bytes of host slots to open before this returns; None for all.
-                Ignored with `shared`, which has some open.
             pooled: Slots in the memory of a pool; None for its own.
 
         Raises:
@@ -175,9 +174,8 @@ class HostTier:
         elif pooled is not None:
             buffer = pooled.buffer
         else:
-            buffer, memory_file = _own_memory(
-                num_slots, slot_bytes(regions), device, as_file, first_bytes
-            )
+            size = num_slots, slot_bytes(regions)
+            buffer, memory_file = _own_memory(*size, device, as_file, first_bytes)
         empty = range(buffer.num_open) if pooled is None else pooled.empty
         # Tests of engines overwrite slots, so ranks that share them take turns.
         with shared.memory.alone() if shared is not None else nullcontext():

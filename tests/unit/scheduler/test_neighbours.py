@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine finds of its neighbours, how much a step looks for, and its pins."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.keeper.crowd import IDENTITY, KEYS, NUM_SLOTS, Shared, key
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.kv_tier.eviction.policies import make_policy
+from vllm.v1.kv_tier.keeper.client import Membership
+from vllm.v1.kv_tier.keeper.partition import Partition
+from vllm.v1.kv_tier.scheduler.neighbours import Neighbours
+from vllm.v1.kv_tier.scheduler.secondary.lookup import PromptLookup
+from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
+
+ALL = list(range(NUM_SLOTS))
+
+
+@pytest.fixture
+def partition() -> Partition:
+    """Of the neighbour."""
+    partition = Shared().partition
+    assert partition.assign(IDENTITY, NUM_SLOTS, NUM_SLOTS)
+    return partition
+
+
+def neighbours_of(partition: Partition, max_looks: int = 8192) -> Neighbours:
+    member = Membership.take([Shared().partition, partition], 0, IDENTITY)
+    table = SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 1)
+    lookup = PromptLookup([16], 16, table, lambda key: None)
+    return Neighbours(member, lookup, max_looks)
+
+
+def prompt(keys: list[bytes]) -> Any:
+    return SimpleNamespace(block_hashes=[key[:32] for key in keys])
+
+
+def found(neighbours: Neighbours) -> list[int]:
+    """Numbers of the keys that the step has found."""
+    numbers = {BlockHashWithGroupId(key): i for i, key in enumerate(KEYS)}
+    return sorted(numbers[key] for key in neighbours.found)
+
+
+def test_block_that_is_there_twice_is_pinned_once(partition: Partition) -> None:
+    neighbours = neighbours_of(partition)
+    twice = [KEYS[0], KEYS[0], KEYS[1]]
+    assert partition.publish([3, 5, 7], twice, [16, 16, 32])
+    assert not neighbours.look_up(prompt(KEYS[:4]), None)
+    assert found(neighbours) == [0, 1]
+    pinned = partition.unpinned(ALL)
+    assert pinned is not None and len(pinned) == NUM_SLOTS - 2
+    neighbours.end_step()
+    assert partition.unpinned(ALL) == ALL
+
+
+def test_step_looks_for_no_more_than_it_may(partition: Partition) -> None:
+    neighbours = neighbours_of(partition, max_looks=4)
+    assert partition.publish(ALL[:8], KEYS[:8], [None] * 8)
+    # The first one goes on with what a step may find.
+    assert not neighbours.look_up(prompt(KEYS[:8]), None)
+    assert found(neighbours) == [0, 1, 2, 3]
+    assert neighbours.look_up(prompt(KEYS[4:6]), None)
+    neighbours.end_step()
+    assert not neighbours.look_up(prompt(KEYS[4:6]), None)
+    assert found(neighbours) == [4, 5]
+
+
+def test_nothing_is_looked_for_behind_a_part_without_blocks(
+    partition: Partition,
+) -> None:
+    neighbours = neighbours_of(partition)
+    assert partition.publish([0], KEYS[:1], [None])
+    missing = [key(10_000 + i) for i in range(600)]
+    assert not neighbours.look_up(prompt([*missing, KEYS[0]]), None)
+    assert found(neighbours) == []
+    assert not neighbours.look_up(prompt([*missing[:500], KEYS[0]]), None)
+    assert found(neighbours) == [0]
+
+
+def test_busy_neighbour_is_waited_for_three_steps(partition: Partition) -> None:
+    neighbours = neighbours_of(partition)
+    assert partition.publish([0], KEYS[:1], [None])
+    assert partition.lock.acquire()
+    waits = []
+    for _ in range(4):
+        waits.append(neighbours.look_up(prompt(KEYS[:1]), None))
+        neighbours.end_step()
+    partition.lock.release()
+    assert waits == [True, True, True, False]
+    assert not neighbours.look_up(prompt(KEYS[:1]), None)
+    assert found(neighbours) == [0]
+
+
+def test_engine_that_has_left_finds_nothing(partition: Partition) -> None:
+    neighbours = neighbours_of(partition)
+    assert partition.publish([0], KEYS[:1], [None])
+    assert not neighbours.look_up(prompt(KEYS[:1]), None)
+    neighbours.leave()
+    assert not neighbours.look_up(prompt(KEYS[:1]), None) and not neighbours.found
+    neighbours.end_step()
+    assert partition.unpinned(ALL) == ALL
