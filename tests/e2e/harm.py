@@ -55,12 +55,14 @@ def spoil_first_load(
     wrapper.spoilt = []
     for engine in copiers(wrapper, "loads"):
 
-        def loads(slots: Any, blocks: Any, real: Any = engine.loads) -> Any:
+        def loads(
+            slots: Any, blocks: Any, *groups: Any, real: Any = engine.loads
+        ) -> Any:
             if not wrapper.spoilt:
                 wrapper.spoilt = [slot for slot in slots if slot in among][:1]
                 for slot in wrapper.spoilt:
                     spoil_slot(wrapper, slot)
-            return real(slots, blocks)
+            return real(slots, blocks, *groups)
 
         engine.loads = loads
 
@@ -84,9 +86,11 @@ def count_reads(wrapper: Any, index: int) -> int:
         wrapper.reads = []
         for engine in copiers(wrapper, "loads"):
 
-            def loads(slots: Any, blocks: Any, real: Any = engine.loads) -> Any:
+            def loads(
+                slots: Any, blocks: Any, *groups: Any, real: Any = engine.loads
+            ) -> Any:
                 wrapper.reads += slots
-                return real(slots, blocks)
+                return real(slots, blocks, *groups)
 
             engine.loads = loads
     return wrapper.reads.count(index)
@@ -105,15 +109,20 @@ def break_copy(wrapper: Any, name: str, skip: int, rank: int = -1) -> None:
         real = getattr(engine, name)
 
         def failing(
-            sources: Any, targets: Any, engine: Any = engine, real: Any = real
+            sources: Any,
+            targets: Any,
+            *groups: Any,
+            engine: Any = engine,
+            real: Any = real,
         ) -> Any:
             nonlocal left
             left -= 1
             if left >= 0 or wrapper.failures:
-                return real(sources, targets)
+                return real(sources, targets, *groups)
             wrapper.failures += 1
             # It leaves wrong bytes: those of the neighbours.
-            transfer = real([(source + 1) % SMALL for source in sources], targets)
+            others = [(source + 1) % SMALL for source in sources]
+            transfer = real(others, targets, *groups)
             transfer.copy(range(len(engine.regions)))
             raise RuntimeError("a copy fails for the test")
 

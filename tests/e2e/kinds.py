@@ -113,13 +113,13 @@ KINDS = {
         like_llama("Qwen3ForCausalLM", "qwen3"),
         ["FullAttentionSpec"],
     ),
-    # Three layers with windows make two groups, of which one needs half a block.
+    # Five layers with windows make two groups, of which one needs less than a block.
     "gemma3": Kind(
         like_llama(
             "Gemma3ForCausalLM",
             "gemma3_text",
-            num_hidden_layers=5,
-            layer_types=[*_ALTERNATING, "sliding_attention"],
+            num_hidden_layers=8,
+            layer_types=[*3 * _ALTERNATING[:2], *2 * _ALTERNATING[:1]],
             sliding_window=_WINDOW,
             query_pre_attn_scalar=32,
             hidden_activation="gelu_pytorch_tanh",

@@ -66,8 +66,7 @@ class GroupCopyEngine(CopyEngine):
     def transfer_groups(
         self, pairs: NDArray[np.int64], groups: Sequence[int], to_device: bool
     ) -> Transfer:
-        if len(groups) != pairs.shape[1]:
-            raise ValueError(f"{pairs.shape[1]} blocks, but {len(groups)} groups.")
+        assert len(groups) == pairs.shape[1], "each block has a group"
         engines = [self._by_group.get(group, self._whole) for group in groups]
         parts = []
         for engine in {id(engine): engine for engine in engines}.values():
