@@ -9,8 +9,8 @@ scheduler runs the requests, and the tier plans the copies. Only the copies them
 and the forward pass are left out. Between turns others take the whole device. Each
 shape has three figures:
 
-- link: bytes that a step copies from host to device for the last turns, to the bytes
-  that the groups of their blocks need.
+- link: bytes of all loads and stores, to the bytes that the groups of their blocks
+  need; and the same if all blocks were copied whole.
 - costs: blocks that such a hit loads, to those that the tier expects at start.
 - host: for hosts of several sizes, in slots that the next turns of all conversations
   can use, the tokens of prompts from the cache, in % of those with an unlimited host;
@@ -67,8 +67,11 @@ class Served:
     """Tokens that they hit."""
     slots: int = 0
     """Slots filled at the end."""
-    link_blocks: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Loaded blocks by group."""
+    link_bytes: int = 0
+    """Bytes of these loads, as far as groups need them where plans say the group."""
+    whole_bytes: int = 0
+    """The same, if all blocks were copied whole."""
+    needed_bytes: int = 0
     stored_blocks: int = 0
 
 
@@ -91,6 +94,7 @@ class Engine:
             load_s=planned.slot_bytes / 50e9,
             tokens_per_block=tokens_per_block(groups),
             prefix_ends=prefix_ends(groups),
+            copies_groups=True,
         )
         self.scheduler = Scheduler(
             vllm_config=vllm_config,
@@ -102,6 +106,7 @@ class Engine:
         self.pool: Any = self.scheduler.kv_cache_manager.block_pool
         self.hasher = kv_cache_utils.get_request_block_hasher(planned.hash_size, sha256)
         self.served = Served()
+        self._needs = planned.group_bytes()
         self._num_requests = 0
 
     def serve(self, prompt: list[int]) -> int:
@@ -141,9 +146,13 @@ class Engine:
 
     def _take_plan(self, plan: Any) -> int:
         served = self.served
-        for index in (*plan.load_slots, *plan.ahead_slots):
-            group = get_group_id(self.pool.host.at(index).keys[0])
-            served.link_blocks[group] = served.link_blocks.get(group, 0) + 1
+        needs, size = self._needs, self.planned.slot_bytes
+        for slots in (slots for slots, _ in plan.pairs()):
+            for index in slots:
+                group = get_group_id(self.pool.host.at(index).keys[0])
+                served.needed_bytes += needs[group]
+                served.link_bytes += needs[plan.groups[index]] if plan.groups else size
+                served.whole_bytes += size
         served.stored_blocks += len(plan.store_slots) + len(plan.clean_slots)
         return len(plan.load_slots) + len(plan.ahead_slots)
 
@@ -208,15 +217,13 @@ def measure(
     linear = prompts(conversations, 0.0, 1, num_tokens)
     free = run(planned, many, linear, policy)
     useful = free.last_loads / conversations
-    needs = planned.group_bytes()
-    needed = sum(needs[group] * n for group, n in free.link_blocks.items())
-    copied = planned.slot_bytes * sum(free.link_blocks.values())
     result: dict[str, Any] = {
         "shape": shape.name,
         "slot_bytes": planned.slot_bytes,
         "useful_slots": useful,
         "kept": free.slots / conversations / useful,
-        "link": copied / needed,
+        "link": free.link_bytes / free.needed_bytes,
+        "link_whole": free.whole_bytes / free.needed_bytes,
         "cost": free.last_tokens / free.last_loads / tokens_per_block(groups),
         "hits": {},
     }
@@ -255,7 +262,8 @@ def main() -> None:
         found.append(one)
         print(
             f"{one['shape']}: kept {one['kept']:.2f} of what the next turn can use, "
-            f"link {one['link']:.3f} of what is needed, cost {one['cost']:.3f} of the "
+            f"link {one['link']:.3f} of what is needed (whole blocks: "
+            f"{one['link_whole']:.3f}), cost {one['cost']:.3f} of the "
             f"expected ({time.monotonic() - begun:.0f} s)"
         )
         for part, hits in one["hits"].items():

@@ -105,6 +105,8 @@ class Engine:
             # Groups overlay each other: a block belongs to one of them at a time.
             "groups_share_memory": any(len(each) > 1 for each in groups_at.values()),
             "layers_without_kv": num_sharing,
+            # Of a block, what its group needs.
+            "copies_groups": self.has_tier and config.kv_tier.copies_groups,
         }
 
     @property

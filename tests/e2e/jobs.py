@@ -221,6 +221,7 @@ JOBS = {
         ),
         ["handed_over", "connector_spoils"],
     ),
+    "resized": Job(COMMON | device(SMALL) | tier(400), ["resized", "corrupt_slot"]),
     "features": Job(
         COMMON
         | TOKENIZED

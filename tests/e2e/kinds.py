@@ -113,17 +113,19 @@ KINDS = {
         like_llama("Qwen3ForCausalLM", "qwen3"),
         ["FullAttentionSpec"],
     ),
+    # Three layers with windows make two groups, of which one needs half a block.
     "gemma3": Kind(
         like_llama(
             "Gemma3ForCausalLM",
             "gemma3_text",
-            layer_types=_ALTERNATING,
+            num_hidden_layers=5,
+            layer_types=[*_ALTERNATING, "sliding_attention"],
             sliding_window=_WINDOW,
             query_pre_attn_scalar=32,
             hidden_activation="gelu_pytorch_tanh",
         ),
-        ["FullAttentionSpec", "SlidingWindowSpec"],
-        num_device_blocks=2 * SMALL,
+        ["FullAttentionSpec", "SlidingWindowSpec", "SlidingWindowSpec"],
+        num_device_blocks=3 * SMALL,
     ),
     "mistral_window": Kind(
         like_llama("MistralForCausalLM", "mistral", sliding_window=_WINDOW),

@@ -161,6 +161,11 @@ def test_groups_overlay_each_other(found: Results, kind: str) -> None:
     assert layout["groups_share_memory"]
 
 
+@only("gemma3")
+def test_a_group_that_needs_less_is_not_copied_whole(found: Results, kind: str) -> None:
+    assert found(kind, "write_back")["layout"]["copies_groups"]
+
+
 @only("gemma4")
 @pytest.mark.compat("model kinds", "KV cache groups of different block sizes")
 def test_block_sizes_differ(found: Results, kind: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, hash_block_tokens
+from vllm.v1.kv_tier.frontend import set_host_size
 
 from ..names import get_hash_fn_by_name
 from .engine import Answer, Engine
@@ -73,6 +74,49 @@ def talk(
 @workload
 def conversations(engine: Engine) -> dict[str, Any]:
     return {"answers": talk(engine)}
+
+
+def _open_by_slot(wrapper: Any) -> None:
+    """Let slots be opened and closed one by one, which are small here."""
+    tier = wrapper.kv_tier
+    num_slots, num_bytes = tier.buffer.slots.shape
+    tier.buffer._open = [num_bytes] * num_slots
+    tier.opener._piece_bytes = num_bytes
+
+
+def _open_slots(wrapper: Any) -> tuple[int, bool]:
+    """The slots that a rank has open, and whether others hold anything."""
+    buffer = wrapper.kv_tier.buffer
+    return buffer.num_open, bool(buffer.slots[buffer.num_open :].any())
+
+
+@workload
+def resized(engine: Engine) -> dict[str, Any]:
+    """As `conversations`, while the host shrinks to a part and grows again."""
+    slot_gib = engine.pool.slot_bytes / (1 << 30)
+    num_slots = engine.pool.host.num_slots
+    engine.on_ranks(_open_by_slot)
+    told, sizes = [], []
+
+    def note() -> None:
+        (on_rank,) = engine.on_ranks(_open_slots)
+        sizes.append((engine.pool.host.num_slots, *on_rank))
+
+    def resize(turn: int) -> None:
+        if turn:
+            note()
+            wanted = num_slots // 8 if turn == 1 else num_slots
+            told.append(set_host_size(engine.llm, (wanted + 0.5) * slot_gib))
+
+    answers = talk(engine, resize)
+    note()
+    refused = ""
+    try:
+        set_host_size(engine.llm, (num_slots + 2) * slot_gib)
+    except ValueError as e:
+        refused = str(e)
+    facts = {"told": told, "sizes": sizes, "refused": refused}
+    return {"answers": answers, "num_slots": num_slots, **facts}
 
 
 @workload

@@ -3,9 +3,11 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm.v1.core.kv_cache_planning")
 sys.path.append(str(Path(__file__).parents[2] / "scripts/bench"))
@@ -13,8 +15,11 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts/bench"))
 import hybrid_bytes
 
 from sizing.shapes import SHAPES, plan
+from vllm.v1.kv_tier.memory.regions import build_regions
+from vllm.v1.kv_tier.releases import spec_of_named
 from vllm.v1.kv_tier.scheduler.kv_groups import group_blocks, tokens_per_block
 from vllm.v1.kv_tier.scheduler.superseded import SupersededEnds
+from vllm.v1.kv_tier.worker.group_bytes import group_bytes
 
 TOKENS = 8192
 WINDOWS = next(shape for shape in SHAPES if shape.name == "Gemma-3-12B")
@@ -33,6 +38,40 @@ def test_costs_are_those_of_a_real_hit(shape: Any) -> None:
     num_loads = engine.serve(prompt)
     loaded = engine.served.hit_tokens / num_loads
     assert loaded == pytest.approx(tokens_per_block(groups), rel=0.1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_ranks_find_what_groups_need_in_memory(shape: Any) -> None:
+    """With tensors as upstream lays them out. Groups with less begin at byte 0."""
+    planned = plan(shape, 1024)
+    config = planned.of_rank
+    num_blocks = config.num_blocks
+    # Touched by nobody.
+    memory = torch.empty(config.kv_cache_tensors[0].size, dtype=torch.uint8)
+    layers: dict[str, Any] = {}
+    specs: dict[str, Any] = {}
+    for group in config.kv_cache_groups:
+        specs |= {n: spec_of_named(group.kv_cache_spec, n) for n in group.layer_names}
+    for tensor in config.kv_cache_tensors:
+        for i, name in enumerate(tensor.layers):
+            stride = tensor.block_stride, 1
+            first = tensor.offset + i * tensor.layer_stride
+            shown = num_blocks, specs[name].page_size_bytes
+            view = memory.as_strided(shown, stride, first)
+            layers[name] = SimpleNamespace(kv_cache=view)
+    in_order = [layers[name].kv_cache for name in sorted(layers, key=_number)]
+    regions = build_regions(in_order, num_blocks)
+    found = group_bytes(config.kv_cache_groups, layers, regions, num_blocks)
+    needs = planned.group_bytes()
+    if found:
+        assert all(a >= b for a, b in zip(found, needs))
+        assert sum(found) <= 1.02 * sum(needs)
+    else:
+        assert min(needs) == planned.slot_bytes
+
+
+def _number(name: str) -> int:
+    return int(name.split(".")[2])
 
 
 def test_conversations_fit_in_what_their_next_turns_use() -> None:

@@ -180,7 +180,7 @@ class Invariants:
             raise Violation("hints", f"{gone} are in no slot")
         stats = KVTierStats()
         self._pool.host_size.report(stats)
-        if len(hinted._kept) > stats.slots_reserved // 2:
+        if len(hinted._kept) > stats.reserved_slots // 2:
             raise Violation("hints", f"{len(hinted._kept)} slots are kept")
 
     def check_idle(self) -> None:

@@ -119,6 +119,7 @@ class Machine:
         self.slots = torch.randint(0, 256, shape, dtype=torch.uint8)
         if device.type == "cuda":
             self.slots = self.slots.pin_memory()
+        self.make = make
         self.engine = make(self.regions, self.slots)
 
     def snapshot(self) -> tuple[torch.Tensor, torch.Tensor]:

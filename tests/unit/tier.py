@@ -62,6 +62,7 @@ class Tier:
         tuning: dict[str, Any] | None = None,
         secondary: SecondaryLayout | None = None,
         elastic: ElasticLayout | None = None,
+        open_slots: tuple[int, ...] = (),
         prefix_ends: tuple[PrefixEnd | None, ...] = (),
         **config: Any,
     ) -> None:
@@ -71,6 +72,7 @@ class Tier:
             KVTierConfig(num_slots * SLOT_BYTES, **options(**config)),
             num_slots,
             SLOT_BYTES,
+            open_slots=open_slots,
             load_s=load_s,
             tokens_per_block=BLOCK,
             layerwise=layerwise,

@@ -62,10 +62,10 @@ def delay_stores() -> None:
 
     inner = Copier._store_blocks
 
-    def late(self: Any, kind: str, seq: int, blocks: Any, *args: Any) -> None:
+    def late(self: Any, kind: str, plan: Any, blocks: Any, *args: Any) -> None:
         if blocks:
             torch.cuda._sleep(600_000_000)  # cycles: about 300 ms
-        inner(self, kind, seq, blocks, *args)
+        inner(self, kind, plan, blocks, *args)
 
     Copier._store_blocks = late  # type: ignore[assignment, method-assign]
 

@@ -21,9 +21,12 @@ from vllm.v1.kv_tier.copying.dma import BlockDmaCopyEngine, DmaCopyEngine
 from vllm.v1.kv_tier.copying.engine import (
     BySizeCopyEngine,
     CopyEngine,
+    CopyEngineUnavailable,
     TorchCopyEngine,
     slot_bytes,
+    slot_offsets,
 )
+from vllm.v1.kv_tier.copying.groups import first_bytes
 from vllm.v1.kv_tier.memory.regions import Region
 
 from ..copy_machine import (
@@ -112,6 +115,36 @@ def test_a_load_writes_its_blocks_and_nothing_else(machine: Machine) -> None:
         for slot, block in pairs:
             on_device, in_slot = machine.piece(i, block)
             memory[on_device] = slots[slot, in_slot]
+    assert_equal(machine.snapshot(), (memory, slots))
+
+
+def test_an_engine_for_the_first_bytes_leaves_the_others(machine: Machine) -> None:
+    """As for a KV cache group that needs less than a block: the sixth region is cut."""
+    num_bytes = slot_offsets(machine.regions)[5] + 1000
+    cut = first_bytes(machine.regions, num_bytes)
+    assert [region.block_bytes for region in cut[4:]] == [33, 1024]
+    try:
+        engine = machine.make(cut, machine.slots)
+    except CopyEngineUnavailable:
+        pytest.skip("no neighbours are left: such groups are copied piece by piece")
+    memory, slots = machine.snapshot()
+    for pairs, to_device in (([(8, 0), (3, 5)], True), ([(1, 2), (7, 4)], False)):
+        of_slots, of_blocks = map(list, zip(*pairs))
+        if to_device:
+            transfer = engine.loads(of_slots, of_blocks)
+        else:
+            transfer = engine.stores(of_blocks, of_slots)
+        machine.copy(transfer, [range(0, 3), range(3, 6)])
+        wait(machine)
+        for i, region in enumerate(cut):
+            for slot, block in pairs:
+                on_device, in_slot = machine.piece(i, block)
+                first = slice(on_device.start, on_device.start + region.block_bytes)
+                there = slice(in_slot.start, in_slot.start + region.block_bytes)
+                if to_device:
+                    memory[first] = slots[slot, there]
+                else:
+                    slots[slot, there] = memory[first]
     assert_equal(machine.snapshot(), (memory, slots))
 
 

@@ -217,24 +217,6 @@ def test_a_meeting_that_saves_less_than_its_steps_cost_is_not_begun() -> None:
     assert tier.rate.most_to_meet(50, False) == 25
 
 
-def test_a_tier_is_better_alone_where_computing_meanwhile_saves_less_than_steps() -> (
-    None
-):
-    tier = Fetches()
-    tier.costs.join_s = {4: 9 * PREFILL_S}
-    assert not tier.rate.is_better_alone(100), "its rate is unknown"
-    tier.fetch(FAST_S, 5)
-    # A third of the time of 100 blocks is 8 ms, of 200 it is 17, and steps cost 13.5.
-    assert tier.rate.is_better_alone(100) and not tier.rate.is_better_alone(200)
-    assert not tier.rate.is_better_alone(10), "computing is sooner than waiting"
-    tier.rate.begin_fetch(100)
-    assert not tier.rate.is_better_alone(100)
-    tier.now += FAST_S * 100
-    tier.rate.record_fetch([True] * 100, FAST_S * 100)
-    tier.fetch(SLOW_S, 5)
-    assert not tier.rate.is_better_alone(100)
-
-
 def test_the_log_says_why_a_tier_is_left_alone() -> None:
     tier = Fetches()
     with logged_by("vllm.v1.kv_tier.scheduler.secondary.tier") as lines:

@@ -230,6 +230,9 @@ class KVTierLayout:
     prefix_ends: tuple[PrefixEnd | None, ...] = ()
     """By KV cache group; None for groups of which a hit needs all blocks. Empty where
     no group has ends."""
+    copies_groups: bool = False
+    """Whether ranks copy of a block what its KV cache group needs, which is less than
+    all for some groups."""
     pool: PoolLayout | None = None
     """The engine's part of a pool, if it has one."""
     can_jump: bool = False

@@ -373,7 +373,6 @@ def _counts(stats: KVTierStats) -> dict[str, Any]:
     size = stats.slot_bytes
     return vars(stats) | {
         "host_slots": stats.slots_total,
-        "reserved_slots": stats.slots_reserved,
         "used_bytes": stats.slots_used * size,
         "total_bytes": stats.slots_total * size,
         "stored_bytes": stats.stored_blocks * size,

@@ -69,6 +69,9 @@ class StepPlan:
     ahead_slots: list[int] = field(default_factory=list)
     """The same for requests of later steps; pairs with `ahead_blocks`."""
     ahead_blocks: list[int] = field(default_factory=list)
+    groups: dict[int, int] | None = None
+    """KV cache group by slot, for all slots above, where groups need less than all
+    bytes of a block. Slots that are missing are copied whole; None: all."""
 
     compute_after_stores: int = 0
     """The forward pass overwrites device blocks that stores of plans up to this `seq`,

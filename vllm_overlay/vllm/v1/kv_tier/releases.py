@@ -414,6 +414,21 @@ def spec_of_layer(spec: Any) -> Any:
     return next(iter(each.values())) if each else spec
 
 
+def spec_of_named(spec: Any, layer: str) -> Any:
+    """The spec of one layer of a group with `spec`, see `spec_of_layer`. A layer that
+    shares the KV of another one has none of its own: the largest."""
+    each = getattr(spec, "kv_cache_specs", None)
+    if not each:
+        return spec
+    return each.get(layer) or max(each.values(), key=lambda s: s.page_size_bytes)
+
+
+def groups_of_rank(model_runner: Any) -> list[Any]:
+    """KV cache groups of a rank. Stand-ins of tests have none."""
+    config = getattr(model_runner, "kv_cache_config", None)
+    return [] if config is None else config.kv_cache_groups
+
+
 def num_retained_tokens(spec: Any) -> int:
     """Tokens that a sliding window keeps beyond its length, since v0.28.0."""
     return getattr(spec, "extra_retained_tokens", 0)

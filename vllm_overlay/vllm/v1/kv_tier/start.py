@@ -33,8 +33,8 @@ from vllm.v1.kv_tier.memory.limits import (
     check_hosts,
     host_memory,
 )
-from vllm.v1.kv_tier.memory.opening import FIRST_BYTES, SlotOpener
-from vllm.v1.kv_tier.memory.regions import build_regions
+from vllm.v1.kv_tier.memory.opener import FIRST_BYTES, SlotOpener
+from vllm.v1.kv_tier.memory.regions import Region, build_regions
 from vllm.v1.kv_tier.opening import exists_on_all, labels, secondary_layout
 from vllm.v1.kv_tier.plan import StepReport, merge_reports
 from vllm.v1.kv_tier.scheduler.kv_groups import (
@@ -53,6 +53,7 @@ from vllm.v1.kv_tier.stores.identity import (
     youngest_s,
 )
 from vllm.v1.kv_tier.stores.settings import ALWAYS
+from vllm.v1.kv_tier.worker.group_bytes import group_bytes
 from vllm.v1.kv_tier.worker.host_tier import HostTier
 from vllm.v1.kv_tier.worker.layers import make_layer_waits, set_layer_waits
 from vllm.v1.kv_tier.worker.pooled import join_pool
@@ -119,15 +120,12 @@ def start_kv_tier(
     num_blocks = kv_cache_config.num_blocks
     per_rank = executor.collective_rpc(_block_bytes, args=(num_blocks,))
     groups = group_blocks(vllm_config, kv_cache_config)
-    pool, place = _join_pool(
-        config, vllm_config, executor, kv_cache_config, groups, per_rank, states
-    )
+    engine = config, vllm_config, executor, kv_cache_config
+    pool, place = _join_pool(*engine, groups, per_rank, states)
     if pool is not None:
         replicas, num_slots = 1, pool.member.num_slots
     else:
-        replicas, num_slots = _take_slots(
-            config, vllm_config, executor, kv_cache_config, per_rank
-        )
+        replicas, num_slots = _take_slots(*engine, per_rank)
     block_bytes = held_once([num_bytes for _, num_bytes in per_rank], replicas)
     args = num_blocks, num_slots, *_settings_of_ranks(config), place
     ranks = executor.collective_rpc(_start_rank, args=args)
@@ -141,12 +139,11 @@ def start_kv_tier(
         are_shared=replicas > 1,
         load_s=max(load_s for load_s, *_ in ranks),
         tokens_per_block=tokens_per_block(groups),
-        layerwise=all(layerwise for _, layerwise, _ in ranks),
-        secondary=_open_secondary(
-            config, vllm_config, executor, kv_cache_config, groups, num_slots, states
-        ),
-        elastic=open_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
+        layerwise=all(layerwise for _, layerwise, *_ in ranks),
+        secondary=_open_secondary(*engine, groups, num_slots, states),
+        elastic=open_elastic(*engine, per_rank),
         prefix_ends=prefix_ends(groups),
+        copies_groups=any(less for *_, less, _ in ranks),
         pool=pool,
         can_jump=_requests_meet(config, vllm_config, kv_cache_config),
     )
@@ -493,12 +490,12 @@ def _start_rank(
     as_file: bool,
     check_memory: bool,
     place: Place | None,
-) -> tuple[float, bool, int]:
+) -> tuple[float, bool, bool, int]:
     """Allocate a rank's part of the tier.
 
     Returns:
-        Seconds to load a slot, whether layers wait for their own loads, and the number
-        of slots that are open.
+        Seconds to load a slot, whether layers wait for their own loads, whether some
+        groups need less than whole blocks, and the number of slots that are open.
 
     """
     runner = wrapper.worker.model_runner
@@ -511,6 +508,7 @@ def _start_rank(
     set_layer_waits(None)
     if waits is not None:
         waits.use = set_layer_waits
+    needs = _group_bytes(wrapper.worker, regions, num_blocks)
     shared = take_shared(wrapper)
     tier = HostTier.allocate(
         regions,
@@ -522,6 +520,7 @@ def _start_rank(
         shared=shared,
         num_mapped=num_mapped(wrapper, num_blocks),
         as_file=as_file,
+        group_bytes=needs,
         first_bytes=FIRST_BYTES,
         pooled=None if place is None else join_pool(place, runner.device),
     )
@@ -545,4 +544,19 @@ def _start_rank(
         )
         load_s += check_s
     # A rank without KV memory never delays a step.
-    return load_s, waits is not None or not regions, num_open
+    return load_s, waits is not None or not regions, bool(needs), num_open
+
+
+def _group_bytes(worker: Any, regions: Sequence[Region], num_blocks: int) -> list[int]:
+    groups = releases.groups_of_rank(worker.model_runner)
+    if len(groups) < 2:
+        return []
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    needs = group_bytes(groups, layers, regions, num_blocks)
+    if needs:
+        logger.info(
+            "KV tier: blocks of each KV cache group are copied up to byte %s of %d.",
+            needs,
+            slot_bytes(regions),
+        )
+    return needs

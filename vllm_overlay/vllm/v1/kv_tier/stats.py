@@ -141,7 +141,7 @@ class KVTierStats:
     slots_used: int = 0
     slots_total: int = 0
     """Slots that are open."""
-    slots_reserved: int = 0
+    reserved_slots: int = 0
     """Slots when all are open."""
     slot_bytes: int = 0
     cleaner_backlog_blocks: int = 0

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ from vllm.v1.kv_tier.copying.engine import (
     slot_offsets,
     wait_for_copies,
 )
+from vllm.v1.kv_tier.copying.groups import copy_by_group
 from vllm.v1.kv_tier.copying.kernel import KernelCopyEngine
 from vllm.v1.kv_tier.memory.regions import Region
 
@@ -275,6 +276,47 @@ def choose_engines(
         load_bytes_per_s=min(load_rates[loads.many], load_rates[loads.beside]),
         store_bytes_per_s=store_rates[stores],
     )
+
+
+def copy_groups(
+    engines: CopyEngines,
+    group_bytes: Sequence[int],
+    device: torch.device,
+    empty: Sequence[int],
+    num_blocks: int | None = None,
+) -> CopyEngines:
+    """Engines that copy of each block what its KV cache group needs.
+
+    Overwrites slots, as `choose_engines`.
+
+    Args:
+        engines: The engines of the rank.
+        group_bytes: By group, how many of the first bytes of a slot it needs.
+        device: Device of the regions.
+        empty: Use only these slots.
+        num_blocks: Use only the first `num_blocks` device blocks; None for all.
+
+    """
+
+    def prove_some(engine: CopyEngine) -> None:
+        if isinstance(engine, BySizeCopyEngine):
+            prove_some(engine.few)
+            prove_some(engine.many)
+            return
+        blocks = num_blocks or engine.regions[0].blocks.shape[0]
+        slots = [*empty[: min(_PROVEN_BLOCKS, blocks)]]
+        with _stream(device):
+            prove(engine, [*range(len(slots))], slots)
+
+    try:
+        step_loads, loads, stores = (
+            copy_by_group(engine, group_bytes, prove_some)
+            for engine in (engines.step_loads, engines.loads, engines.stores)
+        )
+    except Exception:
+        logger.warning("KV tier: all groups copy whole blocks.", exc_info=True)
+        return engines
+    return replace(engines, step_loads=step_loads, loads=loads, stores=stores)
 
 
 def _refused(requested: str, error: Exception) -> Exception:

@@ -103,27 +103,47 @@ class CopyEngine(ABC):
         self.regions = regions
         self.slots = slots
 
-    def loads(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
+    def loads(
+        self, slots: Sequence[int], blocks: Sequence[int], groups: Sequence[int] = ()
+    ) -> Transfer:
         """Copies of host `slots[i]` to device `blocks[i]`.
 
+        Args:
+            slots: Host slots.
+            blocks: Device blocks.
+            groups: The KV cache group of each; empty: all bytes of each are copied.
+
         Raises:
             IndexError: A block or slot is out of range.
             RuntimeError: The device refused the copies.
             ValueError: `slots` and `blocks` differ in length.
 
         """
-        return self.transfer(self._pairs(blocks, slots), to_device=True)
+        pairs = self._pairs(blocks, slots)
+        if groups:
+            return self.transfer_groups(pairs, groups, to_device=True)
+        return self.transfer(pairs, to_device=True)
 
-    def stores(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
+    def stores(
+        self, blocks: Sequence[int], slots: Sequence[int], groups: Sequence[int] = ()
+    ) -> Transfer:
         """Copies of device `blocks[i]` to host `slots[i]`.
 
+        Args:
+            blocks: Device blocks.
+            slots: Host slots.
+            groups: As in `loads`.
+
         Raises:
             IndexError: A block or slot is out of range.
             RuntimeError: The device refused the copies.
             ValueError: `slots` and `blocks` differ in length.
 
         """
-        return self.transfer(self._pairs(blocks, slots), to_device=False)
+        pairs = self._pairs(blocks, slots)
+        if groups:
+            return self.transfer_groups(pairs, groups, to_device=False)
+        return self.transfer(pairs, to_device=False)
 
     def launch_s(self, num_pieces: int) -> float:
         """CPU seconds to launch `num_pieces` pieces (blocks times regions)."""
@@ -132,6 +152,13 @@ class CopyEngine(ABC):
     @abstractmethod
     def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
         """Copies in one direction. `pairs` is `[2, n]`: blocks, then slots."""
+
+    def transfer_groups(
+        self, pairs: NDArray[np.int64], groups: Sequence[int], to_device: bool
+    ) -> Transfer:
+        """As `transfer`, for blocks of these KV cache groups. Most engines copy all
+        bytes of a block, whatever its group needs."""
+        return self.transfer(pairs, to_device)
 
     def _pairs(self, blocks: Sequence[int], slots: Sequence[int]) -> NDArray[np.int64]:
         if len(blocks) != len(slots):
@@ -203,17 +230,17 @@ class BySizeCopyEngine(CopyEngine):
 
     def __init__(self, few: CopyEngine, many: CopyEngine, max_pieces: int) -> None:
         super().__init__(few.regions, few.slots)
-        self._few = few
-        self._many = many
-        self._max_pieces = max_pieces
+        self.few = few
+        self.many = many
+        self.max_pieces = max_pieces
 
     def launch_s(self, num_pieces: int) -> float:
-        engine = self._few if num_pieces <= self._max_pieces else self._many
+        engine = self.few if num_pieces <= self.max_pieces else self.many
         return engine.launch_s(num_pieces)
 
     def transfer(self, pairs: NDArray[np.int64], to_device: bool) -> Transfer:
         pieces = pairs.shape[1] * len(self.regions)
-        engine = self._few if pieces <= self._max_pieces else self._many
+        engine = self.few if pieces <= self.max_pieces else self.many
         return engine.transfer(pairs, to_device)
 
 

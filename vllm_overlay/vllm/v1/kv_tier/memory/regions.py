@@ -51,7 +51,7 @@ def build_regions(kv_caches: Any, num_blocks: int) -> list[Region]:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage
         device = tensor.device
-        for offset, stride, width in _tiles(tensor, num_blocks):
+        for offset, stride, width in find_tiles(tensor, num_blocks):
             tiles[storage.data_ptr(), stride].append((offset, width))
 
     regions = []
@@ -88,7 +88,7 @@ def flatten(kv_caches: Any) -> Iterator[torch.Tensor]:
         yield from flatten(item)
 
 
-def _tiles(tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int, int]]:
+def find_tiles(tensor: torch.Tensor, num_blocks: int) -> Iterator[tuple[int, int, int]]:
     """(offset, stride, width) in bytes of each contiguous part of a block."""
     dim = _block_dim(tensor, num_blocks)
     size = tensor.element_size()

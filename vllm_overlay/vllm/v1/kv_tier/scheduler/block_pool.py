@@ -44,12 +44,12 @@ from vllm.v1.kv_tier.scheduler.host_writer import (
 from vllm.v1.kv_tier.scheduler.jumps import Jumps, needs_only_kv
 from vllm.v1.kv_tier.scheduler.kv_groups import HitListener
 from vllm.v1.kv_tier.scheduler.load_admission import LoadAdmission, Prefetches
-from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
+from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder, name_groups
 from vllm.v1.kv_tier.scheduler.promotion import Loader, Promotion
 from vllm.v1.kv_tier.scheduler.secondary.fetches import before_secondary
 from vllm.v1.kv_tier.scheduler.secondary.manager import make_secondary_manager
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
-from vllm.v1.kv_tier.scheduler.superseded import cached_part, make_superseded
+from vllm.v1.kv_tier.scheduler.superseded import make_superseded
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
 
@@ -115,7 +115,7 @@ class TieredBlockPool(BlockPool):
         self.superseded = make_superseded(layout, self, self.secondary, stats)
         self._promotion.listeners += _hit_listeners(self)
         self._jumps = self._make_jumps(loader)
-        self._can_jump = layout.can_jump
+        self._can_jump, self._copies_groups = layout.can_jump, layout.copies_groups
         self.has_jumped = False
         """Whether requests may have blocks that no step has named to the workers yet.
         A plain attribute, since each request of a step looks at it."""
@@ -171,6 +171,8 @@ class TieredBlockPool(BlockPool):
             # Left by aborted requests. Waiting for them costs nothing now.
             self._builder.wait_for_prefetches(self.prefetches.last_unused())
         plan = self._builder.finish()
+        if self._copies_groups:
+            name_groups(plan, self.host)
         if below is not None:
             below.finish(plan, is_idle)
         self._stats.stored_blocks += len(plan.store_slots) + len(plan.clean_slots)
@@ -413,8 +415,7 @@ class TieredBlockPool(BlockPool):
         if self.conversations.is_listening:
             self.conversations.record_cached(request, blocks, *place)
         if (superseded := self.superseded) is not None and superseded.follows:
-            part = cached_part(args, kwargs)
-            superseded.record_cached(request, blocks, *place[:2], *part)
+            superseded.record_call(request, blocks, *place[:2], args, kwargs)
 
     def cache_partial_block(
         self, request: Request, block: KVCacheBlock, *args: Any, **kwargs: Any
@@ -477,8 +478,7 @@ class TieredBlockPool(BlockPool):
         self._stats.record_report(report.failures, report.times)
         if self.secondary is not None:
             self.secondary.take_results(report.secondary)
-        if report.open_slots or report.ended:
-            self.host_size.take_report(report.open_slots, report.ended)
+        self.host_size.take_report(report)
         if report.lost_blocks is not None:
             self._switch_off(report.lost_blocks)
         for index, seq in report.failed_store_slots.items():
@@ -530,8 +530,7 @@ class TieredBlockPool(BlockPool):
         return len(self.lost.withdrawn) + len(self.lost.in_use)
 
     def take_call(self, said: dict[str, Any]) -> dict[str, int]:
-        """Answer a call after requests: `said` is of `conversation_api`, or of
-        `host_size_api`."""
+        """Answer a call of `conversation_api` or `host_size_api`."""
         if (num_bytes := said.get("host_bytes")) is not None:
             return self.host_size.resize(num_bytes // self.slot_bytes)
         return self.conversations.end_conversation(**said)

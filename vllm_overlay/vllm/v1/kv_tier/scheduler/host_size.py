@@ -11,12 +11,12 @@ When all ranks have reported the end of all work that may use them, a plan lets 
 ranks give their memory back.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.eviction.policies import make_policy
 from vllm.v1.kv_tier.layout import KVTierLayout
-from vllm.v1.kv_tier.plan import HostAim, OpenSlots
+from vllm.v1.kv_tier.plan import HostAim, OpenSlots, StepReport
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.stats import KVTierStats
@@ -69,9 +69,10 @@ class HostSize:
     @property
     def is_moving(self) -> bool:
         """Whether a change of the size is under way. Not from the start."""
-        if self._is_closed or (self._aim.number == 0 and not self.is_due):
-            return False
-        return self.is_due or not all(map(self._is_done, self._ranks.values()))
+        if self._is_closed or self._wanted != self._aim.num_slots:
+            return not self._is_closed
+        states = self._ranks.values()
+        return self._aim.number > 0 and not all(map(self._is_done, states))
 
     def resize(self, num_slots: int) -> dict[str, int]:
         """Let the host have so many slots from now on, as far as ranks can open them.
@@ -92,18 +93,18 @@ class HostSize:
         self.is_due = not self._is_closed
         return {"host_slots": self._wanted, "open_slots": self._table.num_slots}
 
-    def take_report(
-        self, open_slots: Mapping[int, OpenSlots], ended: Iterable[int]
-    ) -> None:
-        """Take in what ranks report, see `StepReport`."""
-        self._ranks.update(open_slots)
+    def take_report(self, report: StepReport) -> None:
+        """Take in how many slots ranks have open, and which plans have ended."""
+        if not (report.open_slots or self._num_awaited):
+            return
+        self._ranks.update(report.open_slots)
         states = self._ranks.values()
-        if open_slots and all(each.number == self._aim.number for each in states):
+        if all(each.number == self._aim.number for each in states):
             # They may have more that they are about to close.
             num_open = min(each.num_slots for each in states)
             self._num_open = min(num_open, self._aim.num_slots)
         if self._num_awaited:
-            self._num_awaited -= sum(seq == self._fence for seq in ended)
+            self._num_awaited -= report.ended.count(self._fence)
         self.is_due = not self._is_closed
 
     def end_step(self) -> None:
@@ -145,7 +146,7 @@ class HostSize:
         """Write what is in the slot table now to `stats`."""
         table = self._table
         stats.slots_total, stats.slots_used = table.num_slots, len(table)
-        stats.slots_reserved = self._num_reserved
+        stats.reserved_slots = self._num_reserved
         stats.evicted_slots, table.num_evicted = table.num_evicted, 0
 
 

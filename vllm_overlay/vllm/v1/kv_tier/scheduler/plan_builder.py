@@ -8,9 +8,9 @@ device block.
 
 from collections.abc import Iterable, Sequence
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_group_id
 from vllm.v1.kv_tier.plan import HostAim, StepPlan
-from vllm.v1.kv_tier.scheduler.slots import HostSlot
+from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
 
 
 class StepPlanBuilder:
@@ -247,3 +247,14 @@ class StepPlanBuilder:
         self.loads.pop(block.block_id, None)
         if self.prefetches.pop(block.block_id, None) is not None:
             self._prefetched_by[block.block_id] = 0
+
+
+def name_groups(plan: StepPlan, table: SlotTable) -> None:
+    """Say in `plan` of which KV cache group the block in each of its slots is."""
+    groups: dict[int, int] = {}
+    for slots, _ in plan.pairs():
+        for index in slots:
+            # What was dropped since is copied whole.
+            if (slot := table.at(index)) is not None:
+                groups[index] = get_group_id(slot.keys[0])
+    plan.groups = groups

@@ -151,6 +151,20 @@ class SupersededEnds:
     def _forget(self, request_id: str) -> None:
         self._num_used -= sum(map(len, self._turns.pop(request_id).ends.values()))
 
+    def record_call(
+        self,
+        request: Request,
+        blocks: Sequence[KVCacheBlock],
+        num_before: int,
+        num_full: int,
+        args: Sequence[Any],
+        more: Mapping[str, Any],
+    ) -> None:
+        """As `record_cached`; the rest of the arguments of `cache_full_blocks`."""
+        group = more["kv_cache_group_id"] if "kv_cache_group_id" in more else args[0]
+        mask = more.get("block_mask", args[1] if len(args) > 1 else None)
+        self.record_cached(request, blocks, num_before, num_full, group, mask)
+
     def record_cached(
         self,
         request: Request,
@@ -250,10 +264,3 @@ def make_superseded(
     if secondary is not None:
         superseded.on_superseded.append(secondary.put_last)
     return superseded
-
-
-def cached_part(args: Sequence[Any], more: Mapping[str, Any]) -> tuple[int, Any]:
-    """(group, mask) among the arguments of upstream's `cache_full_blocks`."""
-    group = more["kv_cache_group_id"] if "kv_cache_group_id" in more else args[0]
-    mask = more.get("block_mask", args[1] if len(args) > 1 else None)
-    return group, mask

@@ -226,13 +226,13 @@ class Copier:
         """Store the blocks that the plan overwrites."""
         blocks, slots = plan.store_blocks, plan.store_slots
         after = plan.store_after_loads
-        self._store_blocks("store", plan.seq, blocks, slots, after, between_parts)
+        self._store_blocks("store", plan, blocks, slots, after, between_parts)
 
     def clean(self, plan: StepPlan, between_parts: Callable[[], None]) -> None:
         """Store blocks that later plans may overwrite."""
         blocks, slots = plan.clean_blocks, plan.clean_slots
         after = plan.clean_after_loads
-        self._store_blocks("clean", plan.seq, blocks, slots, after, between_parts)
+        self._store_blocks("clean", plan, blocks, slots, after, between_parts)
 
     def load(
         self, plan: StepPlan, parts: list[range], between_parts: Callable[[], None]
@@ -244,7 +244,8 @@ class Copier:
         with self._loading("load", plan.seq, slots):
             self._await_owner(plan)
             self._slots.check(slots)
-            transfer = self.engines.step_loads.loads(slots, blocks)
+            groups = _groups(plan, slots)
+            transfer = self.engines.step_loads.loads(slots, blocks, *groups)
             for part in _each(parts, between_parts):
                 transfer.copy(part)
 
@@ -258,14 +259,15 @@ class Copier:
             engine, size = self.engines.loads, self._tuning.load_chunk_bytes
             for chunk in _each(self._chunks(engine, len(slots), size), between_parts):
                 self._slots.check(slots[chunk])
-                self._copy(engine.loads(slots[chunk], blocks[chunk]))
+                groups = _groups(plan, slots[chunk])
+                self._copy(engine.loads(slots[chunk], blocks[chunk], *groups))
 
     # ------------------------------------------------------------------ failures
 
     def _store_blocks(
         self,
         kind: str,
-        seq: int,
+        plan: StepPlan,
         blocks: list[int],
         slots: list[int],
         after_loads: int,
@@ -279,12 +281,13 @@ class Copier:
             self._slots.begin_store(slots)
             engine, size = self.engines.stores, self._tuning.store_chunk_bytes
             for chunk in _each(self._chunks(engine, len(slots), size), between_parts):
-                self._copy(engine.stores(blocks[chunk], slots[chunk]))
+                groups = _groups(plan, slots[chunk])
+                self._copy(engine.stores(blocks[chunk], slots[chunk], *groups))
                 self._slots.mark_stored(slots[chunk])
         except Exception:
             logger.exception("KV tier: storing %d blocks failed.", len(slots))
             self._slots.mark_bad(slots)
-            self._report.record_store_failure(kind, seq, slots)
+            self._report.record_store_failure(kind, plan.seq, slots)
 
     @contextmanager
     def _loading(self, kind: str, seq: int, slots: list[int]) -> Iterator[None]:
@@ -339,6 +342,13 @@ class Copier:
         pieces = num_blocks * len(self._regions)
         launch_s = self.engines.step_loads.launch_s(pieces)
         return launch_s > self._tuning.long_launch_s
+
+
+def _groups(plan: StepPlan, slots: Sequence[int]) -> tuple[list[int], ...]:
+    """The argument for an engine that says of which group each block is, if any."""
+    if not plan.groups:
+        return ()
+    return ([plan.groups.get(slot, -1) for slot in slots],)
 
 
 def _each(parts: Iterable[_T], between_parts: Callable[[], None]) -> Iterator[_T]:

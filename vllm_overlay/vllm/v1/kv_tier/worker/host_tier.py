@@ -12,11 +12,11 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.kv_tier import releases
-from vllm.v1.kv_tier.copying.calibrate import choose_engines
+from vllm.v1.kv_tier.copying.calibrate import choose_engines, copy_groups
 from vllm.v1.kv_tier.copying.engine import CopyEngines, slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
-from vllm.v1.kv_tier.memory.opening import SlotOpener
+from vllm.v1.kv_tier.memory.opener import SlotOpener
 from vllm.v1.kv_tier.memory.pages import discard_blocks
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
@@ -139,6 +139,7 @@ class HostTier:
         shared: SharedSlots | None = None,
         num_mapped: int | None = None,
         as_file: bool = False,
+        group_bytes: Sequence[int] = (),
         first_bytes: int | None = None,
         pooled: PooledSlots | None = None,
     ) -> "HostTier":
@@ -156,8 +157,9 @@ class HostTier:
             num_mapped: Number of device blocks with memory, the first ones; None for
                 all.
             as_file: Whether processes of stores should be able to map the memory.
-            first_bytes: Bytes of host slots to open before this returns; None for all.
-                Ignored with `shared`, which has some open.
+            first_bytes: Bytes of its own host slots to open at once; None for all.
+            group_bytes: By KV cache group, how many of the first bytes of a slot its
+                blocks need; empty if all need all.
             pooled: Slots in the memory of a pool; None for its own.
 
         Raises:
@@ -174,16 +176,11 @@ class HostTier:
         else:
             size = num_slots, slot_bytes(regions)
             buffer, memory_file = _own_memory(*size, device, as_file, first_bytes)
+        empty = range(buffer.num_open) if pooled is None else pooled.empty
         # Tests of engines overwrite slots, so ranks that share them take turns.
         with shared.memory.alone() if shared is not None else nullcontext():
-            engines = choose_engines(
-                regions,
-                buffer.slots,
-                copy_engine,
-                device,
-                pinned=buffer.pinned,
-                num_blocks=num_mapped,
-                empty=range(buffer.num_open) if pooled is None else pooled.empty,
+            engines = _engines(
+                regions, buffer, copy_engine, device, num_mapped, empty, group_bytes
             )
         slots = _slots(buffer.slots, device, verify, shared, pooled)
         peers = None
@@ -357,6 +354,29 @@ class HostTier:
             return False
         tokens = scheduler_output.num_scheduled_tokens.values()
         return max(tokens, default=0) > waits.max_decode_tokens
+
+
+def _engines(
+    regions: Sequence[Region],
+    buffer: HostBuffer,
+    copy_engine: str,
+    device: torch.device,
+    num_mapped: int | None,
+    empty: Sequence[int],
+    group_bytes: Sequence[int],
+) -> CopyEngines:
+    engines = choose_engines(
+        regions,
+        buffer.slots,
+        copy_engine,
+        device,
+        pinned=buffer.pinned,
+        num_blocks=num_mapped,
+        empty=empty,
+    )
+    if not group_bytes:
+        return engines
+    return copy_groups(engines, group_bytes, device, empty, num_mapped)
 
 
 def _own_memory(

@@ -33,7 +33,7 @@ from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.numa import gpu_node
-from vllm.v1.kv_tier.memory.opening import FIRST_BYTES
+from vllm.v1.kv_tier.memory.opener import FIRST_BYTES
 from vllm.v1.kv_tier.memory.regions import build_regions, flatten
 from vllm.v1.kv_tier.memory.shared import Address, NotShared, SharedMemory
 from vllm.v1.kv_tier.plan import StepPlan

@@ -6,7 +6,7 @@ queue while slots are filled, from the beginning of its prefix on.
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -243,10 +243,6 @@ class SecondaryReader:
                 return True
             for tier in silent:
                 tier.record_late(wait.since)
-        if wait.meets and request not in self._unanswered:
-            # It is in the queue still.
-            nums = Counter(block.tier for block in wait.found.values())
-            wait.meets = not all(tier.is_better_alone(nums[tier]) for tier in nums)
         if wait.meets:
             self.meetings.begin(request, wait.wanted, wait.found)
             wait.end()

@@ -246,28 +246,14 @@ class Tier:
         fetch_s = self.fetch_s or compute_s
         room_s = distance * compute_s - num_before * fetch_s
         most, now = int(room_s / (fetch_s + compute_s)), self._costs.clock()
-        if most < 1 or (is_first and most * compute_s < self._steps_s):
+        steps_s = self._tuning.meet_steps * self._costs.least_join_s
+        if most < 1 or (is_first and most * compute_s < steps_s):
             # It may be faster by now.
             if num_before or now < self._tried_at + self._tuning.remeasure_s:
                 return 0
             most = self._tuning.first_fetch
         self._tried_at = now
         return most
-
-    def is_better_alone(self, num_blocks: int) -> bool:
-        """Whether a request that could meet `num_blocks` more should wait for them: the
-        tier is so fast that computing meanwhile saves less than its steps cost."""
-        if self.is_unknown or self.most_to_wait_for(num_blocks) < num_blocks:
-            return False
-        fetch_s, steps_s = self.fetch_s, self._steps_s
-        # Both together take as long as fetching all of it at the sum of both rates.
-        alone_s = (self.num_under_way + num_blocks) * fetch_s
-        return alone_s * fetch_s / (fetch_s + self._costs.compute_s) < steps_s
-
-    @property
-    def _steps_s(self) -> float:
-        """Seconds of the steps that meeting a fetch costs a request."""
-        return self._tuning.meet_steps * self._costs.least_join_s
 
     @property
     def is_unknown(self) -> bool:
