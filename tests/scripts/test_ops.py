@@ -111,7 +111,7 @@ def test_every_kind_of_metric_is_on_the_dashboard() -> None:
         *("secondary_missed_blocks", "secondary_late_requests"),
         "neighbour_blocks",
         *("hints", "retained_blocks", "yielded_slots", "tenant_slots"),
-        "superseded_slots",
+        *("superseded_slots", "reserved_slots"),
     }
     names = asked((OPS / "grafana.json").read_text())
     shown = {m.name for m in METRICS if any(PREFIX + m.name in n for n in names)}

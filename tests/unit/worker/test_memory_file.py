@@ -154,8 +154,8 @@ def test_shared_memory_that_is_refused_is_gone_before_other_memory_is_taken(
     shared, private = host_tier.shared_buffer, host_tier.HostBuffer
     before = resident_bytes("RssShmem")
 
-    def refuse(memory: SharedMemory, num_slots: int, device: Any, nodes: Any) -> None:
-        shared(memory, num_slots, device, nodes)
+    def refuse(memory: SharedMemory, *args: Any) -> None:
+        shared(memory, *args)
         assert resident_bytes("RssShmem") >= before + 64 * num_bytes
         memory.close()
         raise NotShared("planned")
