@@ -27,6 +27,9 @@ class Turn:
         self.block_hashes = hashes(names)
         self.num_tokens = len(names) * BLOCK
 
+    def is_finished(self) -> bool:
+        return False
+
 
 class Chat:
     """Turns on a pool with full attention and a window of two blocks.

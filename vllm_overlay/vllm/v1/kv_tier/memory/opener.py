@@ -46,7 +46,7 @@ class SlotOpener:
         self._piece_bytes = piece_bytes
         self._pause = pause
         self._available = available
-        self._state = self._told = OpenSlots(0, buffer.num_open, True)
+        self._state = self._reported = OpenSlots(0, buffer.num_open, True)
         self._begun = self._logged = 0.0
         self._aims: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         weakref.finalize(self, self._aims.put, None)
@@ -75,9 +75,9 @@ class SlotOpener:
     def take(self) -> OpenSlots | None:
         """The state, if it has changed since the last call."""
         state = self._state
-        if state is self._told:
+        if state is self._reported:
             return None
-        self._told = state
+        self._reported = state
         return state
 
     def begin(self) -> None:

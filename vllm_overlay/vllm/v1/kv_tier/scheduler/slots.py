@@ -477,8 +477,9 @@ class SlotTable:
                 self.remove(slot)
                 free.pop()
             else:
-                # Freed since `begin_closing`.
-                free.remove(index)
+                # Freed since `begin_closing`, so one of the last.
+                last = len(free) - 1
+                del free[next(i for i in range(last, -1, -1) if free[i] == index)]
             self.num_slots = index
         del free[:num_free]
 

@@ -12,6 +12,7 @@ end of a system prompt. So a key is superseded once: if it is used or computed a
 the eviction policy alone decides. Where that happens often, it decides on all of them.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -74,6 +75,7 @@ class Branches:
 class _Turn(NamedTuple):
     """Ends that a request hit, by group, until it has cached its own."""
 
+    request: weakref.ref[Request]
     ends: dict[int, list[BlockHashWithGroupId]]
     is_sample: bool
 
@@ -134,11 +136,10 @@ class SupersededEnds:
                 self._use_again(key, state)
         turn = self._turns.get(request.request_id)
         if turn is None:
-            turn = _Turn({}, self._branches.is_sample())
+            turn = _Turn(weakref.ref(request), {}, self._branches.is_sample())
             self._turns[request.request_id] = turn
         self._num_used += len(keys) - len(turn.ends.get(group, ()))
         turn.ends[group] = keys
-        # Those of requests that ended before they had cached anything are the oldest.
         while self._num_used > self._num_keys:
             self._forget(next(iter(self._turns)))
 
@@ -216,6 +217,13 @@ class SupersededEnds:
 
     def end_plan(self) -> None:
         """Release slots in the table, which pins none now."""
+        # Requests that ended before they had cached an end are soon the oldest.
+        while self._turns:
+            oldest, turn = next(iter(self._turns.items()))
+            request = turn.request()
+            if request is not None and not request.is_finished():
+                break
+            self._forget(oldest)
         if not self._due:
             return
         due, self._due = self._due, []
