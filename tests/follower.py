@@ -97,7 +97,9 @@ class Follower:
                 getattr(event, "lora_name", None),
                 *(_of_block(event, name, i) for name in DESCRIPTION),
             )
-            key = (_group(event), block_hash)
+            # Upstream may describe a state by its block, or by the tokens of the last
+            # hash, and the tier's events follow it.
+            key = (_group(event), block_hash, size)
             if description != self._descriptions.setdefault(key, description):
                 raise Mismatch(f"{self._descriptions[key]} became {description}")
 

@@ -184,7 +184,7 @@ def setup_of(codes: set[str], rng: Random) -> Setup:
         num_slots=rng.randint(10, 40),
         # Upstream counts too few blocks for states behind what a connector loads, and
         # a small cache ends in an exception, also where the host is never found.
-        spare_blocks=rng.randint(0, 6) + (60 if {"PD", "MB"} <= codes else 0),
+        spare_blocks=rng.randint(0, 6) + (120 if {"PD", "MB"} <= codes else 0),
         # An image has to fit a step.
         token_budget=rng.randint(8, 24),
         is_async=setup.is_async and runs_ahead,

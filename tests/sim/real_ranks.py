@@ -111,6 +111,8 @@ class RealRanks:
             for slot in damaged:
                 if not (self._share and rank):
                     tier.buffer.slots[slot, 3] ^= 1
+                    # Plans that were made before the report may load it, too.
+                    tier.slots.mark_stored([slot])
         self.num_refused += bool(damaged)
         self.num_loads += len(loads)
 
