@@ -45,7 +45,7 @@ class Follower:
         """How many blocks have each key."""
         self.num_events: Counter[str] = Counter()
         """By type and medium."""
-        self._descriptions: dict[tuple[int, Any], tuple] = {}
+        self._descriptions: dict[tuple[Any, ...], tuple] = {}
 
     def follow(self, events: Iterable[Any]) -> None:
         """Take events in.
