@@ -252,6 +252,10 @@ def _ask(
                 raise OSError("it closed the connection; is it of another user?")
         except OSError as e:
             connection.close()
+            # As many as the kernel lets wait are there already.
+            if isinstance(e, BlockingIOError) and time.monotonic() < until:
+                time.sleep(_RETRY_S)
+                continue
             raise PoolRefused(
                 f"{_setting(path)}: no keeper answers there ({e}). Start it, with the "
                 f"same user: python -m vllm.v1.kv_tier.keeper --socket {path} --size "
