@@ -12,8 +12,6 @@ import os
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..settings import options
+from ..unit.keeper.crowd import start
 from .engine import Engine
 from .jobs import COMMON, SMALL, device
 from .release import known
@@ -73,17 +72,6 @@ def live(
         seen = total
 
 
-def fork(body: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            body()
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
-    return pid
-
-
 def ask_alone(model: str) -> list[list[int]]:
     """What an engine without a tier answers."""
     reads, writes = os.pipe()
@@ -94,7 +82,7 @@ def ask_alone(model: str) -> list[list[int]]:
         os.write(writes, json.dumps(truth).encode())
         os._exit(0)
 
-    pid = fork(body)
+    pid = start(body)
     os.close(writes)
     truth: list[list[int]] = json.loads(os.read(reads, 1 << 16))
     os.waitpid(pid, 0)
@@ -109,7 +97,7 @@ def main(model: str, socket: str, result: Path, num_kills: int, seed: int) -> No
 
     def begin(number: int) -> int:
         of_engine = rng.randrange(1 << 30)
-        return fork(lambda: live(counts[number], model, socket, truth, of_engine))
+        return start(lambda: live(counts[number], model, socket, truth, of_engine))
 
     running = {number: begin(number) for number in range(NUM_ENGINES)}
     starts, end = dict.fromkeys(running, 0), time.monotonic() + MAX_S

@@ -93,7 +93,7 @@ def believe_what_was_said_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostSize, "take_report", take)
 
 
-def give_back_at_once(patch: pytest.MonkeyPatch) -> None:
+def discard_at_once(patch: pytest.MonkeyPatch) -> None:
     """Slots are closed while copies of earlier plans still use them."""
     patch.setattr(HostSize, "_may_give", lambda self: True)
 
@@ -117,7 +117,7 @@ BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = [
     (use_what_the_first_rank_has, {}),
     # Reports must be on their way for long: one script in 40.
     (believe_what_was_said_before, PIPELINE),
-    (give_back_at_once, {}),
+    (discard_at_once, {}),
     (close_what_is_written, {}),
 ]
 

@@ -18,7 +18,7 @@ from vllm.v1.kv_tier.keeper.client import (
     VERSION,
     Member,
     PoolRefused,
-    give_back,
+    end_lease,
     join,
     pid_namespace,
 )
@@ -168,7 +168,7 @@ def test_partition_is_kept_while_a_rank_lives(keeper: Keeper, path: str) -> None
     assert keeper.num_attached == 1
     two = Member(path, ONE, 4096)
     assert two.membership.number != one.membership.number
-    give_back(rank)
+    end_lease(rank)
     eventually(lambda: keeper.num_attached == 1)
     assert Member(path, ONE, 4096).membership.number == one.membership.number
 

@@ -103,8 +103,8 @@ def take_report(
 def has_work(scheduler: "Scheduler") -> bool:
     """Whether an engine without requests should keep stepping, because it has device
     memory to give back, or blocks to write to a secondary tier or to publish, now or
-    soon. Not while
-    it is paused: the caller of a pause waits until the engine does nothing."""
+    soon. Not while it is paused: the caller of a pause waits until the engine does
+    nothing."""
     tier = scheduler.kv_cache_manager.kv_tier
     return (
         isinstance(tier, TieredBlockPool)

@@ -183,10 +183,10 @@ class Member:
 
     def close(self) -> None:
         """Give the partition back, for the next engine of this identity."""
-        give_back(self._connection)
+        end_lease(self._connection)
 
 
-def give_back(connection: socket.socket) -> None:
+def end_lease(connection: socket.socket) -> None:
     """End what an engine or a rank has of a partition, before its process ends.
 
     None of its copies may be under way.
@@ -201,7 +201,7 @@ def join(place: Place) -> tuple[socket.socket, mmap.mmap]:
 
     Returns:
         The connection and the memory. The rank has its part in the partition until
-        `give_back`, or the end of the process.
+        `end_lease`, or the end of the process.
 
     Raises:
         PoolRefused: The keeper cannot be reached.

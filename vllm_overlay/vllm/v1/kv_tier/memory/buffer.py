@@ -22,7 +22,7 @@ from vllm.v1.kv_tier.memory.pages import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
     anonymous,
-    give_back,
+    discard_range,
     map_touched,
     touch,
 )
@@ -407,7 +407,7 @@ class HostBuffer:
         if address in self._registered:
             self._registered.remove(address)
             torch.cuda.cudart().cudaHostUnregister(address)
-        error = give_back(address, size, is_file=self._shared is not None)
+        error = discard_range(address, size, is_file=self._shared is not None)
         if error:
             logger.warning_once(
                 "KV tier: host memory could not be given back (%s). It stays with "

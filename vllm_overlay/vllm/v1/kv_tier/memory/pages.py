@@ -92,38 +92,37 @@ def map_touched(address: int, num_bytes: int) -> None:
     _populate(address, num_bytes, MADV_POPULATE_WRITE)
 
 
-def discard(address: int, num_bytes: int) -> int:
+def discard(address: int, num_bytes: int, advice: int = mmap.MADV_DONTNEED) -> int:
     """Give pages back to the system. The next access finds zeros.
 
     Args:
         address: Start, at a page.
         num_bytes: Size, in whole pages.
+        advice: `MADV_REMOVE` for memory of a file, which keeps its pages otherwise.
 
     Returns:
         0, or the error number if the pages stay.
 
     """
-    if _madvise(address, num_bytes, mmap.MADV_DONTNEED) == 0:
+    if _madvise(address, num_bytes, advice) == 0:
         return 0
     return ctypes.get_errno()
 
 
-def give_back(address: int, num_bytes: int, is_file: bool) -> int:
+def discard_range(address: int, num_bytes: int, is_file: bool) -> int:
     """As `discard`, for the whole pages in a range.
 
     Args:
         address: Start.
         num_bytes: Size.
-        is_file: The memory is that of a file, which keeps its pages otherwise.
+        is_file: Whether it is memory of a file.
 
     """
     start = -(-address // PAGE_BYTES) * PAGE_BYTES
     size = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES - start
     if size <= 0:
         return 0
-    if _madvise(start, size, MADV_REMOVE if is_file else mmap.MADV_DONTNEED) == 0:
-        return 0
-    return ctypes.get_errno()
+    return discard(start, size, MADV_REMOVE if is_file else mmap.MADV_DONTNEED)
 
 
 def _populate(address: int, num_bytes: int, advice: int) -> bool:

@@ -53,6 +53,9 @@ from vllm.v1.kv_tier.scheduler.superseded import make_superseded
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
 
+Finder = Callable[[BlockHashWithGroupId], KVCacheBlock | None]
+"""Finds what stands in a hit for a block that neither the device nor the host has."""
+
 
 class TieredBlockPool(BlockPool):
     """A `BlockPool` whose evicted blocks live on in host slots.
@@ -109,6 +112,7 @@ class TieredBlockPool(BlockPool):
         self.load_admission = waits
         loader = Loader(*common, builder, prefetches, self.costs, timing, stats, tuning)
         self.secondary = make_secondary_manager(layout, self, self.host, self.costs)
+        self._find_elsewhere = _finder(self)
         self._promotion = Promotion(
             self, builder, loader, waits, prefetches, stats, tuning
         )
@@ -199,8 +203,8 @@ class TieredBlockPool(BlockPool):
             block = self.cached_block_hash_to_block.get_one_block(key)
             if block is None:
                 block = self.host.get(key)
-                if block is None and self.secondary is not None:
-                    block = self.secondary.reader.find(key)
+                if block is None and self._find_elsewhere is not None:
+                    block = self._find_elsewhere(key)
                 if block is None:
                     return None
                 if not self._serves_host:
@@ -552,6 +556,10 @@ class TieredBlockPool(BlockPool):
         if self.secondary is not None:
             stats.secondary = self.secondary.take_stats()
         return stats
+
+
+def _finder(pool: TieredBlockPool) -> Finder | None:
+    return None if pool.secondary is None else pool.secondary.reader.find
 
 
 def _hit_listeners(pool: TieredBlockPool) -> list[HitListener]:

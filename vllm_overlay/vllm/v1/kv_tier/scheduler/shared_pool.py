@@ -12,9 +12,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
     KVCacheBlock,
-    make_block_hash_with_group_id,
 )
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.layout import KVTierLayout, PoolLayout
@@ -51,7 +49,9 @@ class SharedBlockPool(TieredBlockPool):
         )
         max_looks = layout.tuning.max_looks
         self.neighbours = Neighbours(layout.pool.member, lookup, max_looks)
+        self._find_elsewhere = self.neighbours.found.get
         self._ends = PlanEnds(layout.pool.num_ranks)
+        self._is_off = False
         self._num_outputs = 0
         layout.pool.rank_calls.may_change = self._weights_may_change
 
@@ -76,26 +76,6 @@ class SharedBlockPool(TieredBlockPool):
         speaks = self.conversations.has_hints(request)
         loadable = self.conversations.make_load_filter if speaks else None
         return self.neighbours.look_up(request, loadable)
-
-    def get_cached_block(
-        self, block_hash: BlockHash, kv_cache_group_ids: list[int]
-    ) -> list[KVCacheBlock] | None:
-        """As `TieredBlockPool.get_cached_block`, with slots of neighbours."""
-        blocks = super().get_cached_block(block_hash, kv_cache_group_ids)
-        found = self.neighbours.found
-        if blocks is not None or not found or not self._serves_host:
-            return blocks
-        if self._load_filter is not None and not self._load_filter(block_hash):
-            return None
-        blocks = []
-        for group_id in kv_cache_group_ids:
-            key = make_block_hash_with_group_id(block_hash, group_id)
-            block = self.cached_block_hash_to_block.get_one_block(key)
-            block = block or self.host.get(key) or found.get(key)
-            if block is None:
-                return None
-            blocks.append(block)
-        return blocks
 
     def take_plan(self, is_idle: bool = False) -> StepPlan:
         """As `TieredBlockPool.take_plan`. Slots in the plan are those of the pool."""
@@ -151,8 +131,6 @@ class SharedBlockPool(TieredBlockPool):
         return blocks
 
     # ------------------------------------------------------------------ the end
-
-    _is_off = False
 
     def leave(self, reason: str) -> None:
         """Share nothing from now on: what is computed has another identity."""
