@@ -2,7 +2,7 @@
 """When does an engine answer, and do its steps wait while its host memory opens?
 
     python scripts/bench/first_request.py --out DIR --host-gib 96
-    python scripts/bench/first_request.py --out DIR --device cpu --size tiny --host-gib 2
+    python scripts/bench/first_request.py --out DIR --device cpu --size tiny
 
 Starts an engine without the tier and one with it, in turns, each in a process of its
 own. The first engine of a machine counts for none: it compiles, and a virtual machine
@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     add("--repeats", type=int, default=2)
     add("--watch-s", type=float, default=120, help="seconds of streams, at most")
     add("--still-s", type=float, default=5, help="seconds of streams without opening")
+    add("--tier", type=json.loads, default={}, metavar="JSON", help="its settings")
     add("--llm", type=json.loads, default={}, metavar="JSON", help="engine arguments")
     add("--one", choices=["none", "core"], help=argparse.SUPPRESS)
     add("--since", type=float, help=argparse.SUPPRESS)
@@ -102,7 +103,11 @@ async def run_one(args: argparse.Namespace) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    tier = {"kv_offloading_backend": "core", "kv_offloading_size": args.host_gib}
+    tier: dict[str, Any] = {
+        "kv_offloading_backend": "core",
+        "kv_offloading_size": args.host_gib,
+        "kv_offloading_config": args.tier,
+    }
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=str(args.model),
