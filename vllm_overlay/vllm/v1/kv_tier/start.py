@@ -66,6 +66,8 @@ from vllm.v1.kv_tier.worker.sharing import (
     may_share,
     share_slots,
     take_shared,
+    tell_no_effect,
+    why_no_replicas,
 )
 
 if TYPE_CHECKING:
@@ -321,6 +323,8 @@ def _take_slots(
     told: int | None = 1
     if len(per_rank) > 1 and config.share_replicas:
         told = kv_replicas(vllm_config, kv_cache_config)
+        if told == 1:
+            tell_no_effect(why_no_replicas(vllm_config))
     found = None
     if told != 1:
         one_machine, below = is_one_machine(vllm_config), bool(config.secondary_tiers)
