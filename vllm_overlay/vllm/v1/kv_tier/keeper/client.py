@@ -20,7 +20,7 @@ from vllm.v1.kv_tier.keeper.partition import (
     partition_bytes,
 )
 
-VERSION = 1
+VERSION = 2
 """Of the messages, and of the layout of the shared memory."""
 
 MAX_MESSAGE_BYTES = 4096
@@ -196,7 +196,27 @@ def end_lease(connection: socket.socket) -> None:
     connection.close()
 
 
-def join(place: Place) -> tuple[socket.socket, mmap.mmap]:
+class Mapped(NamedTuple):
+    """Memory of all partitions in this process."""
+
+    memory: mmap.mmap
+    file: tuple[int, int]
+    """Names the file that is mapped: each keeper has one of its own."""
+
+
+def map_early(path: str) -> Mapped:
+    """Map the memory of all partitions in a process that may become a rank.
+
+    Raises:
+        PoolRefused: The keeper cannot be reached.
+
+    """
+    connection, reply, fds = _ask(path, {"maps_only": True})
+    connection.close()
+    return _map_data(fds, reply)
+
+
+def join(place: Place) -> tuple[socket.socket, Mapped]:
     """Map the memory of all partitions, on a rank of the engine.
 
     Returns:
@@ -213,13 +233,18 @@ def join(place: Place) -> tuple[socket.socket, mmap.mmap]:
         "lease": place.lease,
     }
     connection, reply, fds = _ask(place.path, wanted)
+    return connection, _map_data(fds, reply)
+
+
+def _map_data(fds: Sequence[int], reply: dict[str, Any]) -> Mapped:
     memory = mmap.mmap(fds[0], Geometry(*reply["geometry"]).data_bytes)
+    status = os.fstat(fds[0])
     for fd in fds:
         os.close(fd)
     # A fork would copy all pinned memory at once, and a core dump contain prompts.
     memory.madvise(mmap.MADV_DONTFORK)
     memory.madvise(mmap.MADV_DONTDUMP)
-    return connection, memory
+    return Mapped(memory, (status.st_dev, status.st_ino))
 
 
 def map_partitions(fd: int, geometry: Geometry) -> list[Partition]:
