@@ -5,11 +5,10 @@
     python scripts/bench/first_request.py --out DIR --device cpu --size tiny
 
 Starts an engine without the tier and one with it, in turns, each in a process of its
-own. The first engine of a machine counts for none: it compiles, and a virtual machine
-is slow to get memory. Prints the seconds from the start of the process to the first
-answer, and then the gaps between the tokens of eight streams, until all host slots are
-open. Ends with 1 if the tier answers more than a second later, or if a gap is above
-20 ms and above the longest without the tier.
+own. The first of each only compiles. Prints the seconds from the start of the process
+to the first answer, and then the gaps between the tokens of eight streams, while host
+slots open and after it; not again in later turns. Ends with 1 if the tier answers more
+than a second later, or if a gap is above 20 ms and above the longest without the tier.
 """
 
 import argparse
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,32 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-async def stream(engine: Any, name: str, until: asyncio.Event) -> list[float]:
-    """Milliseconds between the tokens of requests that follow each other."""
-    gaps: list[float] = []
+@dataclass
+class Gaps:
+    """Milliseconds between the tokens of a stream."""
+
+    opening: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now = self.opening
+
+    def summary(self) -> dict[str, Any]:
+        """How many there are, their median and the longest."""
+        return {
+            name: {
+                "num": len(gaps),
+                "median_ms": statistics.median(gaps),
+                "above": sum(gap > GAP_MS for gap in gaps),
+                "longest_ms": sorted(gaps)[-20:],
+            }
+            for name, gaps in (("opening", self.opening), ("after", self.after))
+            if gaps
+        }
+
+
+async def stream(engine: Any, name: str, gaps: Gaps, until: asyncio.Event) -> None:
+    """Add the gaps of requests that follow each other to `gaps.now`."""
     number = 0
     while not until.is_set():
         number += 1
@@ -64,11 +87,10 @@ async def stream(engine: Any, name: str, until: asyncio.Event) -> list[float]:
         async for _ in ask(engine, f"{name}-{number}", 1500):
             now = time.perf_counter()
             if before is not None:
-                gaps.append((now - before) * 1e3)
+                gaps.now.append((now - before) * 1e3)
             before = now
             if until.is_set():
                 break
-    return gaps
 
 
 def ask(engine: Any, name: str, max_tokens: int) -> Any:
@@ -124,35 +146,33 @@ async def run_one(args: argparse.Namespace) -> dict[str, Any]:
         async for _ in ask(engine, "first", 1):
             pass
         first_s = time.time() - args.since
-        until = asyncio.Event()
-        # Graphs and kernels of eight requests have run once before gaps count.
-        await asyncio.gather(*(drain(ask(engine, f"w{i}", 16)) for i in range(STREAMS)))
-        tasks = [
-            asyncio.create_task(stream(engine, f"s{i}", until)) for i in range(STREAMS)
-        ]
-        begun = time.monotonic()
-        opened_s = None
-        while (passed := time.monotonic() - begun) < args.watch_s:
-            await asyncio.sleep(0.25)
-            here, reserved = open_slots()
-            if opened_s is None and here == reserved:
-                opened_s = passed
-            if opened_s is not None and passed > opened_s + args.still_s:
-                break
-        until.set()
-        gaps = [gap for some in await asyncio.gather(*tasks) for gap in some]
-        return {
-            "ready_s": ready_s,
-            "first_s": first_s,
-            "opened_s": opened_s,
-            "slots": open_slots(),
-            "num_gaps": len(gaps),
-            "median_ms": statistics.median(gaps),
-            "above": sum(gap > GAP_MS for gap in gaps),
-            "longest_ms": sorted(gaps)[-20:],
-        }
+        result = {"ready_s": ready_s, "first_s": first_s}
+        return result | await watch(engine, args) if args.watch_s else result
     finally:
         engine.shutdown()
+
+
+async def watch(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Gaps between tokens while slots open, and for a while after it."""
+    # Graphs and kernels of eight requests have run once before gaps count.
+    await asyncio.gather(*(drain(ask(engine, f"w{i}", 16)) for i in range(STREAMS)))
+    gaps, until = Gaps(), asyncio.Event()
+    tasks = [
+        asyncio.create_task(stream(engine, f"s{i}", gaps, until))
+        for i in range(STREAMS)
+    ]
+    begun = time.monotonic()
+    opened_s = None
+    while (passed := time.monotonic() - begun) < args.watch_s:
+        here, reserved = open_slots()
+        if opened_s is None and here == reserved:
+            opened_s, gaps.now = passed, gaps.after
+        if opened_s is not None and passed > opened_s + args.still_s:
+            break
+        await asyncio.sleep(0.25)
+    until.set()
+    await asyncio.gather(*tasks)
+    return {"opened_s": opened_s, "slots": open_slots(), "gaps": gaps.summary()}
 
 
 async def drain(answers: Any) -> None:
@@ -161,8 +181,7 @@ async def drain(answers: Any) -> None:
 
 
 def runs(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    yield "core", -1
-    for repeat in range(args.repeats):
+    for repeat in range(-1, args.repeats):
         pair = ("none", "core") if repeat % 2 == 0 else ("core", "none")
         yield from ((name, repeat) for name in pair)
 
@@ -171,6 +190,8 @@ def start(args: argparse.Namespace, name: str, repeat: int) -> dict[str, Any] | 
     """What a run measured; None if it failed, which is printed."""
     log = args.out / f"{name}-{repeat}.log"
     command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+    if repeat:
+        command += ["--watch-s", "0"]
     command += ["--since", str(time.time())]
     with log.open("w") as output:
         code = subprocess.run(command, stdout=output, stderr=output).returncode
@@ -178,19 +199,35 @@ def start(args: argparse.Namespace, name: str, repeat: int) -> dict[str, Any] | 
     if code:
         print(f"{name} {repeat}: exit {code}\n{text[-2500:]}", flush=True)
         return None
-    result = json.loads(text.strip().splitlines()[-1])
-    longest = ", ".join(f"{gap:.1f}" for gap in result["longest_ms"][-4:])
+    result: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
     print(
         f"{name:5} {repeat:2}: ready {result['ready_s']:.2f} s, first answer "
-        f"{result['first_s']:.2f} s, host open after {result['opened_s']} s, slots "
-        f"{result['slots']}; {result['num_gaps']} gaps, median "
-        f"{result['median_ms']:.2f} ms, {result['above']} above {GAP_MS:.0f} ms, "
-        f"longest {longest} ms",
+        f"{result['first_s']:.2f} s"
+        + (f", open after {result['opened_s']} s" if "opened_s" in result else ""),
         flush=True,
     )
+    for when, gaps in result.get("gaps", {}).items():
+        longest = ", ".join(f"{gap:.1f}" for gap in gaps["longest_ms"][-4:])
+        print(
+            f"    {when}: {gaps['num']} gaps, median {gaps['median_ms']:.2f} ms, "
+            f"{gaps['above']} above {GAP_MS:.0f} ms, longest {longest} ms",
+            flush=True,
+        )
     with (args.out / "results.jsonl").open("a") as lines:
         lines.write(json.dumps({"config": name, "repeat": repeat} | result) + "\n")
     return result
+
+
+def longest_ms(results: list[dict[str, Any]]) -> float:
+    """The longest gap of some runs."""
+    return max(
+        (
+            gaps["longest_ms"][-1]
+            for result in results
+            for gaps in result.get("gaps", {}).values()
+        ),
+        default=0.0,
+    )
 
 
 def main() -> int:
@@ -210,7 +247,7 @@ def main() -> int:
     if not of["none"] or not of["core"]:
         return 1
     first = {n: statistics.median(r["first_s"] for r in some) for n, some in of.items()}
-    longest = {n: max(r["longest_ms"][-1] for r in some) for n, some in of.items()}
+    longest = {name: longest_ms(some) for name, some in of.items()}
     later_s = first["core"] - first["none"]
     print(
         f"The tier answers {later_s:.2f} s later (at most {LATER_S}); longest gap "
