@@ -10,7 +10,7 @@ Turns of conversations come in a random order, and each goes to an engine drawn 
 random; when a conversation has had all its turns, another one begins. Every turn
 repeats all tokens before it. All configurations have the same host memory in sum and
 are asked the same turns in the same order for as long. `one` is a single engine with
-all the memory: its rate is that of one GPU, its hits are what the pool could have.
+all the host memory: its rate is that of one GPU, its hits are what the pool could have.
 
 `--configs` has groups: engines of a group start at once, and take turns. With
 `--restarts`, engines of the pool are killed under load and started anew, with an engine
@@ -372,8 +372,6 @@ class Bench:
         }
         if not name.startswith(POOL):
             llm["kv_offloading_size"] = args.host_gib / num
-        if name.startswith(ONE):
-            llm["kv_cache_memory_bytes"] = int(args.gpus * args.device_gib * GIB)
         return llm, {}
 
     def _variables(self, gpu: int) -> dict[str, str]:

@@ -158,7 +158,7 @@ def publish_later_plans(patch: pytest.MonkeyPatch) -> None:
 
     def record(self: SharedSlotTable, seqs: Iterable[int]) -> None:
         for seq, stores in self._unended.items():
-            self._to_publish += [(seq, index, key) for index, key in stores]
+            self._to_publish += [(seq, index) for index in stores]
         self._unended.clear()
 
     patch.setattr(SharedSlotTable, "record_ended", record)
