@@ -52,7 +52,7 @@ GIB = 1 << 30
 POOL, SEPARATE, ONE = "pool", "separate", "one"
 ANSWER_S = 60.0
 """A request without an answer for so long hangs."""
-START_S = 180.0
+START_S = 220.0
 """An engine that is not ready by then failed."""
 OPENED_S = 60.0
 """Host memory that is not open by then is not waited for."""
@@ -282,6 +282,7 @@ class Bench:
             "dtype": dtype,
             "max_model_len": -(-(longest + args.answer + 64) // 64) * 64,
             "max_num_seqs": 64,
+            "max_num_batched_tokens": 8192,
             "enforce_eager": not on_gpu,
             # So that others have room on the GPU.
             "gpu_memory_utilization": UTILIZATION,
