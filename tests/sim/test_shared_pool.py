@@ -171,7 +171,7 @@ def publish_unsettled(patch: pytest.MonkeyPatch) -> None:
 
 def unpin_at_once(patch: pytest.MonkeyPatch) -> None:
     """Before the ranks have ended the loads."""
-    patch.setattr(Neighbours, "record_plan", lambda self, plan, is_own: 0)
+    patch.setattr(Neighbours, "record_plan", lambda self, plan, num_own: 0)
 
 
 def share_after_reset(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.keeper.partition import Claim
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
+from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable, index_of
 
 # Stands for all neighbours among those for whom slots are held.
 _NEIGHBOURS = -1
@@ -201,11 +201,19 @@ class SharedSlotTable(SlotTable):
 
     def pin(self, slots: Iterable[HostSlot]) -> None:
         """As `SlotTable.pin`; slots of neighbours are pinned since they were found."""
-        super().pin([slot for slot in slots if self.is_own(slot)])
+        super().pin(self._own(slots))
 
     def mark_loaded(self, slots: Sequence[HostSlot], seq: int) -> None:
         """As `SlotTable.mark_loaded`, without slots of neighbours."""
-        super().mark_loaded([slot for slot in slots if self.is_own(slot)], seq)
+        super().mark_loaded(self._own(slots), seq)
+
+    def _own(self, slots: Collection[HostSlot]) -> Sequence[HostSlot]:
+        """Those of `slots` that are not of neighbours."""
+        # A hot path: each block of each prefix. Mostly all are.
+        indices = list(map(index_of, slots))
+        if not indices or 0 <= min(indices) <= max(indices) < self.num_own:
+            return [*slots]
+        return [slot for slot in slots if self.is_own(slot)]
 
     def unpin_all(self) -> None:
         super().unpin_all()
