@@ -20,6 +20,7 @@ from vllm.v1.kv_tier.keeper.client import (
     PoolRefused,
     end_lease,
     join,
+    map_early,
     pid_namespace,
 )
 from vllm.v1.kv_tier.keeper.partition import Claim, rows_of
@@ -76,12 +77,24 @@ def test_engines_get_partitions_on_one_grid(path: str) -> None:
 def test_ranks_and_neighbours_map_the_same_bytes(path: str) -> None:
     one, two = Member(path, ONE, 4096), Member(path, ONE, 4096)
     (_, first), (_, second) = join(one.place()), join(two.place())
-    first[5 * MiB] = 42
-    assert second[5 * MiB] == 42
+    first.memory[5 * MiB] = 42
+    assert second.memory[5 * MiB] == 42
     assert one.membership.own.publish([3], KEYS[:1], [None])
     theirs = two.membership.partitions[one.membership.number]
     theirs.open()
     assert theirs.find(rows_of(KEYS[:1]))[1].tolist() == [3]
+
+
+def test_process_maps_the_memory_before_it_has_a_partition(
+    keeper: Keeper, path: str
+) -> None:
+    early = map_early(path)
+    assert keeper.num_attached == 0
+    members = [Member(path, ONE, 4096) for _ in range(2)]
+    _, joined = join(members[0].place())
+    assert joined.file == early.file
+    joined.memory[MiB] = 42
+    assert early.memory[MiB] == 42
 
 
 def test_successor_adopts_what_a_killed_engine_has_published(

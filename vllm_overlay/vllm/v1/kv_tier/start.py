@@ -57,7 +57,7 @@ from vllm.v1.kv_tier.stores.settings import ALWAYS
 from vllm.v1.kv_tier.worker.group_bytes import bytes_of_groups, group_bytes
 from vllm.v1.kv_tier.worker.host_tier import HostTier
 from vllm.v1.kv_tier.worker.layers import make_layer_waits, set_layer_waits
-from vllm.v1.kv_tier.worker.pooled import join_pool
+from vllm.v1.kv_tier.worker.pooled import join_pool, take_early
 from vllm.v1.kv_tier.worker.report import StepReportAggregator
 from vllm.v1.kv_tier.worker.secondary import common_objects, name_of_rank, open_rank
 from vllm.v1.kv_tier.worker.sharing import (
@@ -531,7 +531,9 @@ def _start_rank(
         as_file=as_file,
         group_bytes=needs,
         first_bytes=FIRST_BYTES,
-        pooled=None if place is None else join_pool(place, runner.device),
+        pooled=None
+        if place is None
+        else join_pool(place, runner.device, take_early(wrapper)),
     )
     if shared is not None:
         shared.memory.close()

@@ -20,15 +20,16 @@ from vllm.v1.kv_tier.keeper.partition import (
     partition_bytes,
 )
 
-VERSION = 1
+VERSION = 2
 """Of the messages, and of the layout of the shared memory."""
 
 MAX_MESSAGE_BYTES = 4096
 MIN_SLOT_BYTES = 4096
 """Blocks of fewer bytes take as much."""
 
-# Copy engines are tested on empty slots: one in so many, at least one.
-_EMPTY_PART = 100
+# Copy engines are tested on empty slots: one in so many, at least one, at most 64. What
+# an heir has to drop for it may be the end of a prefix.
+_EMPTY_PART, _MAX_EMPTY = 100, 64
 
 _TIMEOUT_S = 10.0
 _RETRY_S = 0.1
@@ -109,8 +110,9 @@ class Membership:
 
         """
         own, until = partitions[number], time.monotonic() + _TIMEOUT_S
+        num_empty = min(own.num_slots // _EMPTY_PART + 1, _MAX_EMPTY)
         while True:
-            adopted = own.take_over(own.num_slots - own.num_slots // _EMPTY_PART - 1)
+            adopted = own.take_over(own.num_slots - num_empty)
             unread = own.unpinned(range(own.num_slots))
             if (
                 adopted is not None
@@ -196,7 +198,27 @@ def end_lease(connection: socket.socket) -> None:
     connection.close()
 
 
-def join(place: Place) -> tuple[socket.socket, mmap.mmap]:
+class Mapped(NamedTuple):
+    """Memory of all partitions in this process."""
+
+    memory: mmap.mmap
+    file: tuple[int, int]
+    """Names the file that is mapped: each keeper has one of its own."""
+
+
+def map_early(path: str) -> Mapped:
+    """Map the memory of all partitions in a process that may become a rank.
+
+    Raises:
+        PoolRefused: The keeper cannot be reached.
+
+    """
+    connection, reply, fds = _ask(path, {"maps_only": True})
+    connection.close()
+    return _map_data(fds, reply)
+
+
+def join(place: Place) -> tuple[socket.socket, Mapped]:
     """Map the memory of all partitions, on a rank of the engine.
 
     Returns:
@@ -213,13 +235,18 @@ def join(place: Place) -> tuple[socket.socket, mmap.mmap]:
         "lease": place.lease,
     }
     connection, reply, fds = _ask(place.path, wanted)
+    return connection, _map_data(fds, reply)
+
+
+def _map_data(fds: Sequence[int], reply: dict[str, Any]) -> Mapped:
     memory = mmap.mmap(fds[0], Geometry(*reply["geometry"]).data_bytes)
+    status = os.fstat(fds[0])
     for fd in fds:
         os.close(fd)
     # A fork would copy all pinned memory at once, and a core dump contain prompts.
     memory.madvise(mmap.MADV_DONTFORK)
     memory.madvise(mmap.MADV_DONTDUMP)
-    return connection, memory
+    return Mapped(memory, (status.st_dev, status.st_ino))
 
 
 def map_partitions(fd: int, geometry: Geometry) -> list[Partition]:

@@ -66,6 +66,8 @@ class _Wish(TypedDict):
     """Of a rank's engine."""
     lease: int
     """Of a rank's engine: none other may have taken the partition since."""
+    maps_only: bool
+    """It gets no partition: it prepares the memory, and asks again."""
 
 
 @dataclass(eq=False)
@@ -255,7 +257,9 @@ class Keeper:
         """Whether a process gets what it asks for."""
         fds: list[int] = []
         try:
-            reply = self._grant(peer, _wish_of(message))
+            wish = _wish_of(message)
+            reply = {} if wish["maps_only"] else self._grant(peer, wish)
+            reply["geometry"] = list(self.geometry)
             fds = [self._data_fd, self._index_fd]
         except Refused as e:
             reply = {"refused": str(e)}
@@ -279,11 +283,7 @@ class Keeper:
         lease = self._leases[number]
         lease.peers.add(peer)
         self._listen_to(peer.process, partial(self._end, peer, lease))
-        return {
-            "partition": number,
-            "lease": lease.number,
-            "geometry": list(self.geometry),
-        }
+        return {"partition": number, "lease": lease.number}
 
     def _assign(self, identity: bytes, slot_bytes: int) -> int:
         """A partition for an engine: what one of its identity has left, else an empty
@@ -375,6 +375,8 @@ def _wish_of(message: bytes) -> _Wish:
         )
     numbers = [wanted.get(name, 0) for name in ("slot_bytes", "partition", "lease")]
     identity = wanted.get("identity")
+    if wanted.get("maps_only") is True:
+        numbers, identity = [0, 0, 0], "0" * 64
     if not (
         all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
         and isinstance(identity, str)
@@ -387,6 +389,7 @@ def _wish_of(message: bytes) -> _Wish:
         slot_bytes=slot_bytes,
         partition=partition,
         lease=lease,
+        maps_only=wanted.get("maps_only") is True,
     )
 
 

@@ -10,15 +10,17 @@ Withdrawing a slot and looking at its pins is one critical section of the partit
 is finding and pinning it for a neighbour.
 """
 
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.keeper.partition import Claim
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
+from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable, index_of
 
 # Stands for all neighbours among those for whom slots are held.
 _NEIGHBOURS = -1
@@ -77,9 +79,9 @@ class SharedSlotTable(SlotTable):
         self._num_refused = 0
         # Plans with stores since the last one whose end is to be reported.
         self._num_unasked = 0
-        # Stores by plan, until it has ended: (slot, key). Then (plan, slot, key).
-        self._unended: dict[int, list[tuple[int, BlockHashWithGroupId]]] = {}
-        self._to_publish: deque[tuple[int, int, BlockHashWithGroupId]] = deque()
+        # Slots by the plan that stores them, until it has ended. Then (plan, slot).
+        self._unended: dict[int, list[int]] = {}
+        self._to_publish: list[tuple[int, int]] = []
         # Slots that neighbours read, with the keys under which they are held.
         self._read: dict[int, list[BlockHashWithGroupId]] = {}
         self._adopt(member)
@@ -116,13 +118,7 @@ class SharedSlotTable(SlotTable):
         """
         if self.has_left:
             return False
-        stores = []
-        for index in (*plan.store_slots, *plan.clean_slots):
-            slot = self.at(index)
-            # Others do not look for blocks with several keys.
-            if slot is not None and len(slot.keys) == 1:
-                stores.append((index, slot.keys[0]))
-        if stores:
+        if stores := [*plan.store_slots, *plan.clean_slots]:
             self._unended[plan.seq] = stores
             self._num_unasked += 1
         is_due = self._num_unasked >= (1 if is_idle else self._plans_per_report)
@@ -134,8 +130,7 @@ class SharedSlotTable(SlotTable):
         """All ranks have ended these plans, and so all before them."""
         last = max(seqs)
         for seq in [seq for seq in self._unended if seq <= last]:
-            for index, key in self._unended.pop(seq):
-                self._to_publish.append((seq, index, key))
+            self._to_publish += zip(repeat(seq), self._unended.pop(seq))
 
     def share(self, settled: int) -> None:
         """Publish what is complete, and take back what is no longer read.
@@ -150,24 +145,23 @@ class SharedSlotTable(SlotTable):
         self._end_reads()
 
     def _publish(self, settled: int) -> None:
-        batch: list[HostSlot] = []
-        last = 0
-        for seq, index, key in self._to_publish:
-            if seq > settled or len(batch) == _MAX_PUBLISHED:
-                break
-            last += 1
-            slot = self.at(index)
-            is_same = slot is not None and slot.keys == (key,) and slot.store_seq == seq
-            if slot is not None and is_same:
-                batch.append(slot)
+        num_settled = bisect_left(self._to_publish, (settled + 1,))
+        due = self._to_publish[: min(num_settled, _MAX_PUBLISHED)]
+        # Of what a plan has stored, others do not look for blocks with several keys.
+        batch = [
+            slot
+            for seq, index in due
+            if (slot := self._by_index[index]) is not None
+            and slot.store_seq == seq
+            and len(slot.keys) == 1
+        ]
         if batch and not self._partition.publish(
             [slot.index for slot in batch],
             [slot.keys[0] for slot in batch],
             [slot.num_tokens for slot in batch],
         ):
             return
-        for _ in range(last):
-            self._to_publish.popleft()
+        del self._to_publish[: len(due)]
 
     def _end_reads(self) -> None:
         if not self._read:
@@ -207,11 +201,19 @@ class SharedSlotTable(SlotTable):
 
     def pin(self, slots: Iterable[HostSlot]) -> None:
         """As `SlotTable.pin`; slots of neighbours are pinned since they were found."""
-        super().pin([slot for slot in slots if self.is_own(slot)])
+        super().pin(self._own(slots))
 
     def mark_loaded(self, slots: Sequence[HostSlot], seq: int) -> None:
         """As `SlotTable.mark_loaded`, without slots of neighbours."""
-        super().mark_loaded([slot for slot in slots if self.is_own(slot)], seq)
+        super().mark_loaded(self._own(slots), seq)
+
+    def _own(self, slots: Collection[HostSlot]) -> Sequence[HostSlot]:
+        """Those of `slots` that are not of neighbours."""
+        # A hot path: each block of each prefix. Mostly all are.
+        indices = list(map(index_of, slots))
+        if not indices or 0 <= min(indices) <= max(indices) < self.num_own:
+            return [*slots]
+        return [slot for slot in slots if self.is_own(slot)]
 
     def unpin_all(self) -> None:
         super().unpin_all()
@@ -220,7 +222,7 @@ class SharedSlotTable(SlotTable):
     def _evict(self) -> int | None:
         while self._released:
             slot = self._slots[next(reversed(self._released))]
-            claim = self._claim(slot)
+            claim = self._partition.claim(slot.index)
             if claim is Claim.BUSY:
                 return None
             if claim is Claim.FREE:
@@ -232,7 +234,7 @@ class SharedSlotTable(SlotTable):
     def _victim(self) -> BlockHashWithGroupId | None:
         while (victim := super()._victim()) is not None:
             slot = self._slots[victim]
-            claim = self._claim(slot)
+            claim = self._partition.claim(slot.index)
             if claim is Claim.FREE:
                 return victim
             if claim is Claim.BUSY:
@@ -248,12 +250,6 @@ class SharedSlotTable(SlotTable):
             if self._num_refused >= _MAX_REFUSED:
                 return None
         return None
-
-    def _claim(self, slot: HostSlot) -> Claim:
-        partition = self._partition
-        if not partition.is_published(slot.index):
-            return Claim.FREE
-        return partition.claim(slot.index)
 
     def _forget(self, slot: HostSlot) -> None:
         index, partition = slot.index, self._partition
