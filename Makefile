@@ -133,7 +133,7 @@ report: env ## build/report.html: a demo or benchmark run on one page [TAG= ARGS
 soak: env ## a server with the tier under mixed HTTP load, answers and memory checked, 17 minutes [TAG= MINUTES=10]
 	@build/env/$(TAG)/bin/python -m soak --minutes $(or $(MINUTES),10) --out build/soak $(ARGS)
 
-.PHONY: bench speed bench-copy bench-memory bench-scheduler bench-off-path gpu-check
+.PHONY: bench speed bench-copy bench-memory bench-scale bench-scheduler bench-off-path gpu-check
 bench: ## the tier beside upstream's connectors on this machine's GPU, an hour or two [ARGS=]
 	@$(PYTHON) scripts/bench/compare.py --out build/bench $(ARGS)
 
@@ -148,6 +148,9 @@ bench-memory: ## host memory at start on this machine's GPU
 
 bench-scheduler: env ## what the tier adds to a scheduler step, against upstream's connectors [TAG=]
 	@build/env/$(TAG)/bin/python scripts/bench/scheduler_step.py --out build/bench-scheduler/$(TAG)
+
+bench-scale: env ## steps, memory and the longest step with 10,000 to 4,000,000 slots [TAG= ARGS=]
+	@PYTHONPATH=scripts:scripts/bench build/env/$(TAG)/bin/python scripts/bench/scale.py --out build/bench-scale/$(TAG) $(ARGS)
 
 .PHONY: worst-step
 worst-step: env ## the longest scheduler step where clients do their worst, 200,000 slots [TAG= ARGS=]

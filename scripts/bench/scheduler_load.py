@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from random import Random
 from typing import Any, NamedTuple
 
 from connector_worker import ConnectorWorker
@@ -46,6 +47,9 @@ class Setup:
     """Below the tier, an empty one that takes nothing."""
     has_hints: bool = False
     """Every request but those that fill the caches has hints."""
+    num_slots: int = NUM_SLOTS
+    num_prefilled: int = 0
+    """Blocks that went through the host before, put there without the scheduler."""
 
     @property
     def has_host(self) -> bool:
@@ -87,14 +91,37 @@ class Load:
         # garbage collector's to walk, what the caches will hold is.
         gc.collect()
         gc.freeze()
+        if setup.num_prefilled:
+            self._prefill(setup.num_prefilled)
         self._num_prefixes = self._fill()
         self._known = self._known_prefixes()
         self._sends_hints = setup.has_hints
+        self.begin_requests()
+
+    def begin_requests(self) -> None:
+        """Begin the requests that decode, after the end of those there are."""
+        for request in list(self._scheduler.running):
+            self._scheduler.finish_requests(
+                request.request_id, RequestStatus.FINISHED_ABORTED
+            )
         for i in range(NUM_REQUESTS):
             prompt = [-1 - i] * (4 * BLOCK_SIZE + i % BLOCK_SIZE)
             self._add(prompt, MAX_MODEL_LEN - len(prompt))
         while self._scheduler.waiting:
             self._step()
+
+    def _prefill(self, num_blocks: int) -> None:
+        """Let the host store blocks, with keys as upstream's and in plans of 256."""
+        pool: Any = self._scheduler.kv_cache_manager.kv_tier
+        draw = Random(0).randbytes
+        for first in range(0, num_blocks, 256):
+            pool.begin_step()
+            for i in range(first, min(first + 256, num_blocks)):
+                key = draw(32) + bytes(4)
+                if pool.admission is not None:
+                    pool.admission.record_use(key)
+                pool.host.insert((key,), i % 1024 * BLOCK_SIZE, pool._builder.seq)
+            pool.take_plan()
 
     # --------------------------------------------------------------- workloads
 
@@ -177,7 +204,11 @@ class Load:
         """
         per_step = MAX_BATCHED_TOKENS // (PREFIX_BLOCKS * BLOCK_SIZE + 1)
         number = 0
-        while number * PREFIX_BLOCKS < NUM_SLOTS + NUM_BLOCKS + 4096:
+        num_slots = self.setup.num_slots
+        if self.setup.num_prefilled:
+            # Enough for `admit` in a window of the order of eviction.
+            num_slots = min(num_slots, 24_000)
+        while number * PREFIX_BLOCKS < num_slots + NUM_BLOCKS + 4096:
             for _ in range(per_step):
                 self._add(_prefix(number) + [0], max_tokens=1)
                 number += 1
@@ -221,11 +252,12 @@ def _prefix(number: int) -> list[int]:
 def _tier_layout(setup: Setup) -> KVTierLayout | None:
     if setup.store_policy is None:
         return None
+    num_slots = setup.num_slots
     config = KVTierConfig(
-        NUM_SLOTS * BLOCK_BYTES, debug=DebugConfig(store_policy=setup.store_policy)
+        num_slots * BLOCK_BYTES, debug=DebugConfig(store_policy=setup.store_policy)
     )
     if not setup.has_store:
-        return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES)
+        return KVTierLayout(config, num_slots, BLOCK_BYTES)
     from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
     from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
 
@@ -239,9 +271,9 @@ def _tier_layout(setup: Setup) -> KVTierLayout | None:
         deadline_s=600.0,
     )
     below = SecondaryLayout(
-        (tier,), 1, (BLOCK_SIZE,), 64, 64, 4 * NUM_SLOTS, BLOCK_SIZE
+        (tier,), 1, (BLOCK_SIZE,), 64, 64, 4 * num_slots, BLOCK_SIZE
     )
-    return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES, secondary=below)
+    return KVTierLayout(config, num_slots, BLOCK_BYTES, secondary=below)
 
 
 def _connector_config(setup: Setup) -> KVTransferConfig | None:
@@ -251,7 +283,7 @@ def _connector_config(setup: Setup) -> KVTransferConfig | None:
         kv_connector=setup.connector,
         kv_role="kv_both",
         kv_connector_extra_config={
-            "cpu_bytes_to_use": NUM_SLOTS * BLOCK_BYTES,
+            "cpu_bytes_to_use": setup.num_slots * BLOCK_BYTES,
             **dict(setup.extra_config),
         },
     )

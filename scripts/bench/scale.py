@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scheduler step costs, and what a slot takes, from 10⁴ to 4·10⁶ slots.
+
+    make bench-scale [TAG=] [ARGS='--slots 10000 100000']
+
+Each size runs in a process of its own. The real scheduler starts, Python's objects are
+excepted from collections as an engine does, and so many blocks go through the host that
+every slot was filled and evicted once. Then come steps like those of `bench-scheduler`.
+The columns:
+
+start      Seconds until the scheduler with its slots exists.
+bytes      Resident bytes for each slot, beyond those of a scheduler without a tier.
+           Includes what the order of eviction and the admission remember of blocks
+           that are gone.
+decode     Microseconds of a step with 256 decoding requests, median.
+admit      The same with an admission that loads 64 blocks.
+worst      Milliseconds of the longest of 10,000 decoding steps, above their median.
+collector  Milliseconds of the longest collection in any step, and of a full one.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SIZES = (10_000, 100_000, 1_000_000, 4_000_000)
+STEPS = 320
+WORST_OF = 10_000
+MAX_RATIO = 1.03
+"""Of a step's cost with the most slots, against 100,000."""
+BASE = 100_000
+MAX_BYTES = 250
+MAX_WORST_MS = 5.0
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+Row = dict[str, float]
+
+
+class Collections:
+    """The durations of Python's collections, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.worst = 0.0
+        self._began = 0.0
+        gc.callbacks.append(self)
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        now = time.thread_time()
+        if phase == "start":
+            self._began = now
+        else:
+            self.worst = max(self.worst, 1e3 * (now - self._began))
+
+
+def resident() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+
+
+def measure(num_slots: int, worst_of: int) -> Row:
+    import scheduler_load
+    from scheduler_load import NUM_BLOCKS, Load, Setup, Step
+    from scheduler_setup import make_scheduler
+    from scheduler_step import WARM_UP
+
+    def off() -> Any:
+        return make_scheduler(NUM_BLOCKS, 264, 8192, 4096)
+
+    schedulers = [off()]
+    before = resident()
+    schedulers.append(off())
+    of_scheduler = resident() - before
+    row: Row = {"slots": num_slots}
+
+    def make(**kwargs: Any) -> Any:
+        began = time.thread_time()
+        made = make_scheduler(**kwargs)
+        row["start"] = time.thread_time() - began
+        return made
+
+    scheduler_load.make_scheduler = make
+    before = resident()
+    setup = Setup("write_back", num_slots=num_slots, num_prefilled=2 * num_slots)
+    load = Load(setup)
+    row["bytes"] = (resident() - before - of_scheduler) / num_slots
+    collections = Collections()
+
+    def median(steps: list[Step]) -> float:
+        return 1e6 * statistics.median(step.seconds for step in steps)
+
+    load.decode(WARM_UP)
+    row["decode"] = median(load.decode(STEPS))
+    # The least number of slots has no room for so many known prefixes.
+    if num_slots >= BASE:
+        row["admit"] = median(load.admit(STEPS))
+    times: list[float] = []
+    while len(times) < worst_of:
+        load.begin_requests()
+        num = min(3_000, worst_of - len(times))
+        times += [1e3 * step.seconds for step in load.decode(num)]
+    row["worst"] = max(times) - statistics.median(times)
+    row["collector"] = collections.worst
+    collections.worst = 0.0
+    gc.collect()
+    row["full_collection"] = collections.worst
+    gc.unfreeze()  # Or nanobind reports leaks when the process ends.
+    return row
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| slots | start, s | bytes | decode, us | admit, us | worst, ms "
+        "| collector, ms |",
+        f"|{'---|' * 7}",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['slots']:,} | {r['start']:.2f} | {r['bytes']:.0f} "
+            f"| {r['decode']:.0f} | {r.get('admit', 0):.0f} | {r['worst']:.1f} "
+            f"| {r['collector']:.1f}, {r['full_collection']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def misses(rows: list[Row]) -> list[str]:
+    """The limits that are missed, in words."""
+    found = []
+    base = next((row for row in rows if row["slots"] == BASE), None)
+    for row in rows:
+        name = f"{row['slots']:,} slots"
+        if row["slots"] >= BASE and row["bytes"] > MAX_BYTES:
+            found.append(f"{name}: {row['bytes']:.0f} bytes for each")
+        if row["worst"] > MAX_WORST_MS:
+            found.append(f"{name}: a step takes {row['worst']:.1f} ms longer")
+        for kind in ("decode", "admit"):
+            if base is not None and row["slots"] > BASE:
+                ratio = row[kind] / base[kind]
+                if ratio > MAX_RATIO:
+                    found.append(f"{name}: {kind} takes {ratio:.3f} of {BASE:,}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--slots", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--worst-of", type=int, default=WORST_OF, help="steps")
+    parser.add_argument("--out", type=Path, default=Path("build/bench-scale"))
+    parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.worst_of)))
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for num_slots in args.slots:
+        command = [sys.executable, __file__, "--measure", str(num_slots)]
+        command += ["--worst-of", str(args.worst_of)]
+        env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+        run = subprocess.run(command, env=env, check=True, text=True, stdout=-1)
+        rows.append(json.loads(run.stdout.splitlines()[-1]))
+        print(json.dumps(rows[-1]), flush=True)
+    text = table(rows)
+    (args.out / "scale.md").write_text(text + "\n")
+    print(text)
+    found = misses(rows)
+    print("\n".join(f"MISSED: {miss}" for miss in found) or "every limit is met")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
