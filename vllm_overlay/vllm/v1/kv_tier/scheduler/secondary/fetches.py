@@ -142,7 +142,7 @@ class Fetches:
         key, tier = block.key, block.tier
         del self.fetched_by[key]
         tier.num_filling -= 1
-        if is_there and not self._jobs.is_detached and self._table.get(key) is None:
+        if is_there and not self._jobs.is_detached and not self._table.has(key):
             tier.presence.mark_present(key)
             self._arrivals.add(key, tier)
             self._table.fill(index, key, block.num_tokens)

@@ -114,7 +114,7 @@ class SecondaryReader:
             sizes[0],
             jobs,
             costs,
-            lambda key: key and (table.get(key) or is_cached(key)),
+            lambda key: key and (table.has(key) or is_cached(key)),
             self.fetches,
             tuning,
         )
@@ -309,7 +309,7 @@ class SecondaryReader:
         new = [b for b in blocks if b.key not in fetched_by and b.key in wait.found]
         if new and self.fetches.num_left > 0:
             # The host part of the hit must not be evicted for the rest.
-            self._table.pin(b for g in groups for b in g if type(b) is HostSlot)
+            self._table.pin([b for g in groups for b in g if type(b) is HostSlot])
             jobs |= self._begin(wait, new)
         if jobs.keys() == wait.jobs.keys():
             # The scheduler has asked before in this step.
