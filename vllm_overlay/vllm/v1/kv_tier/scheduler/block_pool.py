@@ -126,9 +126,7 @@ class TieredBlockPool(BlockPool):
         self.void_plan = 0
         """The last plan whose forward pass used what a failed load left."""
         self._num_taken = 0
-        self._demoting = False
-        # Whether the blocks that are being allocated are evicted by now.
-        self._are_evicted = False
+        self._demoting = self._are_evicted = False
         self._serves_host = True
         # Whether the request that was looked up only waits for loads.
         self._is_deferred = False
@@ -138,17 +136,9 @@ class TieredBlockPool(BlockPool):
         self._capped: Request | None = None
 
     def _make_jumps(self, loader: Loader) -> Jumps:
-        return Jumps(
-            self,
-            self.host,
-            self._builder,
-            loader,
-            self.load_admission,
-            self.prefetches,
-            self.costs,
-            self._promotion.listeners,
-            self._stats,
-        )
+        plan = self._builder, loader, self.load_admission, self.prefetches
+        listeners = self._promotion.listeners
+        return Jumps(self, self.host, *plan, self.costs, listeners, self._stats)
 
     def _hit_listeners(self) -> list[HitListener]:
         listeners: list[HitListener] = [self.conversations]
@@ -355,11 +345,12 @@ class TieredBlockPool(BlockPool):
             self.free.pass_over(num_blocks, prefetches.unclaimed.keys(), is_kept)
         self._num_taken += num_blocks
         self._demoting = True
-        if num_blocks > _FEW and not (
-            self.cached_block_hashes_by_block or self._publishes_evictions
-        ):
-            self._evict_first(num_blocks)
+        several = self.cached_block_hashes_by_block or self._publishes_evictions
         try:
+            if _FEW < num_blocks <= self.get_num_free_blocks() and not several:
+                host_writer.evict_first(num_blocks)
+                # Upstream evicts them once more.
+                self._are_evicted = True
             blocks = super().get_new_blocks(num_blocks)
         finally:
             self._demoting = self._are_evicted = False
@@ -368,34 +359,6 @@ class TieredBlockPool(BlockPool):
         if host_writer.released or host_writer.forbidden:
             self.conversations.record_taken(blocks)
         return blocks
-
-    def _evict_first(self, num_blocks: int) -> None:
-        """Evict the content of the next victims, which have one key each.
-
-        As `_maybe_evict_cached_block` does for each of them, in less time.
-        """
-        if num_blocks > self.get_num_free_blocks():
-            return
-        builder, places = self._builder, self.host.places
-        parts, num_parts = places.parts, places.num_parts
-        pop, demote = self.cached_block_hash_to_block.pop, self.host_writer.demote
-        calls_off = builder.loads or builder.prefetches
-        blocks: list[KVCacheBlock] = []
-        block: Any = self.free_block_queue.fake_free_list_head
-        for _ in range(num_blocks):
-            block = block.next_free_block
-            blocks.append(block)
-            if calls_off:
-                builder.call_off_load(block)
-            key = block.block_hash
-            if key is not None:
-                if key not in parts[hash(key) % num_parts]:
-                    demote(block)
-                pop(key, block.block_id)
-                block.reset_hash()
-        # Also of blocks without a key: copies that a reset dropped may still run.
-        builder.overwrite_all(blocks)
-        self._are_evicted = True
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         # Upstream calls this for victims, and for content that became invalid.
