@@ -197,11 +197,11 @@ class TieredBlockPool(BlockPool):
             key = make_block_hash_with_group_id(block_hash, group_id)
             block = self.cached_block_hash_to_block.get_one_block(key)
             if block is None:
-                block = self.host.get(key)
-                if block is None and self.secondary is not None:
-                    block = self.secondary.reader.find(key)
-                if block is None:
-                    return None
+                if (block := self.host.get(key)) is None:
+                    if self.secondary is not None:
+                        block = self.secondary.reader.find(key)
+                    if block is None:
+                        return None
                 if not self._serves_host:
                     self._stats.recomputed_lookups += 1
                     return None
@@ -345,9 +345,8 @@ class TieredBlockPool(BlockPool):
             self.free.pass_over(num_blocks, prefetches.unclaimed.keys(), is_kept)
         self._num_taken += num_blocks
         self._demoting = True
-        several = self.cached_block_hashes_by_block or self._publishes_evictions
         try:
-            if _FEW < num_blocks <= self.get_num_free_blocks() and not several:
+            if num_blocks > _FEW and self._can_evict_first(num_blocks):
                 host_writer.evict_first(num_blocks)
                 # Upstream evicts them once more.
                 self._are_evicted = True
@@ -359,6 +358,10 @@ class TieredBlockPool(BlockPool):
         if host_writer.released or host_writer.forbidden:
             self.conversations.record_taken(blocks)
         return blocks
+
+    def _can_evict_first(self, num_blocks: int) -> bool:
+        several = self.cached_block_hashes_by_block or self._publishes_evictions
+        return not several and num_blocks <= self.get_num_free_blocks()
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         # Upstream calls this for victims, and for content that became invalid.

@@ -114,7 +114,10 @@ class Loader:
         if prefetch:
             self._prefetches.add(load, blocks)
         self._free.release(hits)
-        self._free.release(blocks)
+        # As `release`, since nobody else uses them yet.
+        for block in blocks:
+            block.ref_cnt = 0
+        self._free.append(blocks)
 
     def _take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Allocate blocks that this step does not use."""
@@ -182,12 +185,11 @@ def take_apart(
         first = manager.get_num_skipped_tokens(num_tokens) // manager.block_size
         end = None if max_targets is None else len(hit.targets) + max_targets
         # A hot path: each block of each hit with host slots.
-        targets, on_device, num_blocks = hit.targets, hit.blocks, len(group)
-        for i in range(min(first, num_blocks)):
+        targets, on_device = hit.targets, hit.blocks
+        for i in range(min(first, len(group))):
             if type(group[i]) is HostSlot:
                 group[i] = null_block
-        for i in range(first, num_blocks):
-            block = group[i]
+        for i, block in enumerate(group[first:], first):
             if type(block) is HostSlot:
                 targets.append((group, i, block))
                 if len(targets) == end:

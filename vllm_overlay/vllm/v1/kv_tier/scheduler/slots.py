@@ -115,8 +115,8 @@ class SlotTable:
             self._placed.use_places(self.places)
         # All keys of slots with several, by index.
         self._several: dict[int, tuple[BlockHashWithGroupId, ...]] = {}
-        # Prefix tokens of the primary key, -1 if unknown.
-        self._num_tokens = array("i", [-1]) * num_slots
+        # Prefix tokens of the primary key, 0 if unknown.
+        self._num_tokens = array("i", [0]) * num_slots
         self._num_filled = 0
         self._free = list(range(num_slots - 1, -1, -1))
         # When each slot was last read and last stored to. Both outlive its content,
@@ -161,12 +161,8 @@ class SlotTable:
         index = places.parts[hash(key) % places.num_parts].get(key)
         if index is None:
             return None
-        keys = (key,)
-        if self._several:
-            keys = self._several.get(index, keys)  # type: ignore[assignment]
-        num_tokens: int | None = self._num_tokens[index]
-        if num_tokens == -1:
-            num_tokens = None
+        keys = self._several.get(index, (key,)) if self._several else (key,)
+        num_tokens = self._num_tokens[index] or None
         return HostSlot(index, keys, num_tokens, self._store_seq[index])
 
     def has(self, key: BlockHashWithGroupId) -> bool:
@@ -315,7 +311,7 @@ class SlotTable:
                 part[other] = index
         places.keys[index] = key
         self._num_filled += 1
-        self._num_tokens[index] = -1 if num_tokens is None else num_tokens
+        self._num_tokens[index] = num_tokens or 0
         self._store_seq[index] = store_seq
         if self._placed is not None:
             self._placed.insert_at(index, key)
