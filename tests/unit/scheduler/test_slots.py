@@ -274,3 +274,22 @@ def test_slots_make_no_new_objects_for_the_garbage_collector() -> None:
         assert host.insert(each, 32, 2) is not None
         host.unpin_all()
     assert abs(len(gc.get_objects()) - before) < 100
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_slots_are_in_several_tables(policy: str) -> None:
+    """None of which is so large that a step would notice when Python rebuilds it."""
+    num_slots = 30_000
+    host = SlotTable(num_slots, make_policy(policy, num_slots))
+    keys = [key(f"{i}") for i in range(num_slots + 5_000)]
+    for i, each in enumerate(keys):
+        assert host.insert((each,), 16 * (i + 1), 1) is not None
+        if i % 500 == 0:
+            host.unpin_all()
+    assert 1 < host.places.num_parts == len(host.places.parts)
+    assert max(map(len, host.places.parts)) < 10_922
+    assert len(host) == num_slots == len(dict(host.places.items()))
+    found = [slot for each in keys if (slot := host.get(each)) is not None]
+    assert len({slot.index for slot in found}) == num_slots
+    assert all(host.at(slot.index) == slot for slot in found)
+    assert found[-1].num_tokens == 16 * len(keys)
