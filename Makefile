@@ -156,6 +156,10 @@ bench-scale: env ## steps, memory and the longest step with 10,000 to 4,000,000 
 worst-step: env ## the longest scheduler step where clients do their worst, 200,000 slots [TAG= ARGS=]
 	@PYTHONPATH=.:scripts build/env/$(TAG)/bin/python scripts/bench/worst_step_below.py $(ARGS)
 
+.PHONY: bench-hybrid
+bench-hybrid: env ## what hybrid models take of host and link, beyond what hits need [TAG= ARGS=]
+	@PYTHONPATH=scripts:scripts/bench build/env/$(TAG)/bin/python scripts/bench/hybrid_bytes.py $(ARGS)
+
 bench-off-path: env ## a scheduler step, patched with the tier off against upstream [TAG=]
 	@build/env/$(TAG)/bin/python scripts/bench/off_path.py --tag $(TAG)
 

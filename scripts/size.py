@@ -12,11 +12,12 @@ import argparse
 import gc
 import json
 import multiprocessing
+import random
 import resource
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -151,6 +152,37 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def together(engine: Engine, num_engines: int) -> Engine:
+    """Engines that share a pool, as one: no pool has more hits."""
+    return replace(
+        engine,
+        device_bytes=engine.device_bytes * num_engines,
+        prefill_tokens_per_s=engine.prefill_tokens_per_s * num_engines,
+        max_running=engine.max_running * num_engines,
+        link_bytes_per_s=engine.link_bytes_per_s * num_engines,
+    )
+
+
+def of_one(served: Work, num_engines: int) -> Work:
+    """What one of several engines gets of a router that draws."""
+    rng = random.Random(0)
+    is_its = [rng.randrange(num_engines) == 0 for _ in served.calls]
+    calls = tuple(call for call, its in zip(served.calls, is_its) if its)
+    return Work(calls, sum(is_its[: served.num_before]))
+
+
+def _print_separate(args: argparse.Namespace, engine: Engine) -> None:
+    num = args.engines
+    sizes = [size / num for size in args.host_gib]
+    cases = tiers(sizes, args.eviction_policy, args.store_policy, args.store_from_use)
+    outcomes = replay_all(engine, cases, of_one(args.work, num), args.jobs)
+    print(
+        f"\nThe above is the most that {num} engines with one pool can have. With "
+        f"separate tiers, each with 1/{num} of the requests and of the GiB:\n"
+    )
+    print(table(outcomes))
+
+
 def pods(sizes_gib: Sequence[float], base_gib: float, start_s: float) -> str:
     """Markdown: what a container needs for each size."""
     probe = f"startupProbe, each {PERIOD_S} s: failureThreshold"
@@ -219,7 +251,7 @@ def _work(args: argparse.Namespace) -> Work:
 
 def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     above_0 = (
-        "device_gib prefill_tokens_per_s tp max_num_seqs jobs link_gb_s "
+        "device_gib prefill_tokens_per_s tp max_num_seqs jobs link_gb_s engines "
         "below_read_gb_s below_write_gb_s below_deadline_ms below_store_from_use"
     )
     for name in above_0.split():
@@ -264,6 +296,7 @@ def arguments() -> argparse.Namespace:
     add("--kv-cache-dtype", choices=["auto", *ITEM_BYTES], default="auto")
     add("--tp", type=int, default=1, help="tensor parallel size, for --model")
     add("--device-gib", type=float, required=True, help="KV cache of all ranks")
+    add("--engines", type=int, default=1, help="of a node; --device-gib is of each")
     add("--host-gib", type=float, nargs="+", default=SIZES, metavar="GIB")
     add("--eviction-policy", nargs="+", default=list(POLICIES), metavar="POLICY")
     stores = list(get_args(StorePolicy))
@@ -349,7 +382,8 @@ def main() -> None:
     )
     if args.note:
         print(f"Note: {args.note}.")
-    outcomes = replay_all(engine, cases, args.work, args.jobs)
+    whole = together(engine, args.engines)
+    outcomes = replay_all(whole, cases, args.work, args.jobs)
     wall_s = time.monotonic() - started
     used = [
         resource.getrusage(who)
@@ -357,6 +391,8 @@ def main() -> None:
     ]
     cpu_s = sum(u.ru_utime + u.ru_stime for u in used)
     _print_tables(outcomes)
+    if args.engines > 1:
+        _print_separate(args, engine)
     print(
         f"\nA pod that needs {args.base_gib:g} GiB and {args.start_s:g} s by itself:\n"
     )
@@ -371,7 +407,7 @@ def main() -> None:
         "flood": args.flood,
         "kv_bytes_per_token": args.kv_bytes_per_token,
         "note": args.note,
-        "engine": asdict(engine),
+        "engine": asdict(whole),
         "unbounded_hit_rate": unbounded,
         "wall_s": round(wall_s, 1),
         "cpu_s": round(cpu_s, 1),
@@ -381,7 +417,7 @@ def main() -> None:
     title = (
         f"{args.trace.stem}: {len(args.work.counted):,} requests, "
         f"{args.kv_bytes_per_token / 1024:g} KiB of KV a token, "
-        f"{args.device_gib:g} GiB on the device"
+        f"{args.device_gib * args.engines:g} GiB on the device"
     )
     draw(outcomes, unbounded, title, args.out / "size.png")
     print(

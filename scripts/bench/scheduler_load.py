@@ -50,6 +50,8 @@ class Setup:
     num_slots: int = NUM_SLOTS
     num_prefilled: int = 0
     """Blocks that went through the host before, put there without the scheduler."""
+    has_pool: bool = False
+    """Slots are a part of a pool, with seven neighbours that have nothing."""
 
     @property
     def has_host(self) -> bool:
@@ -227,8 +229,12 @@ class Load:
 
 
 def _refused(output: SchedulerOutput) -> StepReport | None:
-    """A store takes nothing."""
-    jobs = output.kv_tier_plan.secondary if output.kv_tier_plan is not None else []
+    """A store takes nothing. Copies have ended."""
+    if (plan := output.kv_tier_plan) is None:
+        return None
+    if plan.report_end:
+        return StepReport(ended=[plan.seq])
+    jobs = plan.secondary
     if not jobs:
         return None
     results = [SecondaryResult(j.number, [False] * len(j.slots), 0.0) for j in jobs]
@@ -256,6 +262,8 @@ def _tier_layout(setup: Setup) -> KVTierLayout | None:
     config = KVTierConfig(
         num_slots * BLOCK_BYTES, debug=DebugConfig(store_policy=setup.store_policy)
     )
+    if setup.has_pool:
+        return KVTierLayout(config, NUM_SLOTS, BLOCK_BYTES, pool=_pool())
     if not setup.has_store:
         return KVTierLayout(config, num_slots, BLOCK_BYTES)
     from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
@@ -274,6 +282,24 @@ def _tier_layout(setup: Setup) -> KVTierLayout | None:
         (tier,), 1, (BLOCK_SIZE,), 64, 64, 4 * num_slots, BLOCK_SIZE
     )
     return KVTierLayout(config, num_slots, BLOCK_BYTES, secondary=below)
+
+
+def _pool() -> Any:
+    import numpy as np
+
+    from vllm.v1.kv_tier.keeper.client import Membership
+    from vllm.v1.kv_tier.keeper.partition import Partition, partition_bytes
+    from vllm.v1.kv_tier.layout import PoolLayout
+
+    partitions, identity = [], bytes(32)
+    for i in range(8):
+        memory = np.zeros(partition_bytes(NUM_SLOTS), np.uint8)
+        partition = Partition(memory, NUM_SLOTS)
+        partition.lock.create()
+        partition.assign(identity, i * NUM_SLOTS, NUM_SLOTS)
+        partitions.append(partition)
+    member = Membership.take(partitions, 0, identity)
+    return PoolLayout(member, (BLOCK_SIZE,), num_ranks=1)
 
 
 def _connector_config(setup: Setup) -> KVTransferConfig | None:

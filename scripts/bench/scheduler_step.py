@@ -36,6 +36,7 @@ CONFIGS: dict[str, dict] = {
     "write_back": {"store_policy": "write_back"},
     "write_through": {"store_policy": "write_through"},
     "write_back, store": {"store_policy": "write_back", "has_store": True},
+    "write_back, pool": {"store_policy": "write_back", "has_pool": True},
     "write_back, hints": {"store_policy": "write_back", "has_hints": True},
     "SimpleCPU lazy": {
         "connector": "SimpleCPUOffloadConnector",

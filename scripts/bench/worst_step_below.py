@@ -165,7 +165,7 @@ def all_writes_end_at_once(num_slots: int) -> Steps:
     while sum(len(job.slots) for job in jobs) < num_blocks:
         jobs += below.jobs(below.plans(1))
     yield from _all_end(below, jobs)
-    assert not below.backing.writers[0].num_writing  # type: ignore[union-attr]
+    assert not below.backing.writers[0].writing  # type: ignore[union-attr]
 
 
 def _all_end(below: Any, jobs: Sequence[SecondaryJob]) -> Steps:

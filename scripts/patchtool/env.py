@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 from .config import (
@@ -30,6 +31,7 @@ from .index import (
     index_urls,
 )
 from .libraries import REPLACED, weaken, write_stubs
+from .metadata import record_entry, record_text
 from .tree import locked, sha256
 from .wheel import build_wheel, package_files
 
@@ -112,6 +114,20 @@ def site_packages(venv: Path) -> Path:
     if not found:
         raise ToolError(f"{venv} is not a venv; remove it and run `make env` again")
     return found[0]
+
+
+def _without_files(wheel: Path, folder: Path) -> Path:
+    """Make a wheel that has the name and requirements of `wheel`, and no modules."""
+    path = folder / wheel.name
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(path, "w") as result:
+        (record,) = (n for n in whole.namelist() if n.endswith(".dist-info/RECORD"))
+        entries = {}
+        for name in ("METADATA", "WHEEL"):
+            name = record.replace("RECORD", name)
+            result.writestr(name, whole.read(name))
+            entries[name] = record_entry(whole.read(name))
+        result.writestr(record, record_text(entries, record))
+    return path
 
 
 def _digest(layout: Layout, tag: str) -> str:
@@ -209,7 +225,8 @@ def make_env(layout: Layout, tag: str) -> Path:
             create = ["venv", "--quiet", "--python", python, str(venv)]
             _run([uv, *create], env, advice)
             target = ["--quiet", "--python", str(venv / "bin" / "python")]
-            what = [str(wheel), "-r", str(layout.root / REQUIREMENTS)]
+            what = [str(_without_files(wheel, venv))]
+            what += ["-r", str(layout.root / REQUIREMENTS)]
             what += cpu.also
             stubs = _needs_stubs(cpu)
             if stubs:
@@ -219,6 +236,9 @@ def make_env(layout: Layout, tag: str) -> Path:
                 what += ["--override", str(never)]
             advice = "check the network and the room on the disk, then run it again"
             _run([uv, "pip", "install", *target, *_index_options(), *what], env, advice)
+            # Then its files, since uv keeps 0.5 GiB of each wheel that it resolves.
+            alone = ["--no-deps", "--no-cache", "--reinstall", str(wheel)]
+            _run([uv, "pip", "install", *target, *alone], env, advice)
             if stubs:
                 write_stubs(site_packages(venv) / "torch" / "lib")
             for library in site_packages(venv).glob("vllm/*.so"):

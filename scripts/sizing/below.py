@@ -12,9 +12,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.layout import Answer, SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.opening import secondary_layout
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult
-from vllm.v1.kv_tier.scheduler.secondary.jobs import secondary_layout
 from vllm.v1.kv_tier.stats import SecondaryStats
 from vllm.v1.kv_tier.stores.fs import FsDebug
 
@@ -92,7 +92,6 @@ class SimulatedStore:
         self._clock = clock
         self._objects: OrderedDict[bytes, None] = OrderedDict()
         self._numbers = itertools.count(1)
-        self._answers: dict[int, tuple[float, list[bool]]] = {}
         # When something is over, and the job and its seconds if it is one.
         self._ends: list[tuple[float, int, SecondaryJob | None, float]] = []
         self._free_at = {True: 0.0, False: 0.0}
@@ -100,20 +99,12 @@ class SimulatedStore:
 
     # ------------------------------------------------ as the scheduler sees it
 
-    def ask(self, keys: Sequence[bytes]) -> int:
-        """Returns the number of the question, which is not 0."""
-        number, due = next(self._numbers), self._clock() + self._below.latency_s
-        self._answers[number] = due, [key in self._objects for key in keys]
-        heapq.heappush(self._ends, (due, number, None, 0.0))
-        return number
-
-    def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
-        """For each key of a question whether it is there; None: no answer yet."""
-        due, answer = self._answers[number]
-        if due > self._clock():
-            return None
-        del self._answers[number]
-        return answer
+    def ask(self, keys: Sequence[bytes]) -> Answer:
+        """As of a `Lookup`."""
+        due = self._clock() + self._below.latency_s
+        answer = [key in self._objects for key in keys]
+        heapq.heappush(self._ends, (due, next(self._numbers), None, 0.0))
+        return lambda until: answer if due <= self._clock() else None
 
     def mark_present(self, keys: Sequence[bytes]) -> None:
         """Nothing is remembered of earlier answers."""

@@ -108,7 +108,11 @@ def make_model(folder: Path) -> Path:
 
 
 def flags(
-    folder: Path, num_blocks: int, num_slots: int, below: list[dict[str, Any]]
+    folder: Path,
+    num_blocks: int,
+    num_slots: int,
+    below: list[dict[str, Any]],
+    meets: bool = False,
 ) -> list[str]:
     """Of `vllm serve`; without a tier if `num_slots` is 0."""
     adapters = [f"{name}={folder / name}" for name in ADAPTERS]
@@ -130,7 +134,8 @@ def flags(
         found += ["--kv-offloading-size", repr(size)]
         found += ["--worker-extension-cls", "tests.e2e.spoil_extension.SpoilSlots"]
     if below:
-        found += ["--kv-offloading-config", json.dumps({"secondary_tiers": below})]
+        config = {"secondary_tiers": below, "debug": {"meet": meets}}
+        found += ["--kv-offloading-config", json.dumps(config)]
     return found
 
 
@@ -158,16 +163,23 @@ class Soak:
         sizes: See there.
         tier: Whether the server has one; without, the run says what memory does then.
         below: Whether it has stores below it, which are harmed.
+        meets: Whether requests compute while these are read.
 
     """
 
     def __init__(
-        self, out: Path, sizes: Sizes, tier: bool = True, below: bool = False
+        self,
+        out: Path,
+        sizes: Sizes,
+        tier: bool = True,
+        below: bool = False,
+        meets: bool = False,
     ) -> None:
         self.out = out
         self.sizes = sizes
         self.tier = tier
         self.faults = Faults(out) if below else None
+        self._meets = meets
         self.wrong: list[str] = []
         self._began = time.monotonic()
 
@@ -226,7 +238,7 @@ class Soak:
     ) -> Server:
         log = self.out / f"{name}.log"
         below = self.faults.entries if self.faults is not None and slots else []
-        found = flags(self.out, num_blocks, slots, below)
+        found = flags(self.out, num_blocks, slots, below, self._meets)
         self.note(f"starting the {name}")
         return Server(model, found, environment(logs), log)
 
@@ -294,13 +306,14 @@ class Soak:
                 failures.append("nobody noticed spoilt host slots")
         return report
 
-    @staticmethod
-    def _look_below(watch: Watch, metrics: dict[str, float]) -> list[str]:
+    def _look_below(self, watch: Watch, metrics: dict[str, float]) -> list[str]:
         """Complete the metrics. Returns what did not happen below the host."""
         names = [
             f"kv_tier_secondary_{name}_blocks_total"
             for name in ("loaded", "missed", "stored")
         ]
+        if self._meets:
+            names.append("kv_tier_jumped_tokens_total")
         metrics |= {name: watch.value(f"vllm:{name}") for name in names}
         return [f"{name} is 0" for name in names if not metrics[name]]
 
@@ -400,6 +413,11 @@ def main() -> int:
         "--below", action="store_true", help="with stores below it, which are harmed"
     )
     parser.add_argument(
+        "--meet",
+        action="store_true",
+        help="with --below: requests compute while the stores are read",
+    )
+    parser.add_argument(
         "--hostile",
         action="store_true",
         help="with clients who send what nobody should",
@@ -409,7 +427,9 @@ def main() -> int:
     sizes = Sizes(arguments.minutes, arguments.warm_up)
     if arguments.off and arguments.below:
         parser.error("--off and --below exclude each other: stores lie below a tier")
-    soak = Soak(out, sizes, not arguments.off, arguments.below)
+    if arguments.meet and not arguments.below:
+        parser.error("--meet needs --below: without stores nothing is met")
+    soak = Soak(out, sizes, not arguments.off, arguments.below, arguments.meet)
     report = soak.run_hostile() if arguments.hostile else soak.run()
     print(json.dumps(report, indent=2))
     for failure in report["failures"]:

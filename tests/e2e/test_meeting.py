@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.kv_tier.releases import can_jump
+from vllm.v1.kv_tier.releases import has_jump_seam
 
 from . import runner_v2
 from .compare import assert_same_answers
@@ -21,7 +21,8 @@ from .throttled_workloads import NUM_BLOCKS, RATES
 pytestmark = [
     NEEDS_KEYS,
     pytest.mark.skipif(
-        not can_jump(), reason="requests wait or compute: this release lacks the seam"
+        not has_jump_seam(),
+        reason="requests wait or compute: this release lacks the seam",
     ),
 ]
 

@@ -20,7 +20,7 @@ def _write_all(engine: Engine) -> None:
     writer = engine.pool.secondary.writers[0]
     limit, num_steps = time.monotonic() + 30, 0
     # What the last steps computed is stored and written by the next ones.
-    while num_steps < 20 or writer.num_due or writer.num_writing:
+    while num_steps < 20 or writer.due or writer.writing:
         num_steps += 1
         assert time.monotonic() < limit, "not all is written"
         engine.core.step_fn()

@@ -120,8 +120,9 @@ def validate(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_kubernetes_takes_the_manifests(tmp_path: Path) -> None:
-    run = validate(DEPLOY / "kubernetes" / "vllm.yaml")
-    assert run.returncode == 0, run.stdout + run.stderr
+    for name in ("vllm.yaml", "keeper.yaml"):
+        run = validate(DEPLOY / "kubernetes" / name)
+        assert run.returncode == 0, run.stdout + run.stderr
     wrong = tmp_path / "wrong.yaml"
     text = (DEPLOY / "kubernetes" / "vllm.yaml").read_text()
     wrong.write_text(text.replace("failureThreshold", "failuresAllowed"))

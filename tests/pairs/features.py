@@ -124,6 +124,7 @@ FEATURES = [
     ),
     Feature("EV", "KV events", {"kv_events_config": {"enable_kv_cache_events": True}}),
     Feature("PO", "pooling", {"runner": "pooling"}),
+    Feature("OP", "one pool", tier={"pool": "/run/kvtier/pool.sock"}),
 ]
 
 BY_CODE = {feature.code: feature for feature in FEATURES}

@@ -94,7 +94,7 @@ def _ask(pair: Pair, model: Path, draft: Path) -> None:
         model=str(model),
         skip_tokenizer_init=True,
         kv_offloading_backend="core",
-        kv_offloading_size=0.125,
+        kv_offloading_size=None if "pool" in tier else 0.125,
         kv_offloading_config=options(**tier),
         **settings,
     ).create_engine_config()

@@ -109,7 +109,9 @@ def test_every_kind_of_metric_is_on_the_dashboard() -> None:
         *("secondary_stored_blocks", "secondary_loaded_blocks"),
         *("secondary_writing_blocks", "secondary_due_blocks", "secondary_is_closed"),
         *("secondary_missed_blocks", "secondary_late_requests"),
+        "neighbour_blocks",
         *("hints", "retained_blocks", "yielded_slots", "tenant_slots"),
+        "superseded_slots",
     }
     names = asked((OPS / "grafana.json").read_text())
     shown = {m.name for m in METRICS if any(PREFIX + m.name in n for n in names)}

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from reference import ROOT
-from size import table, tiers, work
+from size import of_one, table, tiers, together, work
 from sizing.below import Below, Traffic
 from sizing.kv_bytes import kv_bytes_per_token
 from sizing.replay import Engine, Outcome, Replay, Tier, replay
+from sizing.shift import shifted
 from sizing.trace import (
     Call,
     Senders,
@@ -313,6 +314,16 @@ def test_bytes_of_a_token(tmp_path: Path, tp: int, dtype: str, expected: int) ->
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such config.json"):
         kv_bytes_per_token(tmp_path, 1, "auto")
+
+
+def test_engines_with_one_pool_have_more_hits_than_apart() -> None:
+    served, num = shifted([], chat(400)), 4
+    shares = [len(of_one(served, n).calls) for n in (1, num)]
+    assert shares[0] == 400 and 60 < shares[1] < 140
+    apart = of_one(served, num).calls
+    one = replay(engine(8), Tier(16 * BLOCK_BYTES), apart)
+    pool = replay(together(engine(8), num), Tier(64 * BLOCK_BYTES), served.calls)
+    assert pool.device_rate + pool.host_rate > one.device_rate + one.host_rate + 0.1
 
 
 def test_the_table_has_a_row_for_each_pair() -> None:

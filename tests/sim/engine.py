@@ -19,6 +19,7 @@ from . import upstream
 from .content import STOP_TOKEN, Sequence, Violation
 from .invariants import Invariants
 from .layouts import MAX_MODEL_LEN
+from .opening import Opening
 from .pages import Pages
 from .real_ranks import RealRanks
 from .scheduler import NUM_DRAFTS, Setup, make_scheduler
@@ -76,8 +77,16 @@ class Engine:
         self._in_flight: deque[Step] = deque()
         self.below = None if setup.below is None else Below(*setup.below)
         self._roots: dict[str, int] = {}
+        self.opening = None
+        if setup.opens is not None:
+            self.opening = Opening(setup.opens, setup.num_slots)
         self._worker = Worker(
-            setup.layout, setup.num_blocks, setup.num_slots, self._roots, self.below
+            setup.layout,
+            setup.num_blocks,
+            setup.num_slots,
+            self._roots,
+            self.below,
+            self.opening,
         )
         if setup.real_ranks:
             self._worker.real_ranks = RealRanks(
@@ -90,7 +99,9 @@ class Engine:
             )
         self._worker.pools = setup.pools
         self._worker.num_drafts = NUM_DRAFTS if setup.speculates else 0
-        self._scheduler = make_scheduler(setup, self.below, lambda: self._worker.device)
+        self._scheduler = make_scheduler(
+            setup, self.below, lambda: self._worker.device, self.opening
+        )
         self._num_steps = 0
         tier = self._scheduler.kv_cache_manager.kv_tier
         assert tier is not None
@@ -103,7 +114,9 @@ class Engine:
             setup.layout.hash_block_size, sha256, *([lookahead] if lookahead else [])
         )
         self._invariants = Invariants(
-            setup.layout, self._scheduler.kv_cache_manager.coordinator
+            setup.layout,
+            self._scheduler.kv_cache_manager.coordinator,
+            0 if setup.member is None else setup.member.first_slot,
         )
 
     def add(
@@ -244,6 +257,10 @@ class Engine:
                 self._schedule(rush=True)
                 self._process_oldest()
 
+    def resize(self, num_slots: int) -> None:
+        """An operator changes the number of host slots."""
+        self._pool.take_call({"host_bytes": num_slots * self._pool.slot_bytes})
+
     def abort(self, number: int) -> None:
         """Abort a live request, counted round."""
         if self._live:
@@ -312,6 +329,9 @@ class Engine:
             mapper = self._pool.elastic.mapper
             if isinstance(mapper, Pages):
                 events["unmapped"], events["mapped"] = mapper.counts
+        if self.opening is not None:
+            events["opened"] = self.opening.num_opened
+            events["closed"] = self.opening.num_closed
         events["stored"] += len(plan.store_slots) + len(plan.clean_slots)
         events["loaded"] += len(plan.load_slots)
         events["loaded ahead"] += len(plan.ahead_slots)

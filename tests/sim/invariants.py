@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
+from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
 
 from . import upstream
@@ -24,6 +25,8 @@ from .hints import WatchedHints
 from .layouts import Layout
 from .worker import Worker
 
+Prefixes = dict[BlockHash, tuple[list[list[int]], int]]
+
 
 class Invariants:
     """Checks of a block pool, and of the memory behind it.
@@ -31,19 +34,27 @@ class Invariants:
     Args:
         layout: Groups of the model.
         coordinator: Owns the pool and the block tables.
+        first_slot: Place of the engine's first slot in its memory.
 
     """
 
-    def __init__(self, layout: Layout, coordinator: KVCacheCoordinator) -> None:
+    def __init__(
+        self, layout: Layout, coordinator: KVCacheCoordinator, first_slot: int = 0
+    ) -> None:
+        self._first_slot = first_slot
         assert isinstance(coordinator.block_pool, TieredBlockPool)
         self._pool: TieredBlockPool = coordinator.block_pool
         self._managers: Any = coordinator.single_type_managers
         self._layout = layout
         self._hints = WatchedHints(self._pool.conversations)
         # What a hash covers: (values by group, number of tokens).
-        self._prefixes: dict[BlockHash, tuple[list[list[int]], int]] = {}
+        self._prefixes: Prefixes = {}
         # How a block with a key must begin.
         self._contents: dict[BlockHashWithGroupId, list[int]] = {}
+
+    def know(self, prefixes: Prefixes) -> None:
+        """Share what hashes cover with other engines."""
+        self._prefixes = prefixes
 
     def learn(
         self, hashes: list[BlockHash], start: int, values: list[list[int]]
@@ -58,8 +69,8 @@ class Invariants:
 
     def start_over(self) -> None:
         """What was computed until now must not be served any more."""
-        self._prefixes.clear()
-        self._contents.clear()
+        # Other engines may know them still.
+        self._prefixes, self._contents = {}, {}
 
     # ------------------------------------------------------------------ counts
 
@@ -167,7 +178,9 @@ class Invariants:
         known |= {*hinted._kept, *hinted._low}
         if gone := known - ordered:
             raise Violation("hints", f"{gone} are in no slot")
-        if len(hinted._kept) > host.num_slots // 2:
+        stats = KVTierStats()
+        self._pool.host_size.report(stats)
+        if len(hinted._kept) > stats.slots_reserved // 2:
             raise Violation("hints", f"{len(hinted._kept)} slots are kept")
 
     def check_idle(self) -> None:
@@ -202,9 +215,10 @@ class Invariants:
                     self._compare("device", block, key, worker.device[block.block_id])
         host = self._pool.host
         for slot in host.filled_slots():
-            if slot.index not in unreported:
+            place = self._first_slot + slot.index
+            if place not in unreported:
                 for key in slot.keys:
-                    self._compare("host", slot, key, worker.host[slot.index])
+                    self._compare("host", slot, key, worker.host[place])
 
     def _compare(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.pairs.features import CODES, Pair
 from vllm.v1.kv_tier.block_keys import AdapterLoads, set_adapter_loads
+from vllm.v1.kv_tier.keeper.partition import Partition
 from vllm.v1.request import Request
 
 from . import upstream
@@ -34,6 +35,7 @@ from .layouts import (
 from .pages import Elastic
 from .scheduler import NUM_DRAFTS, Setup
 from .scripts import DOCUMENTS, MAX_MODEL_LEN, random_setup
+from .shared_pool import Machine
 from .test_events import FollowedEngine
 
 STORES = frozenset(("FS", "RD", "MC"))
@@ -84,7 +86,7 @@ CHUNKED_AS_FULL = Layout("chunked as full", (chunked_as_full(8),), 4)
 OF_KINDS = frozenset().union(*KINDS)
 OF_RANKS = frozenset({"VE", "SH", "TP"})
 OF_ENGINES = (
-    frozenset({"WB", "WT", "QU", "EL", "NG", "EA", "PD", "PP", "EV", "PO"})
+    frozenset({"WB", "WT", "QU", "EL", "NG", "EA", "PD", "PP", "EV", "PO", "OP"})
     | STORES
     | OF_KINDS
     | OF_RANKS
@@ -104,6 +106,8 @@ _EXCLUDE: list[tuple[set[str], set[str]]] = [
     ({"DC"}, {"SW", "CL"}),
     # Refused as well.
     ({"PD"}, {"DC"}),
+    ({"OP"}, {"QU", "EL", "NG", "EA", "PD", "PP", "EV", "DC", "LO", "LR"}),
+    ({"OP"}, {"VE", "SH", "TP", *STORES}),
     # Real ranks have no store here: `e2e/test_pairs.py` has them.
     (set(STORES), {"VE", "SH", "TP"}),
 ]
@@ -217,16 +221,22 @@ class _Meeting:
         self._codes = codes
         self._rng = rng
         setup = setup_of(codes, rng)
+        self._machine: Machine | None = None
         self.engine: Engine
         if "EV" in codes:
             self.engine = FollowedEngine(setup)
+        elif "OP" in codes:
+            self._machine = Machine(setup, 2, Partition, 0.0, rng)
+            self.engine = self._machine.engines[0]
         else:
             self.engine = Engine(setup)
-        self._requests: list[tuple[Request, set[str]]] = []
+        self._requests: list[tuple[Engine, Request, set[str]]] = []
 
     def play(self, num_actions: int) -> None:
         rng, engine = self._rng, self.engine
         for _ in range(num_actions):
+            if self._machine is not None:
+                engine = self.engine = rng.choice(self._machine.engines)
             kind = rng.random()
             if kind < 0.45:
                 self._ask()
@@ -240,7 +250,10 @@ class _Meeting:
                         fail=rng.choice([*[None] * 20, "load", "load", "store"]),
                         abort=rng.choice([*[None] * 30, 0]),
                     )
-        engine.drain()
+        if self._machine is not None:
+            self._machine.drain()
+        else:
+            engine.drain()
 
     def _has(self, code: str, likely: float = 0.7) -> bool:
         return code in self._codes and self._rng.random() < likely
@@ -284,10 +297,12 @@ class _Meeting:
                 is_embedded="PE" in codes,
                 prompt_logprobs="PL" in codes,
             )
-            self._requests.append((request, codes))
+            self._requests.append((self.engine, request, codes))
 
     def met(self) -> set[Pair]:
         engine, events, codes = self.engine, self.engine.events, self._codes
+        if self._machine is not None:
+            events = self._machine.events
         if not events["loaded"]:
             return set()
         below, ranks = engine.below, engine._worker.real_ranks
@@ -302,6 +317,7 @@ class _Meeting:
             "VE": ranks is not None and ranks.num_refused > 0,
             "TP": has_loaded,
             "SH": has_loaded,
+            "OP": bool(events["from neighbours"]),
             "EV": isinstance(engine, FollowedEngine) and engine.num_compared > 0,
             "PB": any(
                 num_tokens % engine.setup.layout.block_size
@@ -311,9 +327,9 @@ class _Meeting:
         acted |= dict.fromkeys(STORES, below is not None and below.num_got > 0)
         of_engine = {c for c in codes & OF_ENGINES if acted.get(c, True)}
         found = _pairs(of_engine)
-        for request, has in self._requests:
+        for asked, request, has in self._requests:
             # Whoever wants logprobs of a prompt computes all of it.
-            num_cached = engine.num_cached.get(request.request_id, 0)
+            num_cached = asked.num_cached.get(request.request_id, 0)
             if num_cached > 0 or "PL" in has:
                 found |= _pairs(has)
                 found |= _pairs(of_engine | has) - _pairs(of_engine)

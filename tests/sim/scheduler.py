@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from vllm.config import (
@@ -19,18 +20,22 @@ from vllm.config import (
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig
+from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.layout import (
     ElasticLayout,
     KVTierLayout,
+    PoolLayout,
     SecondaryLayout,
     SecondaryTier,
 )
+from vllm.v1.kv_tier.scheduler.kv_groups import group_blocks, prefix_ends
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.structured_output import StructuredOutputManager
 
 from ..names import init_none_hash, sha256
 from . import upstream
 from .layouts import MAX_MODEL_LEN, Layout
+from .opening import Opening
 from .pages import DeviceMemory, Elastic, elastic_layout
 from .secondary import Below
 
@@ -41,7 +46,12 @@ NUM_DRAFTS = 3
 # has few: let all be for prefetches.
 # No more steps are in flight than five, and ranks tell of failed loads with their step.
 TUNING = SchedulingTuning(
-    min_prefetch=1, spare=0.0, settled_steps=5, settled_outputs=0, idle_pause_s=0.0
+    plans_per_report=1,
+    min_prefetch=1,
+    spare=0.0,
+    settled_steps=5,
+    settled_outputs=0,
+    idle_pause_s=0.0,
 )
 
 
@@ -92,14 +102,18 @@ class Setup:
     """They check slots before they load them."""
     share: bool = False
     """They hold the same, in slots that they share."""
+    member: Membership | None = None
+    """The engine's part of a pool with others."""
     pools: bool = False
     """The model pools: requests end with their prompts."""
+    opens: int | None = None
+    """Seed of ranks that open host slots while steps run."""
     jumps: bool = False
     """Prefills skip what has come or was computed meanwhile, where the model lets
     them."""
 
     @property
-    def can_jump(self) -> bool:
+    def model_can_jump(self) -> bool:
         return (
             self.jumps
             and len(self.layout.groups) == 1
@@ -190,6 +204,13 @@ def _elastic(
     )
 
 
+def _pool(setup: Setup) -> PoolLayout | None:
+    if setup.member is None:
+        return None
+    sizes = tuple(group.block_size for group in setup.layout.groups)
+    return PoolLayout(setup.member, sizes, num_ranks=1)
+
+
 def _vllm_config(setup: Setup) -> tuple[Any, Any]:
     """Settings of the engine, and the manager that goes with them."""
     layout = setup.layout
@@ -226,6 +247,7 @@ def make_scheduler(
     setup: Setup,
     below: Below | None = None,
     device: Callable[[], DeviceMemory] | None = None,
+    opening: Opening | None = None,
 ) -> Scheduler:
     """A scheduler with a host tier, maybe one below it, and no engine.
 
@@ -249,6 +271,7 @@ def make_scheduler(
     retention = None
     if setup.retention is not None and layout.can_retain_less:
         retention = setup.retention * layout.block_size
+    groups = SimpleNamespace(kv_cache_groups=layout.kv_cache_groups())
     kv_cache_config = upstream.kv_cache_config(
         retention,
         num_blocks=setup.num_blocks,
@@ -258,13 +281,16 @@ def make_scheduler(
             tier,
             setup.num_slots,
             SLOT_BYTES,
+            open_slots=() if opening is None else tuple(opening.open),
             load_s=setup.load_time,
             tokens_per_block=layout.block_size,
             layerwise=setup.join_time > 0,
             tuning=setup.tuning,
             secondary=None if below is None else _secondary(layout, below, max_known),
             elastic=_elastic(setup, device),
-            can_jump=setup.can_jump,
+            prefix_ends=prefix_ends(group_blocks(config, groups)),
+            can_jump=setup.model_can_jump,
+            pool=_pool(setup),
         ),
     )
     scheduler = upstream.make_scheduler(

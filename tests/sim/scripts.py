@@ -95,7 +95,17 @@ class Reset:
         engine.reset(self.running)
 
 
-Action = Add | Steps | Abort | Reset
+@dataclass(frozen=True)
+class Resize:
+    """An operator changes the size of the host."""
+
+    num_slots: int
+
+    def run(self, engine: Engine) -> None:
+        engine.resize(self.num_slots)
+
+
+Action = Add | Steps | Abort | Reset | Resize
 
 
 @dataclass(frozen=True)

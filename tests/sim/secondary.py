@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
+from vllm.v1.kv_tier.layout import Answer
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.worker.report import StepReportBuilder
@@ -37,26 +38,23 @@ class Objects:
         self._rng = rng
         self._clock = clock
         self._max_delay = max_delay
-        self._num_asked = 0
-        self._questions: dict[int, tuple[int, list[bytes]]] = {}
 
     def later(self) -> int:
         return self._clock.now + self._rng.randint(0, self._max_delay)
 
-    def ask(self, keys: Sequence[bytes]) -> int:
-        self._num_asked += 1
-        self._questions[self._num_asked] = self.later(), list(keys)
-        return self._num_asked
+    def ask(self, keys: Sequence[bytes]) -> Answer:
+        due, keys = self.later(), list(keys)
 
-    def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
-        due, keys = self._questions[number]
-        if due > self._clock.now:
-            return None
-        answer = [key in self.objects for key in self._questions.pop(number)[1]]
-        # What was there a moment ago need not be any more.
-        for key in keys:
-            if key in self.objects and self._rng.random() < 0.1:
-                del self.objects[key]
+        def answer(until: float) -> list[bool] | None:
+            if due > self._clock.now:
+                return None
+            answer = [key in self.objects for key in keys]
+            # What was there a moment ago need not be any more.
+            for key in keys:
+                if key in self.objects and self._rng.random() < 0.1:
+                    del self.objects[key]
+            return answer
+
         return answer
 
     def mark_present(self, keys: Sequence[bytes]) -> None:
@@ -142,6 +140,11 @@ class Below:
         self._memory, self._slots = memory, slots
         stores = [Store(objects, self) for objects in self.tiers]
         self._mover = SlotMover(stores, lambda slot: slot, slots)  # type: ignore
+
+    @property
+    def slots_in_use(self) -> set[int]:
+        """Of jobs that are not over on all ranks."""
+        return {slot for _, _, job in self._jobs for slot in job.slots}
 
     def has_bad_luck(self, one_in: int) -> bool:
         return self._rng.randrange(one_in) == 0

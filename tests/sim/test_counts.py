@@ -95,7 +95,7 @@ def test_what_is_counted_is_what_happened() -> None:
     rare |= {"load_seconds_per_block", "prefill_seconds_per_block"}
     rare |= {"jumped_tokens", "secondary", "given_back_pages", "mapped_pages"}
     rare |= {"device_mapped_bytes", "device_unmapped_bytes"}
-    rare |= {"map_seconds", "unmap_seconds"}
+    rare |= {"map_seconds", "unmap_seconds", "neighbour_blocks"}
     if not upstream.RESETS_RUNNING_REQUESTS:
         # No script that such a release can play happens to have one.
         rare.add("prewarmed_late_blocks")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.kv_tier.releases import can_jump, keys_are_bytes
+from vllm.v1.kv_tier.releases import has_jump_seam, keys_are_bytes
 from vllm.v1.kv_tier.scheduler.jumps import Jumps
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
 from vllm.v1.kv_tier.scheduler.secondary.meeting import Meetings
@@ -37,7 +37,8 @@ pytestmark = [
         not keys_are_bytes(), reason="refused: hashes are numbers of a process"
     ),
     pytest.mark.skipif(
-        not can_jump(), reason="requests wait or compute: this release lacks the seam"
+        not has_jump_seam(),
+        reason="requests wait or compute: this release lacks the seam",
     ),
 ]
 

@@ -7,7 +7,7 @@ found must have the bytes of its key.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.kv_tier.plan import SecondaryResult
 from vllm.v1.kv_tier.releases import keys_are_bytes
-from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetches
+from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetch, Fetches
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.secondary.manager import SecondaryTierManager
 from vllm.v1.kv_tier.scheduler.secondary.writer import SecondaryWriter
@@ -113,14 +113,15 @@ def serve_before_it_came(patch: pytest.MonkeyPatch) -> None:
     """A key enters the slot table when its job begins."""
     begin = Fetches.begin
 
-    def begin_and_fill(self: Fetches, *args: Any, **where: Any) -> tuple[int, Sequence]:
+    def begin_and_fill(self: Fetches, *args: Any, **where: Any) -> Fetch | None:
         before = set(self._table._reserved)
-        job, blocks = begin(self, *args, **where)
+        fetch = begin(self, *args, **where)
+        blocks = fetch.blocks if fetch is not None else []
         for block, index in zip(blocks, sorted({*self._table._reserved} - before)):
             if self._table.get(block.key) is None:
                 self._table.fill(index, block.key, block.num_tokens)
                 self._table._reserved.add(index)
-        return job, blocks
+        return fetch
 
     patch.setattr(Fetches, "begin", begin_and_fill)
 

@@ -28,7 +28,7 @@ from .tables import put_in, sizes, tables
 
 CACHED = re.compile(
     r"pool\.(host\.(_free|_slots|_next|_released|_policy\b.*|listeners\[\d\]\._known)"
-    r"|secondary\.(_arrivals\._tier_of|tiers\[\d\]\.presence\.keys)"
+    r"|secondary\.(fetches\._came_from|tiers\[\d\]\.presence\.keys)"
     r"|admission\b.*|conversations\._sole_users\b.*|retention\.(key_hints|hinted)\b.*"
     r"|conversations\._turns\b.*|host_writer\.(released|forbidden)|elastic\.(unmapped|mapper\._unmapped)"
     r"|cached_block_hashes_by_block.*|retention\.on_device|conversations\.prewarms\.pending"
@@ -38,7 +38,7 @@ CACHED = re.compile(
 MEASURED = re.compile(
     r"pool\.(_stats\b.*|costs\b.*|conversations\._turns\b.*|host\._held_by"
     r"|retention\.hinted\b.*|secondary\._jobs\.evicted_bytes"
-    r"|secondary\.tiers\[\d\]\.(stats\b.*|reads\.(_fetched_s|_waits\b.*))"
+    r"|secondary\.tiers\[\d\]\.(stats\b.*|_fetched_s)"
     r"|admission\b.*|elastic\.(unmapped|mapper\._unmapped)"
     r"|host\._policy\._ends\._(young|old))"
 )
@@ -122,13 +122,13 @@ def states(engine: Engine) -> set[str]:
             if wait is not None and not wait.is_asked:
                 found.add("looked up in part")
             elif wait is not None:
-                if wait.questions:
+                if wait.inquiries:
                     found.add("asked")
                 elif wait.found:
                     found.add("answered")
-                if any(each.num_left for _, each in wait.questions):
+                if any(each.left for each in wait.inquiries):
                     found.add("answered in part")
-                if wait.jobs:
+                if wait.fetches:
                     found.add("fetching")
         if pool.load_admission.is_loading(request):
             found.add("loading ahead")

@@ -30,6 +30,7 @@ from . import upstream
 from .content import EMPTY, GARBAGE, Violation
 from .forward import ForwardPasses
 from .layouts import Layout
+from .opening import Opening
 from .secondary import Below, Memory
 from .step import Step
 
@@ -110,6 +111,7 @@ class Worker(ForwardPasses):
         num_slots: Host slots.
         roots: By request id, what its KV depends on beside its tokens.
         below: The tier below, if there is one.
+        opening: Ranks that open slots, if not all are open from the start.
 
     """
 
@@ -120,8 +122,10 @@ class Worker(ForwardPasses):
         num_slots: int,
         roots: dict[str, int],
         below: Below | None = None,
+        opening: Opening | None = None,
     ) -> None:
         super().__init__(layout, num_blocks, roots)
+        self._opening = opening
         self.host = [[EMPTY] * self._width for _ in range(num_slots)]
         self._steps: deque[Step] = deque()
         # Steps whose stores, loads or loads ahead have not been executed yet.
@@ -150,6 +154,8 @@ class Worker(ForwardPasses):
         for first, end in step.plan.unmap_blocks:
             for block in range(first, end):
                 self.device[block] = [EMPTY] * self._width
+        if self._opening is not None:
+            self._open_slots(self._opening, step)
         self._tier.begin_step(output)
         self._end_step(step)
         for pairs, queue in (
@@ -168,6 +174,21 @@ class Worker(ForwardPasses):
         if self._below is not None:
             self._below.run(self.have_ended, self._tier.report)
         return step
+
+    def _open_slots(self, opening: Opening, step: Step) -> None:
+        in_flight = {slot for each in self._loads for slot, _ in each.loads}
+        in_flight |= {slot for each in self._ahead for slot, _ in each.ahead}
+        for each in self._stores:
+            pairs = each.step.cleans if each.is_clean else each.step.stores
+            in_flight |= {slot for _, slot in pairs}
+        if self._below is not None:
+            in_flight |= self._below.slots_in_use
+        lost = opening.run(step.rush)
+        opening.begin_step(step.plan, in_flight)
+        lost |= opening.run(step.rush)
+        opening.report(self._tier.report)
+        for slot in lost:
+            self.host[slot] = [GARBAGE] * self._width
 
     def _attach(self, memory: Memory) -> None:
         """The tier below, if there is one, moves what the slots of this tier hold."""
@@ -196,6 +217,10 @@ class Worker(ForwardPasses):
         req_ids = list(step.output.num_scheduled_tokens)
         output = upstream.model_runner_output(req_ids)
         step.result = self._tier.end_step(output)
+        report = step.result.kv_tier_report
+        if self._opening is not None and report is not None:
+            # The other ranks end with this one.
+            report.ended *= len(self._opening.open)
 
     def run_next(self) -> Step:
         """Execute the oldest step that was not."""

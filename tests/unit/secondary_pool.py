@@ -25,8 +25,11 @@ def key(name: str) -> bytes:
 class Request:
     """What the tier below must know of a request."""
 
-    num_preemptions = 0
+    num_preemptions = num_tokens = num_computed_tokens = 0
     kv_transfer_params = None
+
+    def is_finished(self) -> bool:
+        return False
 
     def __init__(self, names: str) -> None:
         self.block_hashes = hashes(names)

@@ -141,7 +141,9 @@ def test_every_key_is_taken(model: str) -> None:
         "eviction_policy": "arc",
         "debug": DEBUG,
     }
-    assert options.keys() == {f.name for f in fields(KVTierConfig)} - {"size_bytes"}
+    # With a pool most are refused.
+    others_of_config = {"size_bytes", "pool"}
+    assert options.keys() == {f.name for f in fields(KVTierConfig)} - others_of_config
     assert DEBUG.keys() == {f.name for f in fields(DebugConfig)}
     # Not all releases take it.
     if not keys_are_bytes():
@@ -160,7 +162,7 @@ def test_few_keys_are_outside_of_debug() -> None:
         key for store in store_types().values() for key in keys_of(store, "index")
     }
     keys = {*keys_of(KVTierConfig, "size_bytes"), *entries} - {"debug"}
-    assert len(keys) <= 12
+    assert len(keys) <= 13
 
 
 def test_old_places_are_accepted_with_one_warning(
@@ -557,3 +559,55 @@ def test_an_unsupported_platform(model: str, monkeypatch: pytest.MonkeyPatch) ->
         KVTierConfig.from_vllm_config(config)
     names_all(str(error.value), "--kv-offloading-backend core runs on CUDA, ROCm")
     names_all(str(error.value), "Remove the backend")
+
+
+# --------------------------------------------------------------------- one pool
+
+POOL = {"kv_offloading_config": {"pool": "/run/pool.sock"}, "kv_offloading_size": None}
+
+
+@pytest.mark.skipif(not keys_are_bytes(), reason="keys are not the same everywhere")
+def test_pool_takes_the_place_of_the_size(model: str) -> None:
+    config = tier(model, **POOL)
+    assert config is not None and config.pool == "/run/pool.sock"
+    text = message(model, **POOL | {"kv_offloading_size": 3})
+    names_all(text, "pool '/run/pool.sock'", "--kv-offloading-size 3", "Remove one")
+
+
+@pytest.mark.skipif(not keys_are_bytes(), reason="keys are not the same everywhere")
+@pytest.mark.parametrize(
+    "remove, settings, args",
+    [
+        ("share_replicas", {"share_replicas": True}, {}),
+        ("quotas", {"quotas": {"a": 0.5}}, {}),
+        ("shrink_after_s", {"shrink_after_s": 1.0}, {}),
+        ("debug.verify", {"debug": {"verify": True}}, {}),
+        (
+            "secondary_tiers",
+            {"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_gib": 1}]},
+            {},
+        ),
+        (
+            "2 ranks",
+            {},
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        ),
+        ("--enable-lora", {}, {"enable_lora": True}),
+        (
+            "--speculative-config",
+            {},
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        ),
+        (
+            "--kv-events-config",
+            {},
+            {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)},
+        ),
+    ],
+)
+def test_pool_refuses_what_was_not_run_with_it(
+    model: str, remove: str, settings: dict[str, Any], args: dict[str, Any]
+) -> None:
+    config = POOL["kv_offloading_config"] | settings  # type: ignore[operator]
+    text = message(model, **POOL | args | {"kv_offloading_config": config})
+    names_all(text, "pool has not been run with", f"Remove {remove}, or pool.")

@@ -24,8 +24,8 @@ from .stores.test_identity import settings as other_settings
 from .test_config import LLAMA, engine_config
 from .test_config import _v1 as _v1
 
-# Refused with or without it.
-APART = {"DP", "PC", "RE"}
+# Refused with or without it; a pool is what its engines share (`e2e/test_pool.py`).
+APART = {"DP", "PC", "RE", "OP"}
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ class Executor:
         caches = [torch.zeros(NUM_BLOCKS, BLOCK_BYTES // 4) for _ in range(num_layers)]
         runner = SimpleNamespace(kv_caches=caches, device=torch.device("cpu"))
         worker = SimpleNamespace(model_runner=runner, vllm_config=None)
-        return SimpleNamespace(worker=worker, kv_tier=None)
+        return SimpleNamespace(worker=worker, kv_tier=None, rpc_rank=0)
 
     def collective_rpc(self, method: Any, args: tuple = ()) -> list[Any]:
         return [method(wrapper, *args) for wrapper in self.wrappers]

@@ -12,7 +12,12 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_tier.config import KVTierConfig
-from vllm.v1.kv_tier.layout import ElasticLayout, KVTierLayout, SecondaryLayout
+from vllm.v1.kv_tier.layout import (
+    ElasticLayout,
+    KVTierLayout,
+    PrefixEnd,
+    SecondaryLayout,
+)
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
 from vllm.v1.kv_tier.scheduler.host_writer import Cleaner
@@ -57,6 +62,7 @@ class Tier:
         tuning: dict[str, Any] | None = None,
         secondary: SecondaryLayout | None = None,
         elastic: ElasticLayout | None = None,
+        prefix_ends: tuple[PrefixEnd | None, ...] = (),
         **config: Any,
     ) -> None:
         # What they do is the easiest to foretell.
@@ -71,6 +77,7 @@ class Tier:
             tuning=SchedulingTuning(**tuning or {}),
             secondary=secondary,
             elastic=elastic,
+            prefix_ends=prefix_ends,
         )
         pool = TieredBlockPool if elastic is None else ElasticBlockPool
         self.pool = pool(
@@ -98,7 +105,9 @@ class Tier:
     def cache(
         self, names: str, blocks: Sequence[KVCacheBlock], group_id: int = 0
     ) -> None:
-        request = SimpleNamespace(block_hashes=hashes(names), cache_salt=None)
+        request = SimpleNamespace(
+            request_id="", block_hashes=hashes(names), cache_salt=None
+        )
         self.pool.cache_full_blocks(
             request, list(blocks), 0, len(blocks), BLOCK, group_id
         )

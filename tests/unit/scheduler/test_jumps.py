@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm import SamplingParams
-from vllm.v1.kv_tier.scheduler.jumps import can_jump
+from vllm.v1.kv_tier.scheduler.jumps import needs_only_kv
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
 
 from ...sim import upstream
@@ -34,8 +34,8 @@ def request_for(**params: Any) -> Any:
 @pytest.mark.parametrize("params", SCORES)
 def test_a_prompt_that_is_scored_is_computed(params: dict[str, Any]) -> None:
     """Every position of it is needed, even if the client lets the cache be read."""
-    assert can_jump(request_for())
-    assert not can_jump(request_for(**params))
+    assert needs_only_kv(request_for())
+    assert not needs_only_kv(request_for(**params))
 
 
 def test_a_plan_names_the_requests_of_its_own_step() -> None:

@@ -3,13 +3,21 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
 
+from vllm.v1.kv_tier.layout import Answer
 from vllm.v1.kv_tier.scheduler.secondary import lookup
 from vllm.v1.kv_tier.scheduler.secondary.jobs import object_keys
 from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
+
+
+def come(answer: Answer) -> list[bool]:
+    found = answer(time.monotonic() + 20)
+    assert found is not None, "nobody answers"
+    return found
 
 
 class Asked:
@@ -27,11 +35,7 @@ class Asked:
         return [key in self.there for key in keys]
 
     def ask(self, *keys: bytes) -> list[bool]:
-        number, limit = self.asker.ask(keys), time.monotonic() + 10
-        while (answer := self.asker.take_answer(number)) is None:
-            assert time.monotonic() < limit, "nobody answers"
-            time.sleep(0.001)
-        return answer
+        return come(self.asker.ask(keys))
 
 
 def test_what_was_not_there_is_not_asked_for_again_for_a_moment() -> None:
@@ -82,21 +86,17 @@ def until(is_true: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def test_answers_that_nobody_takes_are_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of requests that were aborted meanwhile, say: by how much they take."""
-    monkeypatch.setattr(lookup, "MAX_ANSWERS", 16)
+def test_answers_that_nobody_takes_are_dropped() -> None:
+    """Of requests that were aborted meanwhile, say."""
     asked = Asked()
-    asked.there = {b"a", b"b", b"c"}
-    first = [asked.asker.ask([b"a", b"b", b"c"]) for _ in range(4)]
-    until(lambda: asked.asker._told.qsize() == 4)
-    assert asked.ask(b"a") == [True]
-    # Who comes for one all the same waits for nothing.
-    taken = [asked.asker.take_answer(number) for number in first]
-    assert taken == 3 * [[]] + [[True, True, True]]
-    assert not asked.asker._answers and not asked.asker._num_kept
-    assert asked.asker.take_answer(99) is None
+    questions = []
+    for _ in range(4):
+        answer = asked.asker.ask([b"a", b"b"])
+        questions.append(weakref.ref(answer.__self__))  # type: ignore[attr-defined]
+        del answer
+    for _ in range(2):
+        assert asked.ask(b"a") == [False]
+    assert not any(question() for question in questions)
 
 
 class Hanging:
@@ -111,11 +111,6 @@ class Hanging:
         self.may_answer.wait(30)
         return [True] * len(keys)
 
-    def answer_to(self, number: int) -> list[bool]:
-        answer = self.asker.take_answer(number, time.monotonic() + 20)
-        assert answer is not None
-        return answer
-
 
 def test_questions_to_a_store_that_hangs_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
@@ -123,19 +118,19 @@ def test_questions_to_a_store_that_hangs_are_bounded(
     monkeypatch.setattr(lookup, "MAX_ASKED", 10)
     store = Hanging()
     asker = store.asker
-    numbers = [asker.ask([b"a", b"b", b"c"]) for _ in range(9)]
+    answers = [asker.ask([b"a", b"b", b"c"]) for _ in range(9)]
     for _ in range(9):
-        asker.mark_present([b"a", b"b", b"c"])
-    assert asker._questions.qsize() <= 6
+        asker.mark_present([b"a"])
+    assert asker._asker.questions.qsize() <= 4
     # The others go on at once.
-    assert [asker.take_answer(number) for number in numbers] == 3 * [None] + 6 * [[]]
+    assert [answer(0.0) for answer in answers] == 3 * [None] + 6 * [[]]
     store.may_answer.set()
-    for number in numbers[:3]:
-        assert store.answer_to(number) == [True] * 3
-    until(lambda: asker.take_answer(99) is None and not asker._num_come)
+    for answer in answers[:3]:
+        assert come(answer) == [True] * 3
+    until(lambda: asker._open[-1].is_over.is_set())
     # The first ones of many.
-    assert store.answer_to(asker.ask([b"a"] * 12)) == [True] * 10
-    assert not asker._num_open and not asker._num_kept
+    assert come(asker.ask([b"a"] * 12)) == [True] * 10
+    assert len(asker._open) == 1 and asker._num_open == 10
 
 
 def test_a_store_that_hangs_is_asked_nothing_more_until_it_answers() -> None:
@@ -145,14 +140,13 @@ def test_a_store_that_hangs_is_asked_nothing_more_until_it_answers() -> None:
     queued = store.asker.ask([b"b"])
     time.sleep(0.06)
     for _ in range(5):
-        number = store.asker.ask([b"c"])
-        assert store.asker.take_answer(number) == []
+        assert store.asker.ask([b"c"])(0.0) == []
     store.may_answer.set()
-    assert store.answer_to(late) == [True]
+    assert come(late) == [True]
     # Nobody waits for this one any more.
-    assert store.answer_to(queued) == [] and store.num_asked == 1
+    assert come(queued) == [] and store.num_asked == 1
     store.asker._deadline_s = 20
-    assert store.answer_to(store.asker.ask([b"d"])) == [True]
+    assert come(store.asker.ask([b"d"])) == [True]
     assert store.asker.ask_s >= 0
 
 
@@ -165,7 +159,13 @@ def test_no_exception_of_a_store_ends_the_thread(error: type[BaseException]) -> 
 
     asker = AsyncLookup(exists)
     for keys, answer in (([b"raise"], [False]), ([b"a"], [True])):
-        assert asker.take_answer(asker.ask(keys), time.monotonic() + 20) == answer
+        assert come(asker.ask(keys)) == answer
+
+
+def test_no_answer_of_a_store_ends_the_thread() -> None:
+    asker = AsyncLookup(lambda keys: None if keys == [b"none"] else [True])  # type: ignore[return-value]
+    for keys, answer in (([b"none"], [False]), ([b"a"], [True])):
+        assert come(asker.ask(keys)) == answer
 
 
 def test_a_store_that_fails_has_nothing() -> None:

@@ -30,7 +30,7 @@ def test_answers_that_take_longer_than_computing_are_asked_for_seldom(
         *((0.1, 1.0, True), (0.3, 1.0, always), (0.3, 28.0, always)),
         *((0.3, 2.0, True), (0.1, 0.0, True)),
     ):
-        below.asker.ask_s = ask_s
+        below.asker._asker.ask_s = ask_s  # type: ignore[attr-defined]
         below.tier.now += seconds
         num_asked = below.store.num_asked
         below.tier.begin()
@@ -219,6 +219,25 @@ def test_only_a_step_that_runs_nothing_makes_writes_leave_the_way() -> None:
         below.tier.begin()
         assert below.pool.is_loading(Request("a"), False)  # type: ignore[arg-type]
         assert below.pool.take_plan(is_idle).asks_secondary is is_idle
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_fast_tier_is_waited_for_by_who_could_compute_meanwhile(
+    is_fast: bool,
+) -> None:
+    below = Below(num_slots=64, answer_wait_s=10.0)
+    below.store.keys = {key(name) for name in "abc"}
+    reader = below.backing.reader  # type: ignore[union-attr]
+    below.pool.costs.prefill_s, below.pool.costs.join_s = 1.0, {4: 0.3}
+    reader._tiers[0].fetch_s = 0.1 if is_fast else 0.9
+    request = Request("abc")
+    request.num_tokens = 1000
+    below.tier.begin()
+    assert not reader.look_up(request, True, None, meets=True)
+    assert (reader.find(key("a")) is not None) is is_fast
+    assert len(reader.meetings) == (not is_fast)
+    below.tier.requests.append(request)
+    below.tier.end()
 
 
 def fetched(max_looks: int, num_tiers: int) -> tuple[list[str], int]:

@@ -4,29 +4,18 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.kv_tier.layout import SecondaryTier
+from vllm.v1.kv_tier.eviction.policies import LRU
+from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
-from vllm.v1.kv_tier.scheduler.secondary.fetches import SecondaryBlock
+from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetch, SecondaryBlock
 from vllm.v1.kv_tier.scheduler.secondary.meeting import Meetings
-from vllm.v1.kv_tier.scheduler.secondary.tier import ReadRate
-from vllm.v1.kv_tier.stats import SecondaryStats
+from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Tier
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 SIZE = 16
 PREFILL_S = 1.0
 """Seconds to compute a block."""
-
-
-class Tier:
-    """As `Tier`, with a real `ReadRate`."""
-
-    def __init__(self, fetch_s: float, costs: Costs, tuning: SchedulingTuning) -> None:
-        self.stats = SecondaryStats()
-        self.num_filling = 0
-        settings = SecondaryTier(*("/kv", "fs", "LOCAL"), Lookup(), 1, 5.0)  # type: ignore[arg-type]
-        self.reads = ReadRate(settings, costs, self.stats, tuning)
-        self.reads.meets = True
-        self.reads.fetch_s = fetch_s
 
 
 class Lookup:
@@ -47,26 +36,29 @@ class Engine:
 
     def __init__(self, num_blocks: int, fetch_s: float, **options: Any) -> None:
         self.now = 0.0
-        self.there: set[bytes] = set()
-        self.under_way: set[int] = set()
+        self.begun: list[Fetch] = []
         self.fetched: list[list[int]] = []
         """Indices of the blocks of each piece."""
         self.room = options.pop("room", 10**6)
-        self.fetched_by: dict[bytes, int] = {}
+        self.by_key: dict[bytes, Fetch] = {}
         self.costs = Costs(0.0, 0.0, tokens_per_block=SIZE)
         self.costs.prefill_s = PREFILL_S
         self.costs.clock = lambda: self.now
-        self.max_job = options.pop("max_job", 4)
-        tuning = SchedulingTuning(**{"meet_tokens": 2 * SIZE} | options)
-        self.tier = Tier(fetch_s, self.costs, tuning)
-        self.meetings = Meetings(
+        self.there: set[bytes] = set()
+        tier = SecondaryTier(*("/kv", "fs", "LOCAL"), Lookup(), 1, 5.0)
+        max_job = options.pop("max_job", 4)
+        pool = PoolView(
+            SecondaryLayout((tier,), 1, (SIZE,), 4, max_job, 64, SIZE),
             SIZE,
-            self,  # type: ignore[arg-type]
+            SlotTable(1, LRU(1)),
             self.costs,
             lambda key: key in self.there,
-            self,  # type: ignore[arg-type]
-            tuning,
+            SchedulingTuning(**{"meet_tokens": 2 * SIZE, "fetch_job_s": 0.0} | options),
+            can_jump=True,
         )
+        self.tier = Tier(0, tier, pool)
+        self.tier.fetch_s = fetch_s
+        self.meetings = Meetings(pool, self)  # type: ignore[arg-type]
         self.request: Any = Request()
         self.blocks = [
             SecondaryBlock(self.key(i), (i + 1) * SIZE, self.tier)  # type: ignore[arg-type]
@@ -85,38 +77,29 @@ class Engine:
         found = {block.key: block for block in self.blocks}
         self.meetings.begin(request, wanted, found)
 
-    def is_under_way(self, job: int) -> bool:
-        """As of `SecondaryJobs`."""
-        return job in self.under_way
-
-    def job_size(self, tier: Any) -> int:
-        """As of `Fetches`."""
-        return self.max_job
-
-    def begin(
-        self, blocks: Sequence[SecondaryBlock], from_end: bool
-    ) -> tuple[int, Sequence[SecondaryBlock]]:
+    def begin(self, blocks: Sequence[SecondaryBlock], from_end: bool) -> Fetch | None:
         """As `Fetches.begin`."""
         assert from_end
         num = min(self.room, len(blocks))
-        blocks = blocks[len(blocks) - num :]
-        if not blocks:
-            return 0, blocks
+        if not num:
+            return None
         self.room -= num
-        job = len(self.fetched) + 1
-        self.fetched.append([block.num_tokens // SIZE - 1 for block in blocks])
-        self.under_way.add(job)
-        self.fetched_by |= {block.key: job for block in blocks}
-        self.tier.num_filling += len(blocks)
-        return job, blocks
+        fetch = Fetch(blocks[len(blocks) - num :])
+        self.begun.append(fetch)
+        self.fetched.append([block.num_tokens // SIZE - 1 for block in fetch.blocks])
+        self.by_key |= {block.key: fetch for block in fetch.blocks}
+        self.tier.begin_fetch(num)
+        return fetch
 
-    def come(self, job: int, is_there: bool = True) -> None:
-        self.under_way.remove(job)
-        for index in self.fetched[job - 1]:
-            del self.fetched_by[self.key(index)]
+    def come(self, number: int, is_there: bool = True) -> None:
+        fetch = self.begun[number - 1]
+        fetch.is_over = True
+        for block in fetch.blocks:
+            del self.by_key[block.key]
             if is_there:
-                self.there.add(self.key(index))
-        self.tier.num_filling -= len(self.fetched[job - 1])
+                self.there.add(block.key)
+        self.tier._under_way.popleft()
+        self.tier.num_under_way -= len(fetch.blocks)
 
     def cut(self, start: int, num_tokens: int, may_wait: bool = False) -> int:
         cut = self.meetings.cut

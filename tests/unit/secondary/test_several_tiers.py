@@ -3,8 +3,8 @@
 
 import pytest
 
+from vllm.v1.kv_tier.opening import labels
 from vllm.v1.kv_tier.releases import keys_are_bytes
-from vllm.v1.kv_tier.scheduler.secondary.jobs import labels
 from vllm.v1.kv_tier.scheduler.secondary.lookup import PromptLookup
 
 from ..secondary_pool import Below, Request, key

@@ -3,10 +3,11 @@
 
 import pytest
 
-from vllm.v1.kv_tier.layout import SecondaryTier
+from vllm.v1.kv_tier.eviction.policies import LRU
+from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
-from vllm.v1.kv_tier.scheduler.secondary.tier import ReadRate
-from vllm.v1.kv_tier.stats import SecondaryStats
+from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Tier
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 from ..stores.objects import logged_by
@@ -37,8 +38,16 @@ class Fetches:
         costs.prefill_s = PREFILL_S
         costs.clock = lambda: self.now
         self.tuning = SchedulingTuning()
-        self.stats = SecondaryStats()
-        self.rate = ReadRate(tier, costs, self.stats, self.tuning)
+        pool = PoolView(
+            SecondaryLayout((tier,), 1, (16,), 4, BLOCKS, 64, 16),
+            16,
+            SlotTable(1, LRU(1)),
+            costs,
+            lambda key: False,
+            self.tuning,
+            can_jump=False,
+        )
+        self.rate = Tier(0, tier, pool)
 
     def fetch(self, block_s: float, num_jobs: int = 1) -> None:
         for _ in range(num_jobs):
@@ -48,7 +57,7 @@ class Fetches:
 
     @property
     def is_waited_for(self) -> bool:
-        return self.rate.most_to_wait_for(BLOCKS, 0) >= BLOCKS
+        return self.rate.most_to_wait_for(BLOCKS) >= BLOCKS
 
 
 def test_one_slow_job_says_nothing_of_the_others() -> None:
@@ -91,12 +100,12 @@ def test_a_slow_tier_is_avoided_for_a_while_by_those_who_wait() -> None:
 
 def test_a_faster_tier_has_longer_jobs() -> None:
     tier = Fetches()
-    assert tier.rate.job_size(BLOCKS) == BLOCKS
+    assert tier.rate.job_size == BLOCKS
     tier.fetch(FAST_S)
-    seconds = tier.rate.job_size(BLOCKS) * FAST_S
+    seconds = tier.rate.job_size * FAST_S
     assert 0.9 * tier.tuning.fetch_job_s < seconds <= tier.tuning.fetch_job_s
     tier.fetch(SLOW_S, tier.tuning.num_fetches)
-    assert tier.rate.job_size(BLOCKS) == BLOCKS
+    assert tier.rate.job_size == BLOCKS
 
 
 def test_few_blocks_are_not_worth_an_answer() -> None:
@@ -118,16 +127,17 @@ def test_few_blocks_are_not_worth_a_step() -> None:
     assert tier.is_waited_for
     tier.costs.join_s = {4: 2 * gain_s, 7: 1.1 * gain_s}
     assert not tier.is_waited_for
-    assert tier.rate.most_to_wait_for(2 * BLOCKS, 0) >= 2 * BLOCKS
+    assert tier.rate.most_to_wait_for(2 * BLOCKS) >= 2 * BLOCKS
 
 
 def test_what_cannot_come_in_time_is_not_begun() -> None:
     tier = Fetches()
     tier.fetch(FAST_S, 3)
     in_time = 5.0 / FAST_S
-    most = tier.rate.most_to_wait_for(10**6, 0)
+    most = tier.rate.most_to_wait_for(10**6)
     assert in_time - 2 < most < in_time
-    assert tier.rate.most_to_wait_for(10**6, 1000) == most - 1000
+    tier.rate.begin_fetch(1000)
+    assert tier.rate.most_to_wait_for(10**6) == most - 1000
 
 
 @pytest.mark.parametrize("block_s", [FAST_S, 3 * PREFILL_S])
@@ -142,11 +152,11 @@ def test_a_job_that_does_not_end_stops_everything(block_s: float) -> None:
         assert not tier.rate.is_avoided(True)
         tier.rate.record_output()
     assert tier.rate.is_avoided(True) and tier.rate.is_avoided(False)
-    assert tier.rate.most_to_meet(1000, BLOCKS, False) == 0
+    assert tier.rate.most_to_meet(1000, False) == 0
     tier.rate.record_late(tier.now - 1)
     tier.rate.record_fetch([False] * BLOCKS, 5.0)
     # Nor is it trusted again at once.
-    assert tier.rate.is_avoided(True) and tier.stats.late_requests == 1
+    assert tier.rate.is_avoided(True) and tier.rate.stats.late_requests == 1
     tier.now += tier.tuning.remeasure_s
     assert not tier.rate.is_avoided(True)
 
@@ -185,25 +195,44 @@ def test_always_is_waited_for_however_slow_it_is() -> None:
 def test_a_meeting_gets_what_arrives_before_the_front() -> None:
     tier = Fetches()
     # Unknown, it is taken for as fast as computing.
-    assert tier.rate.most_to_meet(100, 0, False) == 50
+    assert tier.rate.most_to_meet(100, False) == 50
     tier.fetch(PREFILL_S / 3, 5)
-    assert tier.rate.most_to_meet(100, 0, False) == pytest.approx(75, abs=1)
+    assert tier.rate.most_to_meet(100, False) == pytest.approx(75, abs=1)
     # 30 before them take ten blocks' time.
-    assert tier.rate.most_to_meet(100, 30, False) == pytest.approx(0.75 * 90, abs=1)
+    tier.rate.begin_fetch(30)
+    assert tier.rate.most_to_meet(100, False) == pytest.approx(0.75 * 90, abs=1)
 
 
 def test_a_meeting_that_saves_less_than_its_steps_cost_is_not_begun() -> None:
     tier = Fetches()
     tier.fetch(PREFILL_S, 5)
     tier.costs.join_s = {4: 9 * PREFILL_S, 6: 20 * PREFILL_S}
-    assert tier.rate.most_to_meet(60, 0, True) == 30
-    assert tier.rate.most_to_meet(50, 0, True) == 0
+    assert tier.rate.most_to_meet(60, True) == 30
+    assert tier.rate.most_to_meet(50, True) == 0
     # But it is tried from time to time, since it may be faster by now.
     tier.now += tier.tuning.remeasure_s
-    assert tier.rate.most_to_meet(50, 0, True) == tier.tuning.first_fetch
-    assert tier.rate.most_to_meet(50, 0, True) == 0
+    assert tier.rate.most_to_meet(50, True) == tier.tuning.first_fetch
+    assert tier.rate.most_to_meet(50, True) == 0
     # More of what was begun costs no steps.
-    assert tier.rate.most_to_meet(50, 0, False) == 25
+    assert tier.rate.most_to_meet(50, False) == 25
+
+
+def test_a_tier_is_better_alone_where_computing_meanwhile_saves_less_than_steps() -> (
+    None
+):
+    tier = Fetches()
+    tier.costs.join_s = {4: 9 * PREFILL_S}
+    assert not tier.rate.is_better_alone(100), "its rate is unknown"
+    tier.fetch(FAST_S, 5)
+    # A third of the time of 100 blocks is 8 ms, of 200 it is 17, and steps cost 13.5.
+    assert tier.rate.is_better_alone(100) and not tier.rate.is_better_alone(200)
+    assert not tier.rate.is_better_alone(10), "computing is sooner than waiting"
+    tier.rate.begin_fetch(100)
+    assert not tier.rate.is_better_alone(100)
+    tier.now += FAST_S * 100
+    tier.rate.record_fetch([True] * 100, FAST_S * 100)
+    tier.fetch(SLOW_S, 5)
+    assert not tier.rate.is_better_alone(100)
 
 
 def test_the_log_says_why_a_tier_is_left_alone() -> None:
@@ -238,7 +267,7 @@ def test_the_log_says_nothing_before_computing_was_measured() -> None:
 
 def test_the_log_says_nothing_where_requests_meet_a_slow_tier() -> None:
     tier = Fetches()
-    tier.rate.meets = True
+    tier.rate._can_meet = True
     with logged_by("vllm.v1.kv_tier.scheduler.secondary.tier") as lines:
         tier.fetch(SLOW_S, 5)
         assert not lines

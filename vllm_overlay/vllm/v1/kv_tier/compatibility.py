@@ -6,7 +6,7 @@ allocated.
 import inspect
 import pkgutil
 from abc import ABCMeta
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -289,6 +289,42 @@ def check_elastic_memory(vllm_config: "VllmConfig") -> None:
         )
 
 
+def check_pool(vllm_config: "VllmConfig", settings: Mapping[str, bool]) -> None:
+    """Refuse an engine that has not been run with a pool.
+
+    Args:
+        vllm_config: Settings of the engine.
+        settings: Which of the tier are on.
+
+    Raises:
+        ValueError: The message says what to change.
+
+    """
+    if not releases.keys_are_bytes():
+        raise ValueError(
+            "--kv-offloading-config: pool is not supported with this release of vLLM, "
+            "whose block hashes are valid in one process only. Remove pool."
+        )
+    events = vllm_config.kv_events_config
+    on = {
+        f"{vllm_config.parallel_config.world_size} ranks": (
+            vllm_config.parallel_config.world_size > 1
+        ),
+        "--enable-lora": vllm_config.lora_config is not None,
+        "--speculative-config": vllm_config.speculative_config is not None,
+        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "--kv-events-config": events is not None and events.enable_kv_cache_events,
+        **settings,
+    }
+    if found := [name for name, is_on in on.items() if is_on]:
+        raise ValueError(
+            "--kv-offloading-config: pool has not been run with secondary tiers, "
+            "several ranks of an engine, share_replicas, quotas, shrink_after_s, "
+            "verify, LoRA, speculative decoding, KV connectors or KV events. Remove "
+            f"{' and '.join(found)}, or pool."
+        )
+
+
 def check_engine(
     vllm_config: "VllmConfig", has_secondary_tiers: bool, gives_memory_back: bool
 ) -> None:
@@ -417,7 +453,7 @@ def check_stages(vllm_config: "VllmConfig") -> None:
         )
 
 
-def can_jump(vllm_config: "VllmConfig", kv_cache_config: Any) -> bool:
+def engine_can_jump(vllm_config: "VllmConfig", kv_cache_config: Any) -> bool:
     """Whether a running request can skip tokens of its prompt.
 
     Full attention and MLA need nothing but the KV of a token. Windows and states need
@@ -428,7 +464,7 @@ def can_jump(vllm_config: "VllmConfig", kv_cache_config: Any) -> bool:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     groups = kv_cache_config.kv_cache_groups
     return (
-        releases.can_jump()
+        releases.has_jump_seam()
         and len(groups) == 1
         and type(releases.spec_of_layer(groups[0].kv_cache_spec)).__name__
         in ("FullAttentionSpec", "MLAAttentionSpec")

@@ -153,6 +153,10 @@ class KVTierConfig:
     kvcached on one CUDA GPU, see [Giving memory back](giving-back.md). `null`:
     never."""
 
+    pool: Annotated[Text, Field(min_length=1)] | None = None
+    """Socket of a keeper, whose memory the engines of this machine share: see [One
+    pool](one-pool.md). Takes the place of `--kv-offloading-size`."""
+
     eviction_policy: str = "proven"
     """Which blocks the host evicts first: `proven`, `lru`, `s3fifo`, `arc`, or the
     import path (`package.module.Class`) of a subclass of
@@ -224,6 +228,8 @@ class KVTierConfig:
             has_secondary_tiers=bool(self.secondary_tiers),
             gives_memory_back=self.shrink_after_s is not None,
         )
+        if self.pool is not None:
+            self._check_pool(vllm_config)
         if (
             self.debug.check_memory
             and is_one_machine(vllm_config)
@@ -236,6 +242,19 @@ class KVTierConfig:
                 '--kv-offloading-config \'{"debug": {"check_memory": false}}\' where '
                 "memory grows on demand."
             )
+
+    def _check_pool(self, vllm_config: "VllmConfig") -> None:
+        """Refuse what has not been run with a pool."""
+        compatibility.check_pool(
+            vllm_config,
+            {
+                "secondary_tiers": bool(self.secondary_tiers),
+                "share_replicas": self.share_replicas,
+                "quotas": bool(self.quotas),
+                "shrink_after_s": self.shrink_after_s is not None,
+                "debug.verify": self.debug.verify,
+            },
+        )
 
 
 def tier_config(vllm_config: "VllmConfig") -> KVTierConfig | None:
@@ -264,6 +283,13 @@ def _parsed_of(vllm_config: "VllmConfig") -> tuple[KVTierConfig, list[str]] | No
             )
         return None
     size = cache.kv_offloading_size
+    if options.get("pool") is not None:
+        if size is not None:
+            raise ValueError(
+                f"{FLAG}: pool {options['pool']!r} has the memory, so that "
+                f"--kv-offloading-size {size:g} has no meaning. Remove one of them."
+            )
+        size = 1 / GiB
     if size is None or not 0 < size < math.inf:
         raise ValueError(
             f"--kv-offloading-backend {BACKEND} needs a --kv-offloading-size "

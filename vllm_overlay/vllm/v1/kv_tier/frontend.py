@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accepts hints over HTTP, from Python, and in upstream's envelope."""
+"""Accepts hints over HTTP, from Python, and in upstream's envelope, and changes of the
+host's size."""
 
 import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_tier import releases
@@ -114,7 +116,10 @@ def from_envelope(envelope: Any) -> dict[str, Any]:
 
 
 def add_hint_routes(app: Any, args: Any) -> None:
-    """Add the middleware and the route for hints, if the engine has a tier.
+    """Add the middleware and the routes, if the engine has a tier.
+
+    The route that changes the size is one of upstream's development mode, as those that
+    reset caches.
 
     Args:
         app: Upstream's FastAPI application, without middleware yet.
@@ -131,6 +136,10 @@ def add_hint_routes(app: Any, args: Any) -> None:
 
     app.add_middleware(HintsOfRequests)
     app.add_api_route(AFTERWARDS, serve_conversation_hints, methods=["POST"])
+    if envs.VLLM_SERVER_DEV_MODE:
+        from vllm.v1.kv_tier import host_size_api as api
+
+        app.add_api_route(api.PATH, api.serve_host_size, methods=["POST"])
 
 
 def tell(llm: Any, hints: Mapping[str, Any]) -> dict[str, int]:
@@ -158,10 +167,34 @@ async def tell_async(llm: Any, hints: Mapping[str, Any]) -> dict[str, int]:
     return await tell_all(llm, check(hints))
 
 
-def _check_tier(vllm_config: "VllmConfig") -> None:
+def set_host_size(llm: Any, gib: float) -> dict[str, int]:
+    """Change the size of the host tier of an `LLM`, within what it reserved.
+
+    Its memory follows while the engine runs.
+
+    Args:
+        llm: An `LLM` with the tier.
+        gib: GiB of host memory for all ranks together, at most `kv_offloading_size`.
+
+    Returns:
+        `host_slots` that it should have, `open_slots` that it has now, and `engines`.
+
+    Raises:
+        ValueError: The engine cannot have that size, or there is no tier. The message
+            has the value and the fix.
+
+    """
+    from vllm.v1.kv_tier.host_size_api import answer, check
+
+    vllm_config = llm.llm_engine.vllm_config
+    _check_tier(vllm_config, "Host sizes")
+    return answer(tell_one(llm.llm_engine, check({"gib": gib}, vllm_config)))
+
+
+def _check_tier(vllm_config: "VllmConfig", what: str = "Hints") -> None:
     backend = vllm_config.cache_config.kv_offloading_backend
     if backend != BACKEND:
         raise ValueError(
-            f"Hints need --kv-offloading-backend {BACKEND}, but the backend is "
+            f"{what} need --kv-offloading-backend {BACKEND}, but the backend is "
             f"{backend!r}. Start the engine with it, or send no hints."
         )

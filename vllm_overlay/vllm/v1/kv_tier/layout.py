@@ -3,8 +3,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.kv_tier.weight_changes import WeightChangeMonitor
 
@@ -16,17 +17,20 @@ def _nothing(pool: Any) -> None:
 BACKEND = "core"
 
 
+Answer = Callable[[float], list[bool] | None]
+"""Waits until a time of `time.monotonic` for the answer to a question: whether each of
+its keys exists, empty if it was not asked; None if there is no answer yet."""
+
+
 class Lookup(Protocol):
     """Asks a store which blocks it has, without blocking the caller."""
 
-    ask_s: float
-    """Seconds that the last answer took."""
+    @property
+    def ask_s(self) -> float:
+        """Seconds that the last answer took."""
 
-    def ask(self, keys: Sequence[bytes]) -> int:
-        """Queue a question. Returns its number, which is not 0."""
-
-    def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
-        """Whether each key of a question exists; None without an answer by `until`."""
+    def ask(self, keys: Sequence[bytes]) -> Answer:
+        """Queue a question."""
 
     def mark_present(self, keys: Sequence[bytes]) -> None:
         """Note that the store has `keys` from now on, whatever it answered before."""
@@ -144,6 +148,33 @@ class ElasticLayout:
     requests run."""
 
 
+class PrefixEnd(NamedTuple):
+    """Blocks at the end of a prefix: all that a hit needs of a window, or a state."""
+
+    needed: int
+    """Blocks that every hit needs."""
+    most: int
+    """Blocks that a hit may need. A window may begin inside a block, and drafts of
+    EAGLE look at one more."""
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """Describes the engine's part of a machine's pool to the scheduler."""
+
+    member: Membership
+    block_sizes: tuple[int, ...]
+    """Tokens of a block, for each group of layers."""
+    num_ranks: int
+    """Number of ranks. Each reports the end of plans."""
+    lease: object = None
+    """The connection to the keeper, which lives as long as this."""
+    rank_calls: WeightChangeMonitor = field(
+        default_factory=WeightChangeMonitor, compare=False
+    )
+    """Reports calls that may change weights."""
+
+
 class DebugSettings(Protocol):
     """What the scheduler reads of `config.DebugConfig`."""
 
@@ -176,8 +207,13 @@ class KVTierLayout:
 
     config: PoolSettings
     num_slots: int
+    """Host slots when all are open."""
     slot_bytes: int
     """Bytes of one slot on all ranks together."""
+    open_slots: tuple[int, ...] = ()
+    """For each rank, the slots that are open at first. Empty: all are, and stay so."""
+    are_shared: bool = False
+    """Whether several ranks map the memory of a slot."""
     load_s: float = 0.0
     """Seconds to load one slot, on the slowest rank, as measured at start."""
     tokens_per_block: float = 0.0
@@ -191,5 +227,10 @@ class KVTierLayout:
     """The secondary tiers, if there are any."""
     elastic: ElasticLayout | None = None
     """Who maps device memory, if any of it is given back."""
+    prefix_ends: tuple[PrefixEnd | None, ...] = ()
+    """By KV cache group; None for groups of which a hit needs all blocks. Empty where
+    no group has ends."""
+    pool: PoolLayout | None = None
+    """The engine's part of a pool, if it has one."""
     can_jump: bool = False
     """Whether a prefill can skip blocks that others have computed or fetched since."""

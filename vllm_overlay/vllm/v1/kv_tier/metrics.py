@@ -60,7 +60,8 @@ _SECONDARY: tuple[tuple[str, Literal["counter", "gauge"], str], ...] = (
 
 METRICS = (
     Metric("slots_used", "gauge", "Host slots that hold a KV block."),
-    Metric("host_slots", "gauge", "Host slots."),
+    Metric("host_slots", "gauge", "Host slots that are open: that may be filled."),
+    Metric("reserved_slots", "gauge", "Host slots when all are open."),
     # Dashboards of core.1 use this name, which Prometheus reserves for counters.
     Metric(
         "slots",
@@ -166,7 +167,18 @@ METRICS = (
         buckets=_decades(-5, 0),
     ),
     Metric("promoted_blocks", "counter", "Host slots that became device blocks."),
+    Metric(
+        "neighbour_blocks",
+        "counter",
+        "Blocks loaded from slots of other engines of the pool.",
+    ),
     Metric("evicted_slots", "counter", "Host slots evicted to make room."),
+    Metric(
+        "superseded_slots",
+        "counter",
+        "Of these, host slots with ends of windows or states of earlier turns, which a "
+        "later turn of the same conversation had replaced.",
+    ),
     Metric(
         "refused_stores",
         "counter",
@@ -361,6 +373,7 @@ def _counts(stats: KVTierStats) -> dict[str, Any]:
     size = stats.slot_bytes
     return vars(stats) | {
         "host_slots": stats.slots_total,
+        "reserved_slots": stats.slots_reserved,
         "used_bytes": stats.slots_used * size,
         "total_bytes": stats.slots_total * size,
         "stored_bytes": stats.stored_blocks * size,

@@ -34,6 +34,15 @@ class SecondaryJob(NamedTuple):
     """Loads of plans up to this `seq` read the slots' earlier content."""
 
 
+class HostAim(NamedTuple):
+    """How many host slots a rank should have open. It works on it while steps run."""
+
+    number: int
+    """Counts up from 1."""
+    num_slots: int
+    """The first ones. Others are closed, and their memory is given back."""
+
+
 @dataclass
 class StepPlan:
     """The copies of one step. `seq` starts at 1; a fence of 0 requires nothing.
@@ -101,6 +110,9 @@ class StepPlan:
     computed tokens itself."""
     report_end: bool = False
     """Report in `StepReport.ended` when all work of plans up to this one has ended."""
+    host_aim: HostAim | None = None
+    """A change of the number of host slots. No copy in flight uses those that are
+    closed."""
     unmap_blocks: tuple[tuple[int, int], ...] = ()
     """(first, end) of device blocks whose memory is given back before the rest of the
     plan. No copy or forward pass in flight uses them."""
@@ -175,6 +187,17 @@ class CopyTime(NamedTuple):
     seconds: float
 
 
+class OpenSlots(NamedTuple):
+    """How many host slots a rank has open."""
+
+    number: int
+    """Of the plan's `HostAim` that it follows; 0 from the start."""
+    num_slots: int
+    """The first ones. All that was open stays so until the next `HostAim`."""
+    is_done: bool
+    """Whether it opens no more: all are open, or the next ones cannot be."""
+
+
 class PrefillTime(NamedTuple):
     """Duration of a step that was mostly prefill."""
 
@@ -225,6 +248,8 @@ class StepReport:
     ended: list[int] = field(default_factory=list)
     """`seq` of plans with `report_end` whose work has ended, once for each rank that
     reports it."""
+    open_slots: dict[int, OpenSlots] = field(default_factory=dict)
+    """By rank: the host slots that it has open, if that has changed."""
     failures: Counter[str] = field(default_factory=Counter)
     """Steps in which copies failed, by kind (`store`, `load`), a layer did not wait for
     its loads (`layer_wait`), or that were given up (`hang`)."""
@@ -249,6 +274,7 @@ def merge_reports(reports: Iterable[StepReport | None]) -> StepReport | None:
         merge_times(merged.times, report.times)
         merged.secondary += report.secondary
         merged.ended += report.ended
+        merged.open_slots.update(report.open_slots)
         # Ranks usually fail in the same step.
         merged.failures |= report.failures
     return merged

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.block_keys import adapters_have_changed
-from vllm.v1.kv_tier.pool import ElasticBlockPool, TieredBlockPool
+from vllm.v1.kv_tier.pool import ElasticBlockPool, SharedBlockPool, TieredBlockPool
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -83,8 +83,10 @@ def take_report(
     if report is not None and (void_plan := tier.apply_report(report)):
         tier.void_plan = void_plan
         start_over(scheduler)
-    if isinstance(tier, ElasticBlockPool) and not scheduler.requests:
+    if not scheduler.requests:
         _pause_between_steps(tier)
+    if isinstance(tier, SharedBlockPool):
+        tier.record_output()
     if tier.secondary is not None:
         # Each output of a step comes here, its report before it.
         tier.secondary.record_output()
@@ -100,7 +102,8 @@ def take_report(
 
 def has_work(scheduler: "Scheduler") -> bool:
     """Whether an engine without requests should keep stepping, because it has device
-    memory to give back, or blocks to write to a secondary tier, now or soon. Not while
+    memory to give back, or blocks to write to a secondary tier or to publish, now or
+    soon. Not while
     it is paused: the caller of a pause waits until the engine does nothing."""
     tier = scheduler.kv_cache_manager.kv_tier
     return (
@@ -145,16 +148,22 @@ def _end_what_cannot_fit(
         )
 
 
-def _pause_between_steps(pool: ElasticBlockPool) -> None:
-    """Pause while the engine only waits for device memory: else it would spin."""
-    if pool.elastic.is_waiting and not _writes_on(pool):
-        time.sleep(pool.elastic.pause_s)
+def _pause_between_steps(pool: TieredBlockPool) -> None:
+    """Pause while the engine only waits for device memory, or for ranks that open or
+    close host slots: else it would spin."""
+    is_waiting = pool.host_size.is_moving
+    if isinstance(pool, ElasticBlockPool):
+        is_waiting = pool.elastic.is_waiting or is_waiting and not pool.elastic.is_busy
+    if is_waiting and not _writes_on(pool):
+        time.sleep(pool.host_size.pause_s)
 
 
 def _is_due(pool: TieredBlockPool) -> bool:
     if isinstance(pool, ElasticBlockPool) and pool.elastic.is_busy:
         return True
-    return _writes_on(pool)
+    if isinstance(pool, SharedBlockPool) and pool.has_more:
+        return True
+    return pool.host_size.is_moving or _writes_on(pool)
 
 
 def _writes_on(pool: TieredBlockPool) -> bool:

@@ -87,7 +87,7 @@ def uses_v2_model_runner(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
-def can_jump() -> bool:
+def has_jump_seam() -> bool:
     """Whether a running request can skip tokens of its prompt: the patches of some
     releases lack it."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the host tier once KV caches exist, and writes it to stores at the end."""
 
+import hashlib
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,17 +20,30 @@ from vllm.v1.kv_tier.block_keys import AdapterLoads, set_adapter_loads
 from vllm.v1.kv_tier.config import GiB, KVTierConfig, is_one_machine, tier_config
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.elastic import num_mapped, open_elastic
-from vllm.v1.kv_tier.layout import KVTierLayout, SecondaryLayout, SecondaryTier
-from vllm.v1.kv_tier.memory.limits import HostMemory, check_hosts, host_memory
+from vllm.v1.kv_tier.keeper.client import Member, Place
+from vllm.v1.kv_tier.layout import (
+    KVTierLayout,
+    PoolLayout,
+    SecondaryLayout,
+    SecondaryTier,
+)
+from vllm.v1.kv_tier.memory.limits import (
+    HostMemory,
+    available_host_bytes,
+    check_hosts,
+    host_memory,
+)
+from vllm.v1.kv_tier.memory.opening import FIRST_BYTES, SlotOpener
 from vllm.v1.kv_tier.memory.regions import build_regions
+from vllm.v1.kv_tier.opening import exists_on_all, labels, secondary_layout
 from vllm.v1.kv_tier.plan import StepReport, merge_reports
 from vllm.v1.kv_tier.scheduler.kv_groups import (
     GroupBlocks,
     group_blocks,
+    prefix_ends,
     tokens_per_block,
 )
-from vllm.v1.kv_tier.scheduler.secondary.jobs import labels, secondary_layout
-from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup, exists_on_all
+from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
 from vllm.v1.kv_tier.stores.format import advice
 from vllm.v1.kv_tier.stores.identity import (
     FileStates,
@@ -40,8 +55,9 @@ from vllm.v1.kv_tier.stores.identity import (
 from vllm.v1.kv_tier.stores.settings import ALWAYS
 from vllm.v1.kv_tier.worker.host_tier import HostTier
 from vllm.v1.kv_tier.worker.layers import make_layer_waits, set_layer_waits
+from vllm.v1.kv_tier.worker.pooled import join_pool
 from vllm.v1.kv_tier.worker.report import StepReportAggregator
-from vllm.v1.kv_tier.worker.secondary import common_objects, open_rank
+from vllm.v1.kv_tier.worker.secondary import common_objects, name_of_rank, open_rank
 from vllm.v1.kv_tier.worker.sharing import (
     held_once,
     kv_replicas,
@@ -63,14 +79,14 @@ _RPC_S = 1.0
 def states_of_files(vllm_config: "VllmConfig") -> FileStates | None:
     """States of the files that shape KV, before the ranks load them.
 
-    None without a secondary tier, which identifies KV by their bytes.
+    None without a secondary tier or pool, which identify KV by their bytes.
 
     Raises:
         ValueError: KV of this engine cannot be identified.
 
     """
     config = tier_config(vllm_config)
-    if config is None or not config.secondary_tiers:
+    if config is None or not (config.secondary_tiers or config.pool):
         return None
     return states_before_loading(vllm_config)
 
@@ -102,58 +118,116 @@ def start_kv_tier(
     set_adapter_loads(AdapterLoads(by_content=bool(config.secondary_tiers)))
     num_blocks = kv_cache_config.num_blocks
     per_rank = executor.collective_rpc(_block_bytes, args=(num_blocks,))
-    replicas, num_slots = _take_slots(
-        config, vllm_config, executor, kv_cache_config, per_rank
+    groups = group_blocks(vllm_config, kv_cache_config)
+    pool, place = _join_pool(
+        config, vllm_config, executor, kv_cache_config, groups, per_rank, states
     )
+    if pool is not None:
+        replicas, num_slots = 1, pool.member.num_slots
+    else:
+        replicas, num_slots = _take_slots(
+            config, vllm_config, executor, kv_cache_config, per_rank
+        )
     block_bytes = held_once([num_bytes for _, num_bytes in per_rank], replicas)
-    ranks = executor.collective_rpc(
-        _start_rank,
-        args=(
-            num_blocks,
-            num_slots,
-            config.debug.copy_engine,
-            config.debug.layerwise_loads,
-            config.debug.verify,
-            any(tier.uses_memory_file for tier in config.secondary_tiers),
-        ),
-    )
+    args = num_blocks, num_slots, *_settings_of_ranks(config), place
+    ranks = executor.collective_rpc(_start_rank, args=args)
     if len(per_rank) > 1:
         executor.kv_tier_aggregator = StepReportAggregator()
-    groups = group_blocks(vllm_config, kv_cache_config)
     kv_cache_config.kv_tier = KVTierLayout(
         config,
         num_slots,
         block_bytes,
-        load_s=max(load_s for load_s, _ in ranks),
+        open_slots=tuple(num_open for *_, num_open in ranks),
+        are_shared=replicas > 1,
+        load_s=max(load_s for load_s, *_ in ranks),
         tokens_per_block=tokens_per_block(groups),
-        layerwise=all(layerwise for _, layerwise in ranks),
+        layerwise=all(layerwise for _, layerwise, _ in ranks),
         secondary=_open_secondary(
             config, vllm_config, executor, kv_cache_config, groups, num_slots, states
         ),
         elastic=open_elastic(config, vllm_config, executor, kv_cache_config, per_rank),
-        can_jump=_can_jump(config, vllm_config, kv_cache_config),
+        prefix_ends=prefix_ends(groups),
+        pool=pool,
+        can_jump=_requests_meet(config, vllm_config, kv_cache_config),
     )
+    _log_start(config, kv_cache_config, replicas)
+
+
+def _log_start(config: KVTierConfig, kv_cache_config: Any, replicas: int) -> None:
+    layout = kv_cache_config.kv_tier
+    num_slots, num_open = layout.num_slots, min(layout.open_slots)
     logger.info(
-        "KV tier: %d host slots (%.2f GiB on %d ranks%s) behind %d device blocks; "
+        "KV tier: %d host slots (%.2f GiB on %d ranks%s%s) behind %d device blocks; "
         "%s, %s.",
         num_slots,
-        num_slots * block_bytes / GiB,
-        len(per_rank),
+        num_slots * layout.slot_bytes / GiB,
+        len(layout.open_slots),
         f", of which each {replicas} share theirs" if replicas > 1 else "",
-        num_blocks,
+        f"; {num_open} are open now" if num_open < num_slots else "",
+        kv_cache_config.num_blocks,
         config.debug.store_policy,
         config.eviction_policy,
     )
 
 
-def _can_jump(
+def _settings_of_ranks(config: KVTierConfig) -> tuple[str, bool, bool, bool, bool]:
+    debug = config.debug
+    as_file = any(tier.uses_memory_file for tier in config.secondary_tiers)
+    copies = debug.copy_engine, debug.layerwise_loads, debug.verify
+    return *copies, as_file, debug.check_memory
+
+
+def _join_pool(
+    config: KVTierConfig,
+    vllm_config: "VllmConfig",
+    executor: Any,
+    kv_cache_config: Any,
+    groups: Sequence[GroupBlocks],
+    per_rank: Sequence[tuple[HostMemory, int]],
+    states: FileStates | None,
+) -> tuple[PoolLayout | None, Place | None]:
+    """The engine's part of the pool, and where its ranks find it; None without one.
+
+    Raises:
+        ValueError: It cannot be used. The message has the setting and the fix.
+
+    """
+    if config.pool is None:
+        return None, None
+    try:
+        space = _namespace(vllm_config, executor, kv_cache_config, states)
+    except ValueError as e:
+        # It is written for the other setting that needs a name of the KV.
+        e.args = (str(e).replace("secondary_tiers", "pool"),)
+        raise
+    names = executor.collective_rpc(
+        name_of_rank, args=(space, 0, kv_cache_config.num_blocks)
+    )
+    slot_bytes = sum(num_bytes for _, num_bytes in per_rank)
+    identity = hashlib.sha256(json.dumps([names, slot_bytes]).encode()).digest()
+    member = Member(config.pool, identity, slot_bytes)
+    logger.info(
+        "KV tier: partition %d of the pool at %s, with %d blocks of an earlier engine.",
+        member.membership.number,
+        config.pool,
+        len(member.membership.adopted.slots),
+    )
+    sizes = tuple(group.block_size for group in groups)
+    pool = PoolLayout(member.membership, sizes, len(per_rank), lease=member)
+    pool.rank_calls.listen(executor)
+    return pool, member.place()
+
+
+def _requests_meet(
     config: KVTierConfig, vllm_config: "VllmConfig", kv_cache_config: Any
 ) -> bool:
     """Whether requests compute their prompts while secondary tiers are read."""
-    is_on = bool(config.secondary_tiers) and config.debug.meet
+    tiers = config.secondary_tiers
+    is_on = config.debug.meet and bool(tiers)
+    is_on = is_on and all(tier.debug.fetch != ALWAYS for tier in tiers)
     # Memory that comes and goes counts blocks of a prompt at its admission.
     is_on = is_on and config.shrink_after_s is None
-    return is_on and compatibility.can_jump(vllm_config, kv_cache_config)
+    return is_on and compatibility.engine_can_jump(vllm_config, kv_cache_config)
 
 
 def flush_kv_tier(scheduler: Any, executor: Any) -> None:
@@ -417,7 +491,16 @@ def _start_rank(
     layerwise_loads: bool,
     verify: bool,
     as_file: bool,
-) -> tuple[float, bool]:
+    check_memory: bool,
+    place: Place | None,
+) -> tuple[float, bool, int]:
+    """Allocate a rank's part of the tier.
+
+    Returns:
+        Seconds to load a slot, whether layers wait for their own loads, and the number
+        of slots that are open.
+
+    """
     runner = wrapper.worker.model_runner
     regions = build_regions(runner.kv_caches, num_blocks)
     waits = None
@@ -439,11 +522,20 @@ def _start_rank(
         shared=shared,
         num_mapped=num_mapped(wrapper, num_blocks),
         as_file=as_file,
+        first_bytes=FIRST_BYTES,
+        pooled=None if place is None else join_pool(place, runner.device),
     )
     if shared is not None:
         shared.memory.close()
     tier.is_last_stage = get_pp_group().is_last_rank
     wrapper.kv_tier = tier
+    # The buffer of a pool has the slots of all engines.
+    num_open, tier.rank = min(tier.buffer.num_open, num_slots), wrapper.rpc_rank
+    tier.opener = SlotOpener(
+        tier.buffer, available=available_host_bytes if check_memory else None
+    )
+    if num_open < num_slots:
+        tier.opener.aim(0, num_slots)
     load_s = slot_bytes(regions) / tier.engines.load_bytes_per_s
     if (checksums := tier.slots.checksums) is not None:
         check_s = checksums.seconds_per_slot()
@@ -453,4 +545,4 @@ def _start_rank(
         )
         load_s += check_s
     # A rank without KV memory never delays a step.
-    return load_s, waits is not None or not regions
+    return load_s, waits is not None or not regions, num_open

@@ -95,9 +95,13 @@ class KVTierStats:
     loaded_blocks: int = 0
     loaded_ahead_blocks: int = 0
     promoted_blocks: int = 0
+    neighbour_blocks: int = 0
+    """Of the loaded blocks, those from slots of other engines of the pool."""
     deferred_requests: int = 0
     recomputed_lookups: int = 0
     evicted_slots: int = 0
+    superseded_slots: int = 0
+    """Of these, slots with ends of windows or states that a later turn had replaced."""
     refused_no_slot: int = 0
     """Stores for which the plan used every slot."""
     refused_pinned: int = 0
@@ -136,6 +140,9 @@ class KVTierStats:
     """Of these, blocks that another request computed before the prewarm had ended."""
     slots_used: int = 0
     slots_total: int = 0
+    """Slots that are open."""
+    slots_reserved: int = 0
+    """Slots when all are open."""
     slot_bytes: int = 0
     cleaner_backlog_blocks: int = 0
     load_seconds_per_block: float = 0.0

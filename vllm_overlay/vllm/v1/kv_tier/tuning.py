@@ -128,6 +128,10 @@ class SchedulingTuning:
     a failed load with its step, or a step or two later. Only then are they written to
     secondary tiers."""
 
+    plans_per_report: int = 8
+    """With a pool, plans with stores for each report of the ranks that stores have
+    ended: neighbours find blocks some steps later, and steps cost less."""
+
     settled_steps: int = 16
     """Steps after which the same holds regardless of outputs; more than any pipeline
     has in flight."""

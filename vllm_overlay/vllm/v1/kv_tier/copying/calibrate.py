@@ -214,6 +214,7 @@ def choose_engines(
     pinned: bool,
     kinds: Mapping[str, EngineKind] = ENGINES,
     num_blocks: int | None = None,
+    empty: Sequence[int] | None = None,
 ) -> CopyEngines:
     """Measure the engines that this machine has, and choose.
 
@@ -228,6 +229,7 @@ def choose_engines(
         pinned: Whether the host memory is registered with the GPU driver.
         kinds: Engines by name.
         num_blocks: Use only the first `num_blocks` device blocks; None for all.
+        empty: Use only these slots; None for all.
 
     Raises:
         ValueError: The requested engine cannot run here.
@@ -239,10 +241,11 @@ def choose_engines(
         return CopyEngines(none, none, none, math.inf, math.inf)
     blocks = num_blocks or regions[0].blocks.shape[0]
     names = CANDIDATES[requested]
-    found, errors = _measure(names, kinds, regions, blocks, slots, device, pinned)
+    memory = regions, blocks, slots, range(len(slots)) if empty is None else empty
+    found, errors = _measure(names, kinds, memory, device, pinned)
     if not found and requested == "auto":
         names = ("torch",)
-        found, errors = _measure(names, kinds, regions, blocks, slots, device, pinned)
+        found, errors = _measure(names, kinds, memory, device, pinned)
     if not found:
         raise _refused(requested, errors[names[-1]])
     engines = {name: measured.engine for name, measured in found.items()}
@@ -285,16 +288,19 @@ def _refused(requested: str, error: Exception) -> Exception:
     return refusal
 
 
+_Memory = tuple[Sequence[Region], int, torch.Tensor, Sequence[int]]
+"""Regions, device blocks, and slots to use, and which of these slots."""
+
+
 def _measure(
     names: Sequence[str],
     kinds: Mapping[str, EngineKind],
-    regions: Sequence[Region],
-    num_blocks: int,
-    slots: torch.Tensor,
+    memory: _Memory,
     device: torch.device,
     pinned: bool,
 ) -> tuple[dict[str, _Measured], dict[str, Exception]]:
     """Rates of the engines that run here, and the error of each that does not."""
+    regions, num_blocks, slots, empty = memory
     found: dict[str, _Measured] = {}
     errors: dict[str, Exception] = {}
     for name in names:
@@ -303,7 +309,7 @@ def _measure(
             if kind.needs_gpu:
                 _check_memory(device, pinned)
             engine = kind.make(regions, slots)
-            pairs = _random_pairs(regions, num_blocks, slots, device, kind.max_pieces)
+            pairs = _random_pairs(regions, num_blocks, empty, device, kind.max_pieces)
             with _stream(device):
                 prove(engine, *pairs[:, :_PROVEN_BLOCKS].tolist())
                 # Stores first, so that the loads write back what the blocks already
@@ -336,17 +342,17 @@ def _check_memory(device: torch.device, pinned: bool) -> None:
 def _random_pairs(
     regions: Sequence[Region],
     num_blocks: int,
-    slots: torch.Tensor,
+    empty: Sequence[int],
     device: torch.device,
     max_pieces: int,
 ) -> NDArray[np.int64]:
     """Random pairs of distinct blocks and slots, `[2, n]`."""
-    num_slots = slots.shape[0]
+    num_slots = len(empty)
     wanted = min(_BYTES[device.type] // slot_bytes(regions), max_pieces // len(regions))
     num_pairs = min(max(wanted, 1), num_blocks, num_slots)
     rng = np.random.default_rng(0)
     ids = [rng.choice(n, num_pairs, replace=False) for n in (num_blocks, num_slots)]
-    return np.array(ids, dtype=np.int64)
+    return np.array([ids[0], np.array(empty)[ids[1]]], dtype=np.int64)
 
 
 @contextmanager

@@ -90,8 +90,6 @@ class ElasticDevice:
         # Most pages that a step looks at and removes.
         size = self.mapper.blocks_per_page
         self._max_pages = max(1, tuning.max_page_looks // size)
-        self.pause_s = tuning.idle_pause_s
-        """Seconds between steps of an engine that waits until memory is due."""
         self._clock = clock
         self._stats = stats
         # The null block is never free, so its page stays.

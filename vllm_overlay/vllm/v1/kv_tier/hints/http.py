@@ -379,7 +379,7 @@ async def serve_conversation_hints(request: Request) -> JSONResponse:
     try:
         said = from_body(await request.body())
     except (ValueError, RecursionError) as e:
-        return _refusal(AFTERWARDS, str(e))
+        return refusal(AFTERWARDS, str(e))
     return JSONResponse(await tell_all(request.app.state.engine_client, said))
 
 
@@ -414,7 +414,7 @@ class HintsOfRequests:
             else:
                 said, marks = await asyncio.to_thread(_read, path, body)
         except ValueError as e:
-            return await _refusal(path, str(e))(scope, again, send)
+            return await refusal(path, str(e))(scope, again, send)
         if marks:
             ranges = await self._retained(marks, scope)
             said = RequestContext({"retain": ranges, **said.hints}, said.checked)
@@ -496,7 +496,7 @@ def _replay(messages: list[Message], receive: Receive) -> Receive:
     return again
 
 
-def _refusal(path: str, message: str) -> JSONResponse:
+def refusal(path: str, message: str) -> JSONResponse:
     """An error answer in the format of the API at `path`."""
     if path == MESSAGES:
         error = {"type": "invalid_request_error", "message": message}

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from vllm.v1.kv_tier.memory.pages import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
     anonymous,
+    give_back,
     map_touched,
     touch,
 )
@@ -80,7 +81,15 @@ _MAX_PIECE_BYTES = 64 * GiB
 _MAX_THREADS = 16
 
 
-class _Refused(Exception):
+class MappedMemory(Protocol):
+    """Memory that other processes map too."""
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """`[num_bytes]`, uint8."""
+
+
+class Refused(Exception):
     """The driver did not register memory. Args: its error code, and the offset."""
 
 
@@ -90,10 +99,12 @@ class HostBuffer:
     Slots lie one after the other, and all regions of a slot together, so a secondary
     tier sees each slot as one contiguous piece.
 
-    All pages exist when the constructor returns, so that no request pays for page
-    faults. Threads prepare the memory in pieces: the driver registers one piece while
-    the next are touched. If the driver refuses to register memory, it is asked for
-    pinned memory of its own; if that fails too, the memory is used unpinned.
+    Only slots that are open may be used: their pages exist, so that no request pays for
+    page faults, and are registered. Threads open the first ones before the constructor
+    returns, in pieces: the driver registers one piece while the next are touched.
+    `SlotOpener` opens the others. If the driver refuses to register the first ones, it
+    is asked for pinned memory of its own, all of it at once; if that fails too, the
+    memory is used unpinned.
 
     Args:
         num_slots: Number of slots.
@@ -109,6 +120,8 @@ class HostBuffer:
         shared: Use this memory, which other processes map too.
         nodes: For the rank that touches `shared`: NUMA nodes of the GPUs that share it.
             None for a rank that joins later and finds the pages touched.
+        first_bytes: Bytes of slots that the constructor opens at least, the first ones;
+            None for all.
 
     Raises:
         MemoryError: The machine does not have that much memory.
@@ -127,8 +140,9 @@ class HostBuffer:
         piece_bytes: int = GiB // 4,
         huge_pages: bool = True,
         progress_s: float = 5.0,
-        shared: SharedMemory | None = None,
+        shared: MappedMemory | None = None,
         nodes: Set[int] | None = None,
+        first_bytes: int | None = None,
     ) -> None:
         started = time.perf_counter()
         if pin and (device is None or device.index is None):
@@ -149,6 +163,10 @@ class HostBuffer:
         # The rank that touches shared pages also places them.
         self._is_placed = bool(cpus) or self._joins
         num_bytes = num_slots * slot_bytes
+        self._first_bytes = num_bytes if first_bytes is None else first_bytes
+        # Bytes of each piece that is open, one after the other, and of all.
+        self._open: list[int] = []
+        self._open_bytes = 0
         try:
             memory = self._allocate((num_slots, slot_bytes, piece_bytes))
         except OSError as e:
@@ -167,17 +185,27 @@ class HostBuffer:
         self.slots = memory.view(num_slots, slot_bytes)
         """`[num_slots, slot_bytes]`, uint8."""
         logger.info(
-            "KV tier: %d host slots of %d bytes (%.2f GiB, %s) on this rank in %.1f s.",
+            "KV tier: %d host slots of %d bytes (%.2f GiB, %s) on this rank in %.1f "
+            "s%s.",
             num_slots,
             slot_bytes,
             num_bytes / GiB,
             ("pinned" if self.pinned else "not pinned")
             + (", shared" if shared is not None else ""),
             time.perf_counter() - started,
+            f"; {self.num_open} are open" if self.num_open < num_slots else "",
         )
 
     pinned = False
     """Whether the GPU driver has pinned the memory."""
+    is_whole = False
+    """Whether the memory can only be open as a whole, since the driver made it."""
+
+    @property
+    def num_open(self) -> int:
+        """Number of slots that may be used, the first ones."""
+        num_slots, num_bytes = self.slots.shape
+        return self._open_bytes // num_bytes if num_bytes else num_slots
 
     def _allocate(self, size: tuple[int, int, int]) -> torch.Tensor:
         """Allocate the memory of all slots, pinned if possible.
@@ -196,7 +224,7 @@ class HostBuffer:
             memory = self._touched(size, register=True)
             self.pinned = True
             return memory
-        except _Refused as e:
+        except Refused as e:
             error, offset = e.args
         if self._shared is not None:
             raise NotShared(
@@ -210,6 +238,7 @@ class HostBuffer:
         except OSError as e:
             reason = str(e)
         if self.pinned:
+            self.is_whole, self._open_bytes = True, num_bytes
             logger.info(
                 "KV tier: the driver refused to register host memory (error %d, at %d "
                 "of %d bytes), as it does in guests of confidential computing. It "
@@ -252,7 +281,7 @@ class HostBuffer:
         touch them from there: a container may forbid either.
 
         Raises:
-            _Refused: The driver did not register all of it. Nothing stays registered.
+            Refused: The driver did not register all of it. Nothing stays registered.
             OSError: There is not enough memory.
 
         """
@@ -268,7 +297,9 @@ class HostBuffer:
         if not self._joins and self._place(address, memory.numel()):
             self._is_placed = True
         try:
-            self._prepare(address, _pieces(*size), register)
+            pieces = _pieces(*size)
+            first = [piece for piece in pieces if piece[0] < self._first_bytes]
+            self._prepare(address, first, register)
         except BaseException:
             # The traceback would keep the memory alive.
             del memory
@@ -288,19 +319,17 @@ class HostBuffer:
     ) -> None:
         """Touch and register all pieces, or register none and raise."""
         is_refused = threading.Event()
-        # Another rank may already use the pages that it touched, and `touch` clears
-        # them on older kernels.
-        take = map_touched if self._joins else touch
 
         def prepare(piece: tuple[int, int]) -> int:
             offset, size = piece
             # After a refusal, more touching would delay the start and take memory that
             # is needed elsewhere.
             if not is_refused.is_set():
-                take(address + offset, size)
-                if register and (error := self._register(address + offset, size)):
+                try:
+                    self._prepare_piece(address, offset, size, register)
+                except Refused:
                     is_refused.set()
-                    raise _Refused(error, offset)
+                    raise
             return size
 
         ready, logged = 0, time.perf_counter()
@@ -322,6 +351,70 @@ class HostBuffer:
         except BaseException:
             _unregister(self._registered)
             raise
+        self._open = [size for _, size in pieces]
+        self._open_bytes = sum(self._open)
+
+    def _prepare_piece(
+        self, address: int, offset: int, size: int, register: bool
+    ) -> None:
+        # Another rank may already use the pages that it touched, and `touch` clears
+        # them on older kernels.
+        take = map_touched if self._joins else touch
+        take(address + offset, size)
+        if register and (error := self._register(address + offset, size)):
+            raise Refused(error, offset)
+
+    def begin_thread(self) -> None:
+        """Prepare the calling thread for `open_next`."""
+        self._begin()
+
+    def open_next(self, piece_bytes: int) -> None:
+        """Open the next piece of slots that are not open.
+
+        Args:
+            piece_bytes: As for the constructor.
+
+        Raises:
+            Refused: The driver did not register the piece.
+            OSError: The machine has no memory for it.
+
+        """
+        num_slots, num_bytes = self.slots.shape
+        first = self.num_open
+        _, size = _pieces(num_slots - first, num_bytes, piece_bytes)[0]
+        address, offset = self.slots.data_ptr(), first * num_bytes
+        self._prepare_piece(address, offset, size, self._device is not None)
+        self._open.append(size)
+        self._open_bytes += size
+
+    def close_last(self, num_slots: int) -> bool:
+        """Close the last piece, unless it has one of the first `num_slots` slots.
+
+        Its memory goes back to the system. No copy may use it.
+
+        Returns:
+            Whether it was closed.
+
+        """
+        num_bytes = self.slots.shape[1]
+        size = self._open[-1] if self._open else 0
+        start = self._open_bytes - size
+        if not size or start < num_slots * num_bytes:
+            return False
+        self._open.pop()
+        self._open_bytes = start
+        address = self.slots.data_ptr() + start
+        if address in self._registered:
+            self._registered.remove(address)
+            torch.cuda.cudart().cudaHostUnregister(address)
+        error = give_back(address, size, is_file=self._shared is not None)
+        if error:
+            logger.warning_once(
+                "KV tier: host memory could not be given back (%s). It stays with "
+                "this rank, without content.",
+                os.strerror(error),
+            )
+        return True
 
     def _register(self, address: int, size: int) -> int:
         """Register memory. Returns the driver's error code, 0 for success."""
@@ -334,7 +427,11 @@ class HostBuffer:
 
 
 def shared_buffer(
-    memory: SharedMemory, num_slots: int, device: torch.device, nodes: Set[int] | None
+    memory: SharedMemory,
+    num_slots: int,
+    device: torch.device,
+    nodes: Set[int] | None,
+    first_bytes: int | None = None,
 ) -> HostBuffer:
     """The slots of a rank in memory that other processes map too.
 
@@ -343,6 +440,7 @@ def shared_buffer(
         num_slots: Number of slots.
         device: Device of the rank.
         nodes: As in `HostBuffer`.
+        first_bytes: As in `HostBuffer`.
 
     Raises:
         MemoryError: The machine does not have that much memory.
@@ -358,6 +456,7 @@ def shared_buffer(
             device=device if on_gpu else None,
             shared=memory,
             nodes=nodes,
+            first_bytes=first_bytes,
         )
     except BaseException:
         memory.close()

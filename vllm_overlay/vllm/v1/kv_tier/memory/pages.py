@@ -22,6 +22,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 # Linux 5.14 or newer. Python has no name for it.
 MADV_POPULATE_WRITE = 23
+MADV_REMOVE = 9
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -103,6 +104,24 @@ def discard(address: int, num_bytes: int) -> int:
 
     """
     if _madvise(address, num_bytes, mmap.MADV_DONTNEED) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
+def give_back(address: int, num_bytes: int, is_file: bool) -> int:
+    """As `discard`, for the whole pages in a range.
+
+    Args:
+        address: Start.
+        num_bytes: Size.
+        is_file: The memory is that of a file, which keeps its pages otherwise.
+
+    """
+    start = -(-address // PAGE_BYTES) * PAGE_BYTES
+    size = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES - start
+    if size <= 0:
+        return 0
+    if _madvise(start, size, MADV_REMOVE if is_file else mmap.MADV_DONTNEED) == 0:
         return 0
     return ctypes.get_errno()
 

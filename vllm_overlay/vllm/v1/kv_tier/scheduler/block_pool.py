@@ -26,7 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.kv_tier import releases
-from vllm.v1.kv_tier.eviction.policies import make_policy
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.hints.retention import RetentionManager
 from vllm.v1.kv_tier.hints.tracker import ConversationTracker
 from vllm.v1.kv_tier.layout import KVTierLayout
@@ -34,13 +34,14 @@ from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.scheduler.admission import make_admission
 from vllm.v1.kv_tier.scheduler.costs import Costs, LoadBreaker
 from vllm.v1.kv_tier.scheduler.free_blocks import FreeBlocks, LostBlocks
+from vllm.v1.kv_tier.scheduler.host_size import make_host
 from vllm.v1.kv_tier.scheduler.host_writer import (
     Cleaner,
     HostWriter,
     StoreTiming,
     WriteThrough,
 )
-from vllm.v1.kv_tier.scheduler.jumps import Jumps, can_jump
+from vllm.v1.kv_tier.scheduler.jumps import Jumps, needs_only_kv
 from vllm.v1.kv_tier.scheduler.kv_groups import HitListener
 from vllm.v1.kv_tier.scheduler.load_admission import LoadAdmission, Prefetches
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
@@ -48,6 +49,7 @@ from vllm.v1.kv_tier.scheduler.promotion import Loader, Promotion
 from vllm.v1.kv_tier.scheduler.secondary.fetches import before_secondary
 from vllm.v1.kv_tier.scheduler.secondary.manager import make_secondary_manager
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
+from vllm.v1.kv_tier.scheduler.superseded import cached_part, make_superseded
 from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
 
@@ -79,16 +81,15 @@ class TieredBlockPool(BlockPool):
             layout.tokens_per_block,
             tuning,
         )
-        policy = make_policy(config.eviction_policy, layout.num_slots)
-        self.host = SlotTable(layout.num_slots, policy)
         self._builder = builder = StepPlanBuilder(self.num_gpu_blocks)
+        self.host, self.host_size = make_host(layout, builder, self._make_table)
         self.free = FreeBlocks(self)
         # As many keys as both tiers hold, plus as many evicted ones.
         num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
         self.admission = make_admission(
             layout, self.num_gpu_blocks, num_keys, self.host
         )
-        self.host_writer = writer = HostWriter(
+        self.host_writer = writer = self._make_writer(
             self, self.host, builder, self.admission, stats
         )
         self.prefetches = prefetches = Prefetches(self.costs, tuning)
@@ -115,7 +116,8 @@ class TieredBlockPool(BlockPool):
         self._promotion = Promotion(
             self, builder, loader, waits, prefetches, stats, tuning
         )
-        self._promotion.listeners += self._hit_listeners()
+        self.superseded = make_superseded(layout, self, self.secondary, stats)
+        self._promotion.listeners += _hit_listeners(self)
         self._jumps = self._make_jumps(loader)
         self._can_jump = layout.can_jump
         self.has_jumped = False
@@ -135,21 +137,18 @@ class TieredBlockPool(BlockPool):
         # That request, if `_load_filter` is set.
         self._capped: Request | None = None
 
+    def _make_table(
+        self, layout: KVTierLayout, policy: EvictionPolicy, num_open: int
+    ) -> SlotTable:
+        return SlotTable(layout.num_slots, policy, num_open)
+
+    def _make_writer(self, *args: Any) -> HostWriter:
+        return HostWriter(*args)
+
     def _make_jumps(self, loader: Loader) -> Jumps:
         plan = self._builder, loader, self.load_admission, self.prefetches
         listeners = self._promotion.listeners
         return Jumps(self, self.host, *plan, self.costs, listeners, self._stats)
-
-    def _hit_listeners(self) -> list[HitListener]:
-        listeners: list[HitListener] = [self.conversations]
-        if self.admission is not None:
-            listeners.append(self.admission)
-            if self._write_through is not None:
-                # The hit may be the use from which on a block is stored.
-                listeners.append(self._write_through)
-        if self.secondary is not None:
-            listeners.append(self.secondary)
-        return listeners
 
     # ------------------------------------------------------------------ a step
 
@@ -182,6 +181,10 @@ class TieredBlockPool(BlockPool):
         self._stats.loaded_blocks += len(plan.load_slots)
         self._stats.loaded_ahead_blocks += len(plan.ahead_slots)
         self.host.unpin_all()
+        if self.host_size.is_due:
+            self.host_size.end_step()
+        if self.superseded is not None:
+            self.superseded.end_plan()
         if self.prefetches:
             self.prefetches.forget(self._builder.prefetch_fence)
         return plan
@@ -266,7 +269,7 @@ class TieredBlockPool(BlockPool):
         is_idle = not has_scheduled_reqs
         loadable = self.conversations.make_load_filter if speaks else None
         if below is not None:
-            meets = self._may_jump(request) and below.reader.can_meet
+            meets = self._may_jump(request)
             if below.reader.look_up(request, is_idle, loadable, meets):
                 return True
         if has_scheduled_reqs and self.load_admission.is_loading(request):
@@ -295,7 +298,7 @@ class TieredBlockPool(BlockPool):
     # ------------------------------------------------------------------- jumps
 
     def _may_jump(self, request: Request) -> bool:
-        can = self._can_jump and can_jump(request)
+        can = self._can_jump and needs_only_kv(request)
         return can and not self.conversations.has_hints(request)
 
     def jump(
@@ -425,6 +428,9 @@ class TieredBlockPool(BlockPool):
         super().cache_full_blocks(request, blocks, *place, *args, **kwargs)
         if self.conversations.is_listening:
             self.conversations.record_cached(request, blocks, *place)
+        if (superseded := self.superseded) is not None and superseded.follows:
+            part = cached_part(args, kwargs)
+            superseded.record_cached(request, blocks, *place[:2], *part)
 
     def cache_partial_block(
         self, request: Request, block: KVCacheBlock, *args: Any, **kwargs: Any
@@ -462,6 +468,8 @@ class TieredBlockPool(BlockPool):
 
     def _clear_host(self) -> None:
         self.host_writer.drop_all()
+        if self.superseded is not None:
+            self.superseded.forget()
         self.conversations.forget()
         self.store_timing.forget()
         if self.admission is not None:
@@ -485,6 +493,8 @@ class TieredBlockPool(BlockPool):
         self._stats.record_report(report.failures, report.times)
         if self.secondary is not None:
             self.secondary.take_results(report.secondary)
+        if report.open_slots or report.ended:
+            self.host_size.take_report(report.open_slots, report.ended)
         if report.lost_blocks is not None:
             self._switch_off(report.lost_blocks)
         for index, seq in report.failed_store_slots.items():
@@ -516,7 +526,7 @@ class TieredBlockPool(BlockPool):
         self.host_writer.drop_all()
         if self.secondary is not None:
             self.secondary.detach("the host tier is off")
-        self.host.close()
+        self.host_size.close()
         self.lost.add(lost_blocks)
         self._withdraw_lost()
 
@@ -534,6 +544,13 @@ class TieredBlockPool(BlockPool):
         """Device blocks that are lost to the cache, or will be when they are free."""
         return len(self.lost.withdrawn) + len(self.lost.in_use)
 
+    def take_call(self, said: dict[str, Any]) -> dict[str, int]:
+        """Answer a call after requests: `said` is of `conversation_api`, or of
+        `host_size_api`."""
+        if (num_bytes := said.get("host_bytes")) is not None:
+            return self.host_size.resize(num_bytes // self.slot_bytes)
+        return self.conversations.end_conversation(**said)
+
     # -------------------------------------------------------- events and stats
 
     def serve_late_subscribers(self, publisher: EventPublisher) -> None:
@@ -542,14 +559,26 @@ class TieredBlockPool(BlockPool):
     def take_stats(self) -> KVTierStats:
         """Stats since the last call."""
         stats = self._stats.take()
-        stats.slots_total = self.host.num_slots
-        stats.slots_used = len(self.host)
+        self.host_size.report(stats)
         stats.slot_bytes = self.slot_bytes
         stats.cleaner_backlog_blocks = self.store_timing.backlog
         stats.load_seconds_per_block = self.costs.load_s
         stats.prefill_seconds_per_block = self.costs.prefill_s
-        stats.evicted_slots, self.host.num_evicted = self.host.num_evicted, 0
         self.retention.report(stats)
         if self.secondary is not None:
             stats.secondary = self.secondary.take_stats()
         return stats
+
+
+def _hit_listeners(pool: TieredBlockPool) -> list[HitListener]:
+    listeners: list[HitListener] = [pool.conversations]
+    if pool.admission is not None:
+        listeners.append(pool.admission)
+        if isinstance(pool.store_timing, WriteThrough):
+            # The hit may be the use from which on a block is stored.
+            listeners.append(pool.store_timing)
+    if pool.secondary is not None:
+        listeners.append(pool.secondary)
+    if pool.superseded is not None:
+        listeners.append(pool.superseded)
+    return listeners

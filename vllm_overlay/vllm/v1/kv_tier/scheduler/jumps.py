@@ -30,7 +30,7 @@ from vllm.v1.kv_tier.stats import KVTierStats
 from vllm.v1.request import Request
 
 
-def can_jump(request: Request) -> bool:
+def needs_only_kv(request: Request) -> bool:
     """Whether no position of the prompt must be computed for more than its KV."""
     return not (
         request.skip_reading_prefix_cache

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_tier import releases
+from vllm.v1.kv_tier.layout import PrefixEnd
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class GroupBlocks:
     """Blocks that a hit of the longest prompt needs."""
     num_tokens: int
     """Tokens of the longest prompt."""
+    end: PrefixEnd | None = None
+    """What a hit needs of a window or a state; None for all others."""
 
 
 def group_blocks(vllm_config: "VllmConfig", kv_cache_config: Any) -> list[GroupBlocks]:
@@ -88,7 +91,8 @@ def group_blocks(vllm_config: "VllmConfig", kv_cache_config: Any) -> list[GroupB
         size = spec.block_size * (num_shares if is_shared else 1)
         num_tokens = max(vllm_config.model_config.max_model_len, size)
         num_blocks = -(-num_tokens // size)
-        found.append(GroupBlocks(size, min(num_blocks, _kept(spec, size)), num_tokens))
+        num_kept = min(num_blocks, _kept(spec, size))
+        found.append(GroupBlocks(size, num_kept, num_tokens, _end(spec, size)))
     return found
 
 
@@ -99,6 +103,22 @@ def tokens_per_block(groups: Sequence[GroupBlocks]) -> float:
     state.
     """
     return max(g.num_tokens for g in groups) / sum(g.num_blocks for g in groups)
+
+
+def prefix_ends(groups: Sequence[GroupBlocks]) -> tuple[PrefixEnd | None, ...]:
+    """The end of each group; empty where none has one."""
+    ends = tuple(group.end for group in groups)
+    return ends if any(ends) else ()
+
+
+def _end(spec: Any, size: int) -> PrefixEnd | None:
+    spec = releases.spec_of_layer(spec)
+    if isinstance(spec, MambaSpec):
+        return PrefixEnd(1, 1)
+    if isinstance(spec, SlidingWindowSpec) and spec.sliding_window > 1:
+        needed = -(-(spec.sliding_window - 1) // size)
+        return PrefixEnd(needed, needed + 2)
+    return None
 
 
 def _kept(spec: Any, size: int) -> float:

@@ -9,7 +9,7 @@ device block.
 from collections.abc import Iterable, Sequence
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.plan import HostAim, StepPlan
 from vllm.v1.kv_tier.scheduler.slots import HostSlot
 
 
@@ -167,6 +167,13 @@ class StepPlanBuilder:
     def report_end(self) -> None:
         """Let every rank report when all work of plans up to this one has ended."""
         self._plan.report_end = True
+
+    def aim_host(self, aim: HostAim) -> None:
+        """Let every rank open or close host slots.
+
+        No copy in flight may use those that are to be closed.
+        """
+        self._plan.host_aim = aim
 
     def unmap(self, first: int, end: int) -> None:
         """Let every rank unmap blocks `first` to `end - 1` before this plan.

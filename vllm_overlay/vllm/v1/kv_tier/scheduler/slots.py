@@ -12,12 +12,35 @@ from vllm.v1.kv_tier.eviction.places import PlacedPolicy, Places
 Policy = TypeVar("Policy", bound=EvictionPolicy)
 
 
-class HostSlot(KVCacheBlock):
-    """A filled host slot, and the placeholder for it in a prefix scan.
+class Placeholder(KVCacheBlock):
+    """Stands for a block without device memory in a prefix scan.
 
-    As a placeholder it is never referenced, so upstream counts it as one block to
-    allocate, like an evictable device block. It is a value, made when it is asked for,
-    and says nothing of the slot beyond `SlotListener.on_forgotten`.
+    It is never referenced, so upstream counts it as one block to allocate, like an
+    evictable device block.
+    """
+
+    # Attributes that are equal for all of them are class attributes.
+    __slots__ = ("num_tokens",)
+    block_id = -1
+    ref_cnt = 0
+    prev_free_block = next_free_block = None
+    is_null = False
+    num_tokens: int | None
+
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        return self.num_tokens
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    __repr__ = object.__repr__
+
+
+class HostSlot(Placeholder):
+    """A filled host slot, and the placeholder for it.
+
+    It is a value, made when it is asked for, and says nothing of the slot beyond
+    `SlotListener.on_forgotten`.
 
     Args:
         index: Number of the slot in host memory.
@@ -27,12 +50,7 @@ class HostSlot(KVCacheBlock):
 
     """
 
-    # Attributes that are equal for all slots are class attributes.
-    __slots__ = ("index", "keys", "num_tokens", "store_seq")
-    block_id = -1
-    ref_cnt = 0
-    prev_free_block = next_free_block = None
-    is_null = False
+    __slots__ = ("index", "keys", "store_seq")
 
     def __init__(
         self,
@@ -49,10 +67,6 @@ class HostSlot(KVCacheBlock):
     @property
     def block_hash(self) -> BlockHashWithGroupId:
         return self.keys[0]
-
-    @property
-    def block_hash_num_tokens(self) -> int | None:
-        return self.num_tokens
 
     def __eq__(self, other: object) -> bool:
         return type(other) is HostSlot and (
@@ -98,11 +112,15 @@ class SlotTable:
     Args:
         num_slots: Number of slots in host memory.
         policy: Order of eviction; holds the primary key of every filled slot.
+        num_open: Number of slots that may be filled, the first ones; None for all.
 
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
-        self.num_slots = num_slots
+    def __init__(
+        self, num_slots: int, policy: EvictionPolicy, num_open: int | None = None
+    ) -> None:
+        self.num_slots = num_slots if num_open is None else num_open
+        """Number of slots that may be filled: the first ones."""
         self.num_evicted = 0
         """Number of evicted slots, since the reader reset this."""
         self.listeners: list[SlotListener] = []
@@ -118,7 +136,7 @@ class SlotTable:
         # Prefix tokens of the primary key, 0 if unknown.
         self._num_tokens = array("i", [0]) * num_slots
         self._num_filled = 0
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(self.num_slots - 1, -1, -1))
         # When each slot was last read and last stored to. Both outlive its content,
         # since copies for the next content must wait for these. What a secondary tier
         # has filled counts as stored by plan 0: that began after all copies before it,
@@ -449,6 +467,12 @@ class SlotTable:
             is_held = key in self._held_keys
             (self._released_later if is_held else self._released)[key] = None
 
+    def keep(self, key: BlockHashWithGroupId) -> None:
+        """Undo `release`: `key` is evicted in the policy's order."""
+        if (index := self.places.find(key)) is not None:
+            for marked in (self._released, self._released_later):
+                marked.pop(self.places.keys[index], None)
+
     def remove(self, slot: HostSlot) -> None:
         """Remove `slot`, whose content must not be served any more."""
         self._remove(slot.keys[0])
@@ -473,6 +497,46 @@ class SlotTable:
         order.update(self._aside)
         slots = map(self.get, reversed(order))
         return [slot for slot in slots if slot is not None]
+
+    def open(self, num_slots: int) -> None:
+        """Let the first `num_slots` slots be filled: as many as now, or more."""
+        self._free.extend(range(num_slots - 1, self.num_slots - 1, -1))
+        self.num_slots = max(num_slots, self.num_slots)
+
+    def begin_closing(self) -> None:
+        """Prepare for calls of `close_down`."""
+        # The last slots come first, so that whole runs of them are taken at once.
+        self._free.sort(reverse=True)
+
+    def close_down(self, first: int, most: int) -> None:
+        """Close the last slots, down to slot `first`, and evict their content.
+
+        Stops at a slot that a secondary tier uses, which may be closed later. Call it
+        when no slot is pinned.
+
+        Args:
+            first: The first slot to close.
+            most: Most slots to close.
+
+        """
+        free, num_free = self._free, 0
+        for index in range(
+            self.num_slots - 1, max(first, self.num_slots - most) - 1, -1
+        ):
+            if index in self._held or index in self._reserved:
+                break
+            if num_free < len(free) and free[num_free] == index:
+                num_free += 1
+            elif (key := self.places.keys[index]) is not None:
+                self.num_evicted += 1
+                # Now it is the last one of those that are free.
+                self._remove(key)
+                free.pop()
+            else:
+                # Freed since `begin_closing`.
+                free.remove(index)
+            self.num_slots = index
+        del free[:num_free]
 
     def close(self) -> None:
         """Remove all slots, and fill none from now on."""

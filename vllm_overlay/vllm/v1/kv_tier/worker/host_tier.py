@@ -16,6 +16,7 @@ from vllm.v1.kv_tier.copying.calibrate import choose_engines
 from vllm.v1.kv_tier.copying.engine import CopyEngines, slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.checksums import SlotChecksums
+from vllm.v1.kv_tier.memory.opening import SlotOpener
 from vllm.v1.kv_tier.memory.pages import discard_blocks
 from vllm.v1.kv_tier.memory.regions import Region
 from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
@@ -24,6 +25,7 @@ from vllm.v1.kv_tier.stores.base import BlockStore
 from vllm.v1.kv_tier.tuning import DEFAULT_TUNING, RankTuning
 from vllm.v1.kv_tier.worker.copies import Copier, CopyHangs, CopyOrder, InOrder
 from vllm.v1.kv_tier.worker.layers import LayerWaits
+from vllm.v1.kv_tier.worker.pooled import PooledSlots
 from vllm.v1.kv_tier.worker.report import StepReportBuilder
 from vllm.v1.kv_tier.worker.secondary import SecondaryIO
 from vllm.v1.kv_tier.worker.sharing import Peers, SharedSlots
@@ -137,6 +139,8 @@ class HostTier:
         shared: SharedSlots | None = None,
         num_mapped: int | None = None,
         as_file: bool = False,
+        first_bytes: int | None = None,
+        pooled: PooledSlots | None = None,
     ) -> "HostTier":
         """Make a tier, and allocate its host memory.
 
@@ -152,6 +156,9 @@ class HostTier:
             num_mapped: Number of device blocks with memory, the first ones; None for
                 all.
             as_file: Whether processes of stores should be able to map the memory.
+            first_bytes: Bytes of host slots to open before this returns; None for all.
+                Ignored with `shared`, which has some open.
+            pooled: Slots in the memory of a pool; None for its own.
 
         Raises:
             MemoryError: There is not enough host memory.
@@ -162,9 +169,11 @@ class HostTier:
         memory_file = None
         if shared is not None:
             buffer = shared.buffer
+        elif pooled is not None:
+            buffer = pooled.buffer
         else:
             buffer, memory_file = _own_memory(
-                num_slots, slot_bytes(regions), device, as_file
+                num_slots, slot_bytes(regions), device, as_file, first_bytes
             )
         # Tests of engines overwrite slots, so ranks that share them take turns.
         with shared.memory.alone() if shared is not None else nullcontext():
@@ -175,8 +184,9 @@ class HostTier:
                 device,
                 pinned=buffer.pinned,
                 num_blocks=num_mapped,
+                empty=range(buffer.num_open) if pooled is None else pooled.empty,
             )
-        slots = _slots(buffer.slots, device, verify, shared)
+        slots = _slots(buffer.slots, device, verify, shared, pooled)
         peers = None
         if shared is not None:
             peers = Peers(shared.memory, shared.index, slots, tuning)
@@ -186,6 +196,7 @@ class HostTier:
         tier = cls(regions, engines, order, slots, layer_waits, tuning, peers)
         tier.buffer = buffer
         tier._memory_file = memory_file
+        tier._pooled = pooled
         return tier
 
     def open_secondary(self, stores: Sequence[BlockStore]) -> None:
@@ -200,8 +211,17 @@ class HostTier:
     buffer: HostBuffer
     """Kept alive by the tier."""
 
+    _pooled: PooledSlots | None = None
+    """Keeps the connection to the pool open."""
+
     _memory_file: SharedMemory | None = None
     """The same memory, if it is a file."""
+
+    opener: SlotOpener | None = None
+    """Opens slots while steps run, unless all are open from the start."""
+
+    rank = 0
+    """Number of this rank."""
 
     is_last_stage = True
     """Whether this rank's pipeline stage outputs tokens. Reports of other stages are
@@ -238,6 +258,10 @@ class HostTier:
             )
         if plan.report_end or self._to_report:
             self._report_ends(plan)
+        if plan.host_aim is not None and self.opener is not None:
+            self.opener.aim(*plan.host_aim)
+        if self.opener is not None and (state := self.opener.take()) is not None:
+            self.report.record_open(self.rank, state)
         num_tokens = num_prefill_tokens(plan, scheduler_output, self._tuning)
         prefill = self._order.take_prefill_time(num_tokens)
         self.report.record_times(prefill, self._order.take_copy_times())
@@ -337,12 +361,16 @@ class HostTier:
 
 
 def _own_memory(
-    num_slots: int, num_bytes: int, device: torch.device, as_file: bool
+    num_slots: int,
+    num_bytes: int,
+    device: torch.device,
+    as_file: bool,
+    first_bytes: int | None,
 ) -> tuple[HostBuffer, SharedMemory | None]:
     """Memory of this rank alone, and its file if it has one."""
     if as_file and num_bytes:
         try:
-            return _file_memory(num_slots, num_bytes, device)
+            return _file_memory(num_slots, num_bytes, device, first_bytes)
         except NotShared as e:
             reason = str(e)
         # After the `except` block, whose traceback would keep the memory alive.
@@ -353,15 +381,20 @@ def _own_memory(
         )
     on_gpu = device.type == "cuda"
     return HostBuffer(
-        num_slots, num_bytes, pin=on_gpu, device=device if on_gpu else None
+        num_slots,
+        num_bytes,
+        pin=on_gpu,
+        device=device if on_gpu else None,
+        first_bytes=first_bytes,
     ), None
 
 
 def _file_memory(
-    num_slots: int, num_bytes: int, device: torch.device
+    num_slots: int, num_bytes: int, device: torch.device, first_bytes: int | None
 ) -> tuple[HostBuffer, SharedMemory]:
     memory = SharedMemory.create(num_slots, num_bytes, num_ranks=1)
-    return shared_buffer(memory, num_slots, device, nodes=set()), memory
+    buffer = shared_buffer(memory, num_slots, device, set(), first_bytes)
+    return buffer, memory
 
 
 def _slots(
@@ -369,8 +402,11 @@ def _slots(
     device: torch.device,
     verify: bool,
     shared: SharedSlots | None,
+    pooled: PooledSlots | None,
 ) -> RankSlots:
     """The slots of this rank, or those that it shares with others."""
+    if pooled is not None:
+        return RankSlots(len(memory), states=pooled.states)
     if not memory.shape[1]:
         # Without KV memory, every fetch counts as complete.
         return RankSlots(len(memory), states=np.full(len(memory), FILLED, np.uint8))

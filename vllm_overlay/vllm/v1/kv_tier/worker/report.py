@@ -8,6 +8,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_tier.plan import (
+    OpenSlots,
     PrefillTime,
     SecondaryResult,
     StepReport,
@@ -99,6 +100,11 @@ class StepReportBuilder:
         """Report that all work of plans up to each of these has ended."""
         with self._lock:
             self._reported().ended += seqs
+
+    def record_open(self, rank: int, state: OpenSlots) -> None:
+        """Report how many host slots `rank`, which is this one, has open."""
+        with self._lock:
+            self._reported().open_slots[rank] = state
 
     def record_join(self, size: int, seconds: float) -> None:
         """Report what `JoinTimer` measured."""

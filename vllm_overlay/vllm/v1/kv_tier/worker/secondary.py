@@ -50,7 +50,7 @@ def common_objects(executor: Any, num_blocks: int, told: int | None) -> int:
     replicas = 1 if told == 1 else find_replicas(executor, num_blocks, told)
     if replicas == 1:
         return 1
-    names = executor.collective_rpc(_name, args=("", 0, num_blocks))
+    names = executor.collective_rpc(name_of_rank, args=("", 0, num_blocks))
     if len(names) % replicas or any(
         names[rank] != names[owner] for rank, owner in owners(names, replicas)
     ):
@@ -89,7 +89,7 @@ def open_rank(
         entry.check()
     # The wrapper's rank counts per machine, and would let ranks of two machines share.
     writer = rank - rank % replicas
-    name = _name(wrapper, space, writer, num_blocks)
+    name = name_of_rank(wrapper, space, writer, num_blocks)
     if num_bytes and rank == writer:
         tier.open_secondary([each.open(name, rank, num_bytes) for each in entries])
     elif num_bytes:
@@ -102,7 +102,8 @@ def open_rank(
     return name, num_bytes
 
 
-def _name(wrapper: Any, space: str, rank: int, num_blocks: int) -> str:
+def name_of_rank(wrapper: Any, space: str, rank: int, num_blocks: int) -> str:
+    """The namespace of what a rank stores."""
     return rank_namespace(space, rank, describe(wrapper.worker, num_blocks))
 
 

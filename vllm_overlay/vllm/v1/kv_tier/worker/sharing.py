@@ -33,6 +33,7 @@ from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, shared_buffer
 from vllm.v1.kv_tier.memory.numa import gpu_node
+from vllm.v1.kv_tier.memory.opening import FIRST_BYTES
 from vllm.v1.kv_tier.memory.regions import build_regions, flatten
 from vllm.v1.kv_tier.memory.shared import Address, NotShared, SharedMemory
 from vllm.v1.kv_tier.plan import StepPlan
@@ -239,7 +240,7 @@ def share_slots(
     replicas: int,
     facts: Sequence[RankFacts],
 ) -> bool:
-    """Let groups of ranks share the memory of their slots, with all pages touched.
+    """Let groups of ranks share the memory of their slots, with the first ones open.
 
     Args:
         executor: Reaches all ranks.
@@ -359,7 +360,8 @@ def _slots(
     nodes: set[int] | None,
 ) -> SharedSlots:
     device: torch.device = wrapper.worker.model_runner.device
-    return SharedSlots(shared_buffer(memory, num_slots, device, nodes), memory, index)
+    buffer = shared_buffer(memory, num_slots, device, nodes, FIRST_BYTES)
+    return SharedSlots(buffer, memory, index)
 
 
 def _drop_shared(wrapper: Any) -> None:

@@ -5,21 +5,16 @@ A slot is reserved for each block on its way, and its key can be found only when
 ranks have read it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
-from vllm.v1.kv_tier.layout import SecondaryLayout
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
-from vllm.v1.kv_tier.scheduler.secondary.tier import Arrivals, Tier
-from vllm.v1.kv_tier.scheduler.slots import SlotTable
-from vllm.v1.kv_tier.tuning import SchedulingTuning
+from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Tier
+from vllm.v1.kv_tier.scheduler.slots import Placeholder
 
 
-class SecondaryBlock(KVCacheBlock):
-    """A block that a secondary tier has, and the placeholder for it in a prefix scan.
-
-    Like a `HostSlot` it is never referenced, and counts as one block to allocate. But
-    it has no memory, so a hit with one cannot be admitted.
+class SecondaryBlock(Placeholder):
+    """A block that a secondary tier has. A hit with one cannot be admitted.
 
     Args:
         key: Key of the block.
@@ -28,11 +23,8 @@ class SecondaryBlock(KVCacheBlock):
 
     """
 
-    __slots__ = ("key", "num_tokens", "tier")
-    block_id = -1
-    ref_cnt = 0
-    prev_free_block = next_free_block = None
-    is_null = False
+    __slots__ = ("key", "tier")
+    num_tokens: int
 
     def __init__(self, key: BlockHashWithGroupId, num_tokens: int, tier: Tier) -> None:
         self.key = key
@@ -42,14 +34,6 @@ class SecondaryBlock(KVCacheBlock):
     @property
     def block_hash(self) -> BlockHashWithGroupId:
         return self.key
-
-    @property
-    def block_hash_num_tokens(self) -> int:
-        return self.num_tokens
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-    __repr__ = object.__repr__
 
 
 def before_secondary(
@@ -65,47 +49,41 @@ def before_secondary(
     return tuple(cut)
 
 
-class Fetches:
-    """Begins to fetch blocks, and takes in what has come.
+class Fetch:
+    """Blocks of one tier on their way into slots, in one job.
 
     Args:
-        layout: The secondary tiers.
-        table: The slot table.
-        jobs: Runs the jobs.
-        arrivals: Notified of blocks that were read.
-        tuning: Limits.
+        blocks: At least one, in the order of the prompt.
 
     """
 
-    def __init__(
-        self,
-        layout: SecondaryLayout,
-        table: SlotTable,
-        jobs: SecondaryJobs,
-        arrivals: Arrivals,
-        tuning: SchedulingTuning,
-    ) -> None:
-        self._max_job = layout.max_job
-        self._table = table
+    def __init__(self, blocks: Sequence[SecondaryBlock]) -> None:
+        self.blocks = blocks
+        self.tier = blocks[0].tier
+        self.is_over = False
+
+
+class Fetches:
+    """Begins to fetch blocks, and takes in what has come."""
+
+    def __init__(self, pool: PoolView, jobs: SecondaryJobs) -> None:
+        self._table = pool.table
         self._jobs = jobs
-        self._arrivals = arrivals
-        self._tuning = tuning
-        self.fetched_by: dict[BlockHashWithGroupId, int] = {}
-        """The job that reads each block. Others only look at it."""
-        self.num_left = tuning.max_fetches
+        self._tuning = pool.tuning
+        self.by_key: dict[BlockHashWithGroupId, Fetch] = {}
+        """What fetches each block. Others only look at it."""
+        self.num_left = pool.tuning.max_fetches
         """Blocks that this step may still begin to fetch."""
+        # The tier of each block that came, until it is hit or was evicted long ago.
+        self._came_from: dict[BlockHashWithGroupId, Tier] = {}
 
     def end_step(self) -> None:
         """Reset the limit of the step."""
         self.num_left = self._tuning.max_fetches
 
-    def job_size(self, tier: Tier) -> int:
-        """Blocks of a job for which all threads of a tier's store have work."""
-        return min(tier.reads.job_size(self._max_job), self._tuning.max_ended)
-
     def begin(
         self, blocks: Sequence[SecondaryBlock], from_end: bool = False
-    ) -> tuple[int, Sequence[SecondaryBlock]]:
+    ) -> Fetch | None:
         """Begin to fetch the first of `blocks`, all of one tier, in one job.
 
         Args:
@@ -113,40 +91,51 @@ class Fetches:
             from_end: Begin with the last of them instead.
 
         Returns:
-            The job, and its blocks: as many as there are slots for, maybe none.
+            The fetch of as many as there are slots for; None if there is no slot.
 
         """
         room = int(self._tuning.fetch_part * self._table.num_slots)
-        room = min(self.num_left, room - len(self.fetched_by))
+        room = min(self.num_left, room - len(self.by_key))
         indices = self._table.reserve(max(0, min(len(blocks), room)))
-        num = len(indices)
+        if not (num := len(indices)):
+            return None
         self.num_left -= num
-        if not num:
-            return 0, []
-        blocks = blocks[len(blocks) - num :] if from_end else blocks[:num]
-        tier = blocks[0].tier
+        fetch = Fetch(blocks[len(blocks) - num :] if from_end else blocks[:num])
 
         def ended(done: Sequence[bool], seconds: float) -> None:
-            for block, index, is_there in zip(blocks, indices, done):
+            fetch.is_over = True
+            for block, index, is_there in zip(fetch.blocks, indices, done):
                 self._end(block, index, is_there)
-            tier.reads.record_fetch(done, seconds)
+            fetch.tier.record_fetch(done, seconds)
 
-        tier.reads.begin_fetch(num)
-        keys = [block.key for block in blocks]
-        job = self._jobs.add(False, tier.index, keys, indices, ended)
-        self.fetched_by.update(dict.fromkeys(keys, job))
-        tier.num_filling += num
-        return job, blocks
+        fetch.tier.begin_fetch(num)
+        keys = [block.key for block in fetch.blocks]
+        self.by_key.update(dict.fromkeys(keys, fetch))
+        self._jobs.add(self._jobs.make(False, fetch.tier.index, keys, indices), ended)
+        return fetch
 
     def _end(self, block: SecondaryBlock, index: int, is_there: bool) -> None:
         key, tier = block.key, block.tier
-        del self.fetched_by[key]
-        tier.num_filling -= 1
+        del self.by_key[key]
         if is_there and not self._jobs.is_detached and not self._table.has(key):
             tier.presence.mark_present(key)
-            self._arrivals.add(key, tier)
+            self._came_from[key] = tier
+            if len(self._came_from) > self._table.num_slots:
+                del self._came_from[next(iter(self._came_from))]
             self._table.fill(index, key, block.num_tokens)
             return
         if not is_there:
             tier.presence.mark_absent(key)
         self._table.unreserve(index)
+
+    def record_hit(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Count those of `keys` that came, and that a request hits for the first
+        time."""
+        if self._came_from:
+            for key in keys:
+                if (tier := self._came_from.pop(key, None)) is not None:
+                    tier.num_hit += 1
+
+    def forget(self) -> None:
+        """No hit of what came counts any more."""
+        self._came_from.clear()

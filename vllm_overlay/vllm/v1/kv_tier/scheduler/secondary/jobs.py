@@ -12,55 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
 
-# For all ranks together: enough for all threads of a rank, but short.
-_MAX_JOB_BYTES = 64 << 20
-# Part of the slots that may be in writes at a time: steps can be a quarter of a second
-# apart, in which gigabytes are written.
-_MAX_WRITING = 1 / 4
-
 _MAX_KEY_BYTES = 64
-
-
-def secondary_layout(
-    tiers: Sequence[SecondaryTier],
-    num_ranks: int,
-    block_sizes: Sequence[int],
-    num_slots: int,
-    slot_bytes: int,
-    tokens_per_block: float,
-) -> SecondaryLayout:
-    """Make the description of a host tier's secondary tiers.
-
-    Args:
-        tiers: In the order in which they are asked.
-        num_ranks: Number of ranks with KV memory.
-        block_sizes: Tokens of a block, for each KV cache group.
-        num_slots: Number of host slots.
-        slot_bytes: Bytes of a slot on all ranks together.
-        tokens_per_block: Tokens whose KV takes one block, over all groups together.
-
-    """
-    return SecondaryLayout(
-        tuple(tiers),
-        num_ranks,
-        tuple(block_sizes),
-        max_writing=max(1, int(_MAX_WRITING * num_slots)),
-        max_job=max(1, _MAX_JOB_BYTES // slot_bytes),
-        max_known=4 * num_slots,
-        tokens_per_block=tokens_per_block,
-    )
-
-
-def labels(types: Sequence[str]) -> list[str]:
-    """Labels for metrics: types of the tiers, numbered where a type occurs twice."""
-    return [
-        kind if types.count(kind) == 1 else f"{kind}-{types[: i + 1].count(kind)}"
-        for i, kind in enumerate(types)
-    ]
 
 
 def object_keys(keys: Sequence[bytes]) -> list[bytes]:
@@ -121,32 +76,6 @@ class SecondaryJobs:
         # Numbers of those that are over on all ranks, and whose end comes later.
         self._ending: deque[int] = deque()
 
-    def add(
-        self,
-        is_put: bool,
-        tier: int,
-        keys: Sequence[BlockHashWithGroupId],
-        slots: list[int],
-        ended: Ended,
-    ) -> int:
-        """Add a job to the next plan.
-
-        Args:
-            is_put: True: from slots to the store. False: from the store to slots.
-            tier: Index of the secondary tier.
-            keys: Keys of blocks; at least one.
-            slots: Equally many slots.
-            ended: Called once, at the end.
-
-        Returns:
-            Number of the job.
-
-        """
-        job = self.make(is_put, tier, keys, slots)
-        self._queue.append(job)
-        self._jobs[job.number] = _Job([True] * len(slots), ended, tier)
-        return job.number
-
     def make(
         self,
         is_put: bool,
@@ -154,7 +83,7 @@ class SecondaryJobs:
         keys: Sequence[BlockHashWithGroupId],
         slots: list[int],
     ) -> SecondaryJob:
-        """Make a job with its fences, without tracking its end; see `add`."""
+        """Make a job with its fences, for at least one block; as `SecondaryJob`."""
         self._num_jobs += 1
         stored, loaded = self._table.last_copies(slots)
         return SecondaryJob(
@@ -167,6 +96,11 @@ class SecondaryJobs:
             # Loads may read slots that are being written to a store.
             after_loads=0 if is_put else loaded,
         )
+
+    def add(self, job: SecondaryJob, ended: Ended) -> None:
+        """Add a job to the next plan. `ended` is called once, at its end."""
+        self._queue.append(job)
+        self._jobs[job.number] = _Job([True] * len(job.slots), ended, job.tier)
 
     def finish(self, plan: StepPlan) -> None:
         """Put the added jobs into `plan`."""
@@ -184,12 +118,8 @@ class SecondaryJobs:
             for index in result.changed:
                 if (slot := self._table.at(index)) is not None:
                     self._table.remove(slot)
-            if job.num_told:
-                told = zip(job.done, result.done, strict=True)
-                job.done = [a and b for a, b in told]
-            else:
-                assert len(result.done) == len(job.done)
-                job.done = list(result.done)
+            told = zip(job.done, result.done, strict=True)
+            job.done = [a and b for a, b in told]
             self.evicted_bytes[job.tier] += result.evicted_bytes
             job.seconds = max(job.seconds, result.seconds)
             job.num_told += 1
@@ -213,7 +143,3 @@ class SecondaryJobs:
     def has_ending(self) -> bool:
         """Whether the next step takes in more ends."""
         return bool(self._ending)
-
-    def is_under_way(self, number: int) -> bool:
-        """Whether the job has not ended."""
-        return number in self._jobs

@@ -2,12 +2,13 @@
 """Which blocks of prompts are missing on device and host, and which of these a store
 has. A separate thread asks the store."""
 
+import math
 import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import (
@@ -17,10 +18,10 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.kv_tier.gil import fast_switching
+from vllm.v1.kv_tier.layout import Answer
 from vllm.v1.kv_tier.scheduler.kv_groups import hashes_of_blocks
 from vllm.v1.kv_tier.scheduler.secondary.tier import Wanted
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
-from vllm.v1.kv_tier.stores.settings import StoreConfig
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -103,45 +104,31 @@ class PromptLookup:
 Exists = Callable[[Sequence[bytes]], list[bool]]
 """Whether objects of these keys exist on all ranks. May block."""
 
-Question = tuple[int, Sequence[bytes], float]
-"""Number, keys, and deadline in seconds of `time.monotonic`. Number 0 is no question:
-these keys exist now."""
-Answer = tuple[int, list[bool], float]
-"""Number of the question, whether each key exists, and the seconds it took; negative
-seconds if nothing was asked."""
-
 _MISS_S = 1.0
 _DEADLINE_S = 5.0
 MAX_MISSES = 1 << 16
 MAX_ASKED = 1 << 18
 """Most keys in open questions. A key takes at most 64 bytes, and Python another 70."""
-MAX_ANSWERS = 1 << 20
-"""Most keys in answers that are not taken, because requests were aborted or did not
-wait. A key takes eight bytes."""
-_REFUSED = -1
 
 
-def exists_on_all(
-    entry: StoreConfig, writers: Sequence[tuple[str, int]], replicas: int
-) -> Exists:
-    """A function that tells which objects all ranks have.
+class Question:
+    """Keys that a store is asked for. It has its answer, which goes with it."""
 
-    Args:
-        entry: The store.
-        writers: Namespace and bytes of an object for each rank that writes.
-        replicas: Number of ranks for which each of them writes.
+    def __init__(self, keys: Sequence[bytes], until: float, is_news: bool) -> None:
+        self.keys = keys
+        self.until = until
+        """Deadline in seconds of `time.monotonic`."""
+        self.is_news = is_news
+        """Nothing is asked: the store has these keys now."""
+        self.answer: list[bool] = []
+        self.is_over = threading.Event()
 
-    """
-    stores = [
-        entry.open(rank_space, i * replicas, num_bytes)
-        for i, (rank_space, num_bytes) in enumerate(writers)
-        if num_bytes
-    ]
-
-    def exists(keys: Sequence[bytes]) -> list[bool]:
-        return [all(each) for each in zip(*(store.exists(keys) for store in stores))]
-
-    return exists
+    def wait(self, until: float) -> list[bool] | None:
+        """As `layout.Answer`."""
+        if self.is_over.is_set():
+            return self.answer
+        left = until - time.monotonic()
+        return self.answer if left > 0 and self.is_over.wait(left) else None
 
 
 class AsyncLookup:
@@ -164,113 +151,84 @@ class AsyncLookup:
         clock: Callable[[], float] = time.monotonic,
         deadline_s: float = _DEADLINE_S,
     ) -> None:
-        self.ask_s = 0.0
-        """Seconds that the last answer took."""
         self._deadline_s = deadline_s
-        self._num_asked = self._num_dropped = 0
-        # For each open question, in order, its number of keys and deadline. Then the
-        # numbers of keys that are asked, that arrived meanwhile, and in answers.
-        self._open: dict[int, tuple[int, float]] = {}
-        self._num_open = self._num_come = self._num_kept = 0
-        self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
-        self._told: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._answers: dict[int, list[bool]] = {}
-        threading.Thread(
-            target=_run,
-            args=(_Misses(exists, miss_s, clock), self._questions, self._told),
-            name="kv-tier-ask",
-            daemon=True,
-        ).start()
+        # Those that the thread has not finished, and the number of their keys.
+        self._open: deque[Question] = deque()
+        self._num_open = 0
+        self._asker = asker = _Asker(exists, miss_s, clock)
+        threading.Thread(target=asker.run, name="kv-tier-ask", daemon=True).start()
         # The thread holds no reference to this object.
-        weakref.finalize(self, self._questions.put, None)
+        weakref.finalize(self, asker.questions.put, None)
 
-    def ask(self, keys: Sequence[bytes]) -> int:
-        """Queue a question, and return its number.
+    @property
+    def ask_s(self) -> float:
+        """Seconds that the last answer took."""
+        return self._asker.ask_s
 
-        If no question can be asked now, the number has an empty answer at once. With
-        too many keys, only the first ones are asked for.
+    def ask(self, keys: Sequence[bytes]) -> Answer:
+        """Queue a question.
+
+        If none can be asked now, its answer is empty, and there at once. With too many
+        keys, only the first ones are asked for.
         """
-        self._take_answers()
-        now, keys = time.monotonic(), keys[:MAX_ASKED]
-        _, oldest_until = next(iter(self._open.values()), (0, now))
-        if now > oldest_until or self._num_open + len(keys) > MAX_ASKED:
-            return _REFUSED
-        self._num_asked += 1
-        until = now + self._deadline_s
-        self._open[self._num_asked] = len(keys), until
-        self._num_open += len(keys)
-        self._questions.put((self._num_asked, keys, until))
-        return self._num_asked
+        question = Question(
+            keys[:MAX_ASKED], time.monotonic() + self._deadline_s, False
+        )
+        if not self._queue(question):
+            question.is_over.set()
+        return question.wait
 
     def mark_present(self, keys: Sequence[bytes]) -> None:
         """Note that the store has `keys` now, so that they are asked for again."""
-        self._take_answers()
-        # Beyond the limit they are found a moment later.
-        if self._num_come + len(keys) <= MAX_ASKED:
-            self._num_come += len(keys)
-            self._questions.put((0, keys, 0.0))
+        # Where there is no room for it, they are found a moment later.
+        self._queue(Question(keys, math.inf, True))
 
-    def take_answer(self, number: int, until: float = 0.0) -> list[bool] | None:
-        """Take the answer to a question: for each key whether it exists.
-
-        Returns:
-            None if there is no answer yet; empty if the answer was dropped.
-
-        Args:
-            number: Number of the question.
-            until: How long to wait for the answer, in seconds of `time.monotonic`.
-
-        """
-        self._take_answers()
-        while number not in self._answers and number > self._num_dropped:
-            # Answers come in the order of the questions.
-            if (left := until - time.monotonic()) <= 0:
-                return None
-            self._take_answers(left)
-        answer = self._answers.pop(number, None)
-        if answer is None:
-            return []
-        self._num_kept -= len(answer) + 1
-        return answer
-
-    def _take_answers(self, wait_s: float = 0.0) -> None:
-        """Receive answers. Waits up to `wait_s` for the first one."""
-        with suppress(queue.Empty):
-            while True:
-                number, answer, seconds = self._told.get(wait_s > 0, wait_s)
-                wait_s = 0.0
-                if number == 0:
-                    self._num_come -= len(answer)
-                    continue
-                num_keys, _ = self._open.pop(number)
-                self._num_open -= num_keys
-                if seconds >= 0:
-                    self.ask_s = seconds
-                self._answers[number] = answer
-                # Count one more, since there may be many empty answers.
-                self._num_kept += len(answer) + 1
-                if self._num_kept > MAX_ANSWERS:
-                    self._drop()
-
-    def _drop(self) -> None:
-        """Drop the older half of the answers."""
-        while self._num_kept > MAX_ANSWERS // 2:
-            self._num_dropped = next(iter(self._answers))
-            self._num_kept -= len(self._answers.pop(self._num_dropped)) + 1
+    def _queue(self, question: Question) -> bool:
+        """Queue `question`, unless the store hangs or has too many."""
+        while self._open and self._open[0].is_over.is_set():
+            self._num_open -= len(self._open.popleft().keys)
+        is_late = bool(self._open) and time.monotonic() > self._open[0].until
+        if is_late or self._num_open + len(question.keys) > MAX_ASKED:
+            return False
+        self._num_open += len(question.keys)
+        self._open.append(question)
+        self._asker.questions.put(question)
+        return True
 
 
-class _Misses:
-    """Answers no for keys that were missing a moment ago, and asks for the others."""
+class _Asker:
+    """What the thread needs. It asks for no key that was missing a moment ago."""
 
     def __init__(
         self, exists: Exists, miss_s: float, clock: Callable[[], float]
     ) -> None:
+        self.ask_s = 0.0
+        self.questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._exists = exists
         self._miss_s, self._clock = miss_s, clock
         # Times until which keys count as missing, oldest first.
         self._until: dict[bytes, float] = {}
 
-    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+    def run(self) -> None:
+        while (question := self.questions.get()) is not None:
+            if question.is_news:
+                for key in question.keys:
+                    self._until.pop(key, None)
+            elif (begun := time.monotonic()) <= question.until:
+                try:
+                    with fast_switching():
+                        question.answer = self._ask(question.keys)
+                except BaseException:
+                    # Stores answer False if they cannot tell. An exception is a defect,
+                    # of any class, and must not end this thread.
+                    logger.exception("KV tier: a secondary tier could not be asked.")
+                    question.answer = [False] * len(question.keys)
+                self.ask_s = time.monotonic() - begun
+            question.is_over.set()
+            # The next one may be long in coming.
+            del question
+
+    def _ask(self, keys: Sequence[bytes]) -> list[bool]:
         now, until = self._clock(), self._until
         while until and until[first := next(iter(until))] <= now:
             del until[first]
@@ -284,34 +242,3 @@ class _Misses:
             while len(until) > MAX_MISSES:
                 del until[next(iter(until))]
         return [key in there for key in keys]
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """Stop treating `keys` as missing."""
-        for key in keys:
-            self._until.pop(key, None)
-
-
-def _run(
-    misses: _Misses,
-    questions: "queue.SimpleQueue[Question | None]",
-    told: "queue.SimpleQueue[Answer]",
-) -> None:
-    while (question := questions.get()) is not None:
-        number, keys, until = question
-        if number == 0:
-            misses.forget(keys)
-            told.put((0, [True] * len(keys), -1.0))
-            continue
-        begun = time.monotonic()
-        if begun > until:
-            told.put((number, [], -1.0))
-            continue
-        try:
-            with fast_switching():
-                answer = misses.exists(keys)
-        except BaseException:
-            # Stores answer False if they cannot tell. An exception is a defect, of any
-            # class, and must not end this thread.
-            logger.exception("KV tier: a secondary tier could not be asked.")
-            answer = [False] * len(keys)
-        told.put((number, answer, time.monotonic() - begun))

@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.layout import SecondaryLayout
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.kv_groups import UsedBlocks
+from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetches
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.secondary.reader import SecondaryReader
-from vllm.v1.kv_tier.scheduler.secondary.tier import Arrivals, Tier
+from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Tier
 from vllm.v1.kv_tier.scheduler.secondary.writer import SecondaryWriter
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.stats import SecondaryStats
-from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
@@ -60,69 +59,45 @@ def make_secondary_manager(
                 f"model, whose KV blocks of {size} tokens have keys for each "
                 f"{hash_size}. Remove secondary_tiers."
             )
-    is_cached = pool.cached_block_hash_to_block.get_one_block
-    manager = SecondaryTierManager(
-        layout.secondary, hash_size, table, costs, is_cached, layout.tuning
+    view = PoolView(
+        layout.secondary,
+        hash_size,
+        table,
+        costs,
+        pool.cached_block_hash_to_block.get_one_block,
+        layout.tuning,
+        layout.can_jump,
     )
-    for tier in manager.tiers:
-        tier.reads.meets = layout.can_jump
-    return manager
+    return SecondaryTierManager(view)
 
 
 class SecondaryTierManager:
-    """Writes to secondary tiers, reads from them, and tracks both.
+    """Writes to secondary tiers, reads from them, and tracks both."""
 
-    Args:
-        layout: The secondary tiers.
-        hash_size: Tokens of a block hash of a request.
-        table: The slot table.
-        costs: Costs of loads and of compute.
-        is_cached: Whether the device has a block.
-        tuning: Limits.
-
-    """
-
-    def __init__(
-        self,
-        layout: SecondaryLayout,
-        hash_size: int,
-        table: SlotTable,
-        costs: Costs,
-        is_cached: Callable[[BlockHashWithGroupId], object],
-        tuning: SchedulingTuning,
-    ) -> None:
-        self._layout = layout
-        self._tuning = tuning
+    def __init__(self, pool: PoolView) -> None:
+        self._layout = layout = pool.layout
+        self._pool = pool
         self._num_outputs = 0
         self.is_flushed = False
         """Whether the engine has written for the last time."""
-        self._table = table
         self._seq = 0
         self._idle_since: float | None = None
-        self._jobs = jobs = SecondaryJobs(table, layout.num_ranks, tuning.max_ended)
-        self.tiers = [
-            Tier(i, settings, layout, costs, tuning)
-            for i, settings in enumerate(layout.tiers)
-        ]
-        self.writers = [
-            SecondaryWriter(tier, layout, table, jobs) for tier in self.tiers
-        ]
-        self._arrivals = arrivals = Arrivals(table.num_slots)
-        self._costs = costs
-        self.reader = SecondaryReader(
-            layout,
-            hash_size,
-            self.tiers,
-            table,
-            jobs,
-            costs,
-            is_cached,
-            arrivals,
-            tuning,
+        self._jobs = jobs = SecondaryJobs(
+            pool.table, layout.num_ranks, pool.tuning.max_ended
         )
-        layout.rank_calls.may_change = self._weights_may_change
+        self.tiers = [Tier(i, each, pool) for i, each in enumerate(layout.tiers)]
+        self.writers = [SecondaryWriter(tier, pool, jobs) for tier in self.tiers]
+        self.fetches = Fetches(pool, jobs)
+        self.reader = SecondaryReader(pool, self.tiers, jobs, self.fetches)
+        self.block_sizes = layout.block_sizes
+        """Tokens of a block, for each KV cache group."""
+        layout.rank_calls.may_change = lambda method: self.detach(
+            f"{method} of the ranks was called, which may change weights"
+        )
         self.on_detached: Callable[[], None] = lambda: None
         """Called when the tiers are not used any more."""
+
+    # ------------------------------------------------------------------ a step
 
     def record_output(self) -> None:
         """Note that the scheduler has taken the output of a step, with its report.
@@ -131,38 +106,24 @@ class SecondaryTierManager:
         """
         self._num_outputs += 1
         for tier in self.tiers:
-            tier.reads.record_output()
+            tier.record_output()
 
-    @property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Tokens of a block, for each KV cache group."""
-        return self._layout.block_sizes
+    def take_results(self, results: Sequence[SecondaryResult]) -> None:
+        """Take in results that ranks have reported."""
+        self._jobs.take_results(results)
 
-    def finder(self, locality: str) -> Callable[[BlockHashWithGroupId], object]:
-        """A lookup that is not None for keys that a tier of `locality` has."""
-        known = [
-            tier.presence.keys
-            for tier in self.tiers
-            if tier.settings.locality == locality
-        ]
-        return lambda key: next((keys for keys in known if key in keys), None)
-
-    def is_moving(self, key: BlockHashWithGroupId) -> bool:
-        """Whether `key` is being written or read.
-
-        At the end the listeners of a tier's presence are called.
-        """
-        return key in self.reader.fetches.fetched_by or any(
-            writer.is_writing(key) for writer in self.writers
-        )
+    def put_last(self, key: BlockHashWithGroupId) -> None:
+        """Write `key` after all others, if it is to be written."""
+        for writer in self.writers:
+            writer.put_last(key)
 
     def on_hit(self, request: Request, used: UsedBlocks) -> None:
         """A request is admitted with blocks whose slots, if any, may be due now."""
         keys = used.keys
-        self._table.keep_passed(keys)
+        self._pool.table.keep_passed(keys)
         for writer in self.writers:
             writer.record_hit(keys)
-        self._arrivals.record_hit(keys)
+        self.fetches.record_hit(keys)
 
     def finish(self, plan: StepPlan, is_idle: bool) -> None:
         """Put the jobs of a step into its plan.
@@ -182,7 +143,7 @@ class SecondaryTierManager:
         if not is_idle:
             self._idle_since = None
         elif self._idle_since is None:
-            self._idle_since = self._costs.clock()
+            self._idle_since = self._pool.costs.clock()
         plan.asks_secondary = is_idle and self.reader.num_asked > 0
         if is_idle and not self._jobs.has_ending:
             num = self.reader.num_awaited or int(self.writes_on)
@@ -191,26 +152,61 @@ class SecondaryTierManager:
         self.reader.end_step()
 
     @property
+    def settled(self) -> int:
+        """Nothing that plans up to this one have stored turns out to be void."""
+        # A load of an earlier step may fail, which voids what was computed since.
+        return max(
+            self._num_outputs - self._pool.tuning.settled_outputs,
+            self._seq - self._pool.tuning.settled_steps,
+        )
+
+    # --------------------------------------------------------- what others ask
+
+    def finder(self, locality: str) -> Callable[[BlockHashWithGroupId], object]:
+        """A lookup that is not None for keys that a tier of `locality` has."""
+        known = [
+            tier.presence.keys
+            for tier in self.tiers
+            if tier.settings.locality == locality
+        ]
+        return lambda key: next((keys for keys in known if key in keys), None)
+
+    def is_moving(self, key: BlockHashWithGroupId) -> bool:
+        """Whether `key` is being written or read.
+
+        At the end the listeners of a tier's presence are called.
+        """
+        return key in self.fetches.by_key or any(
+            key in writer.writing for writer in self.writers
+        )
+
+    def take_stats(self) -> dict[str, SecondaryStats]:
+        """Stats of each tier since the last call."""
+        for writer in self.writers:
+            tier, stats = writer.tier, writer.tier.stats
+            stats.evicted_bytes = self._jobs.evicted_bytes.pop(tier.index, 0)
+            stats.due_blocks = len(writer.due)
+            stats.writing_blocks = len(writer.writing)
+            stats.filling_blocks = tier.num_under_way
+            stats.is_closed = int(tier.is_avoided(self._pool.can_jump))
+            stats.loaded_tokens = self._layout.tokens_of(stats.loaded_blocks)
+            stats.hit_tokens = self._layout.tokens_of(tier.num_hit)
+            tier.num_hit = 0
+        return {tier.settings.label: tier.stats.take() for tier in self.tiers}
+
+    # ----------------------------------------------------------------- the end
+
+    @property
     def writes_on(self) -> bool:
         """Whether an engine without requests should keep stepping to write.
 
         It does so for at most `flush_s` seconds.
         """
-        now = self._costs.clock()
+        now = self._pool.costs.clock()
         idle_s = now - (now if self._idle_since is None else self._idle_since)
         return any(
-            idle_s < writer.tier.settings.flush_s
-            and (writer.num_due or writer.num_writing)
+            idle_s < writer.tier.settings.flush_s and (writer.due or writer.writing)
             for writer in self.writers
-        )
-
-    @property
-    def settled(self) -> int:
-        """Nothing that plans up to this one have stored turns out to be void."""
-        # A load of an earlier step may fail, which voids what was computed since.
-        return max(
-            self._num_outputs - self._tuning.settled_outputs,
-            self._seq - self._tuning.settled_steps,
         )
 
     def last_jobs(self) -> list[tuple[float, list[SecondaryJob]]]:
@@ -222,7 +218,7 @@ class SecondaryTierManager:
         """
         if self._jobs.is_detached:
             return []
-        slots, settled = self._table.by_value(), self.settled
+        slots, settled = self._pool.table.by_value(), self.settled
         if self._num_outputs == self._seq:
             # Ranks have reported all of them, and were asked once more.
             settled = self._seq
@@ -231,10 +227,6 @@ class SecondaryTierManager:
             for writer in self.writers
             if (flush_s := writer.tier.settings.flush_s)
         ]
-
-    def take_results(self, results: Sequence[SecondaryResult]) -> None:
-        """Take in results that ranks have reported."""
-        self._jobs.take_results(results)
 
     def detach(self, reason: str) -> None:
         """Stop using the tiers: what was computed until now is void."""
@@ -248,25 +240,7 @@ class SecondaryTierManager:
         for tier in self.tiers:
             tier.presence.close()
         for writer in self.writers:
-            writer.forget()
+            writer.due.clear()
+        self.fetches.forget()
         self.reader.forget()
-        self._arrivals.clear()
         self.on_detached()
-
-    def _weights_may_change(self, method: str) -> None:
-        self.detach(f"{method} of the ranks was called, which may change weights")
-
-    def take_stats(self) -> dict[str, SecondaryStats]:
-        """Stats of each tier since the last call."""
-        evicted_bytes = self._jobs.evicted_bytes
-        for writer in self.writers:
-            tier, stats = writer.tier, writer.tier.stats
-            stats.evicted_bytes = evicted_bytes.pop(tier.index, 0)
-            stats.due_blocks = writer.num_due
-            stats.writing_blocks = writer.num_writing
-            stats.filling_blocks = tier.num_filling
-            stats.is_closed = int(tier.reads.is_avoided(tier.reads.meets))
-            stats.loaded_tokens = self._layout.tokens_of(stats.loaded_blocks)
-            stats.hit_tokens = self._layout.tokens_of(tier.num_hit)
-            tier.num_hit = 0
-        return {tier.settings.label: tier.stats.take() for tier in self.tiers}

@@ -11,20 +11,16 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.scheduler.costs import Costs
-from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetches, SecondaryBlock
-from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
-from vllm.v1.kv_tier.scheduler.secondary.tier import Tier, Wanted
-from vllm.v1.kv_tier.tuning import SchedulingTuning
+from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetch, Fetches, SecondaryBlock
+from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Wanted
 from vllm.v1.request import Request
 
 
 @dataclass
 class _Piece:
-    """Consecutive blocks that one job fetches."""
+    """Consecutive blocks of one fetch."""
 
-    job: int
-    tier: Tier
+    fetch: Fetch
     begin: int
     """Prefix tokens before the first block."""
     end: int
@@ -46,43 +42,23 @@ class _Meeting:
     """Prefix tokens up to the last of them."""
     pieces: list[_Piece] = field(default_factory=list)
     """In flight, from the end of the prompt on."""
-    waits: bool = False
-    """Whether the step that is planned leaves it out."""
     has_met: bool = False
     """Whether it has jumped."""
 
 
 class Meetings:
-    """Requests whose front computes towards a back that is being fetched.
+    """Requests whose front computes towards a back that is being fetched."""
 
-    Args:
-        block_size: Tokens of a block.
-        jobs: Knows which pieces have ended.
-        costs: Costs of compute, and the clock.
-        is_there: Whether the device or the host has a block.
-        fetches: Begins to fetch blocks.
-        tuning: Limits.
-
-    """
-
-    def __init__(
-        self,
-        block_size: int,
-        jobs: SecondaryJobs,
-        costs: Costs,
-        is_there: Callable[[BlockHashWithGroupId | None], object],
-        fetches: Fetches,
-        tuning: SchedulingTuning,
-    ) -> None:
-        self._size = block_size
-        self._jobs = jobs
-        self._costs = costs
-        self.is_there = is_there
-        """Whether the device or the host has a block."""
+    def __init__(self, pool: PoolView, fetches: Fetches) -> None:
+        self._pool = pool
+        self._size = pool.layout.block_sizes[0]
+        self._costs = pool.costs
+        self._tuning = pool.tuning
         self._fetches = fetches
-        self._tuning = tuning
         # Weak, since the tier is not notified of aborted requests.
         self._meetings: WeakKeyDictionary[Request, _Meeting] = WeakKeyDictionary()
+        self.is_waiting = False
+        """Whether the step leaves out a request that waits for a piece."""
 
     def __len__(self) -> int:
         return len(self._meetings)
@@ -112,7 +88,7 @@ class Meetings:
                 break
             if key in found:
                 blocks.append(found[key])
-            elif not self.is_there(key):
+            elif not self._pool.is_there(key):
                 break
         if blocks:
             begin, end = blocks[0].num_tokens - self._size, blocks[-1].num_tokens
@@ -121,8 +97,7 @@ class Meetings:
 
     def end_step(self) -> None:
         """Requests that were left out may be in the next step."""
-        for meeting in self._meetings.values():
-            meeting.waits = False
+        self.is_waiting = False
 
     # ---------------------------------------------------------------- the back
 
@@ -138,64 +113,57 @@ class Meetings:
 
     def _extend(self, meeting: _Meeting, front: int) -> None:
         """Begin more pieces in front of those that were begun."""
-        todo = meeting.todo
+        todo, by_key = meeting.todo, self._fetches.by_key
         while todo and todo[-1].num_tokens > front:
             block = todo[-1]
-            if self.is_there(block.key):
+            if self._pool.is_there(block.key):
                 todo.pop()
-            elif (job := self._fetches.fetched_by.get(block.key)) is not None:
+            elif (fetch := by_key.get(block.key)) is not None:
                 # Another request fetches it, or this one before it was preempted.
                 todo.pop()
-                self._add(meeting, job, [block])
-            elif not self._begin_piece(meeting, front):
+                self._add(meeting, fetch, [block])
+            elif (fetch := self._begin_piece(meeting, front)) is not None:
+                del todo[len(todo) - len(fetch.blocks) :]
+                self._add(meeting, fetch, fetch.blocks)
+            else:
                 return
         todo.clear()
 
-    def _begin_piece(self, meeting: _Meeting, front: int) -> bool:
-        """Begin the last piece of what is not begun, unless it would be late."""
+    def _begin_piece(self, meeting: _Meeting, front: int) -> Fetch | None:
+        """Begin to fetch the last of what is not begun, unless it would be late."""
         todo = meeting.todo
-        tier = todo[-1].tier
-        first = len(todo)
-        most = tier.reads.most_to_meet(
-            (todo[-1].num_tokens - front) / self._size,
-            tier.num_filling,
-            is_first=todo[-1].num_tokens == meeting.end,
+        last = todo[-1]
+        most = last.tier.most_to_meet(
+            (last.num_tokens - front) / self._size,
+            is_first=last.num_tokens == meeting.end,
         )
-        most = min(most, self._fetches.job_size(tier))
-        while first and len(todo) - first < most:
-            block, end = todo[first - 1], todo[first:]
-            if block.tier is not tier or block.num_tokens <= front:
+        most = min(most, last.tier.job_size)
+        piece: list[SecondaryBlock] = []
+        for block in reversed(todo):
+            if len(piece) >= most or block.tier is not last.tier:
                 break
-            if end and block.num_tokens + self._size != end[0].num_tokens:
+            # It ends before a hole, and before what is there or on its way by now.
+            is_next = block.num_tokens == last.num_tokens - len(piece) * self._size
+            if not is_next or block.num_tokens <= front or self._is_begun(block):
                 break
-            if end and self._needs_no_job(block):
-                break
-            first -= 1
-        if first == len(todo):
-            return False
-        job, begun = self._fetches.begin(todo[first:], from_end=True)
-        if not begun:
-            return False
-        del todo[len(todo) - len(begun) :]
-        self._add(meeting, job, begun)
-        return True
+            piece.append(block)
+        return self._fetches.begin(piece[::-1], from_end=True) if piece else None
 
-    def _needs_no_job(self, block: SecondaryBlock) -> bool:
-        return bool(self.is_there(block.key) or block.key in self._fetches.fetched_by)
+    def _is_begun(self, block: SecondaryBlock) -> bool:
+        return block.key in self._fetches.by_key or self._pool.is_there(block.key)
 
     def _add(
-        self, meeting: _Meeting, job: int, blocks: Sequence[SecondaryBlock]
+        self, meeting: _Meeting, fetch: Fetch, blocks: Sequence[SecondaryBlock]
     ) -> None:
-        """Record that `job` fetches `blocks`, which precede all others of it."""
-        tier = blocks[0].tier
-        begin = blocks[0].num_tokens - self._size
+        """Record that `fetch` has `blocks`, which precede all others of the meeting."""
+        begin, end = blocks[0].num_tokens - self._size, blocks[-1].num_tokens
         last = meeting.pieces[-1] if meeting.pieces else None
-        if last is not None and last.job == job and last.begin == blocks[-1].num_tokens:
+        if last is not None and last.fetch is fetch and last.begin == end:
             last.begin = begin
             return
-        fetch_s = tier.reads.fetch_s or self._costs.compute_s
-        due = self._costs.clock() + tier.num_filling * fetch_s
-        meeting.pieces.append(_Piece(job, tier, begin, blocks[-1].num_tokens, due))
+        fetch_s = fetch.tier.fetch_s or self._costs.compute_s
+        due = self._costs.clock() + fetch.tier.num_under_way * fetch_s
+        meeting.pieces.append(_Piece(fetch, begin, end, due))
 
     # --------------------------------------------------------------- the front
 
@@ -232,14 +200,14 @@ class Meetings:
                 end = min(end, piece.begin)
                 break
             if may_wait and self._arrives_soon(piece):
-                meeting.waits = True
+                self.is_waiting = True
                 return 0
             # It may never come, so each step computes twice as much as the last.
             few = self._few_tokens << min(piece.num_steps, 16)
             end = min(end, piece.end, start - start % size + few)
             piece.num_steps += 1
         for index in range(start // size + 1, -(-end // size)):
-            if self.is_there(keys(index)):
+            if self._pool.is_there(keys(index)):
                 end = index * size
                 break
         if end == meeting.end:
@@ -256,12 +224,12 @@ class Meetings:
 
     def _drop_overtaken(self, meeting: _Meeting, start: int) -> None:
         """Drop pieces that have arrived, and those that the front has passed."""
-        pieces = [p for p in meeting.pieces if self._jobs.is_under_way(p.job)]
+        pieces = [piece for piece in meeting.pieces if not piece.fetch.is_over]
         meeting.pieces = [piece for piece in pieces if piece.end > start]
         for piece in pieces:
             if piece.end <= start:
                 num_blocks = (piece.end - piece.begin) // self._size
-                piece.tier.stats.overtaken_blocks += num_blocks
+                piece.fetch.tier.stats.overtaken_blocks += num_blocks
 
     @property
     def _few_tokens(self) -> int:
@@ -276,8 +244,3 @@ class Meetings:
         left_s = piece.due - self._costs.clock()
         num_blocks = min(self._few_tokens, piece.end - piece.begin) / self._size
         return 0 < left_s < num_blocks * self._costs.compute_s
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the step leaves out a request that waits for a piece."""
-        return any(meeting.waits for meeting in self._meetings.values())

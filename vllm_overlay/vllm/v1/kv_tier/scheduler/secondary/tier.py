@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """One secondary tier, as the scheduler sees it.
 
-What it is known to have (`PresenceIndex`), and what is worth reading (`ReadRate`).
+What it is known to have (`PresenceIndex`), and what is worth reading of it.
 """
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import compress, islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress
 from statistics import median_high
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.layout import Lookup, SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.secondary.jobs import object_keys
+from vllm.v1.kv_tier.scheduler.slots import SlotTable
 from vllm.v1.kv_tier.stats import SecondaryStats
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 
@@ -26,52 +28,25 @@ tuple, since Python's garbage collector stops tracking those after one look: tho
 of requests may wait, with hundreds of blocks each."""
 
 
-class Tier:
-    """A secondary tier of this engine.
+@dataclass(frozen=True, eq=False)
+class PoolView:
+    """The block pool, as its secondary tiers see it."""
 
-    Args:
-        index: Its index in the order in which tiers are asked.
-        settings: How it was opened.
-        layout: Limits.
-        costs: Costs of loads and of compute.
-        tuning: When it is not used.
+    layout: SecondaryLayout
+    hash_size: int
+    """Tokens of a block hash of a request."""
+    table: SlotTable
+    costs: Costs
+    """Costs of loads and of compute, and the clock."""
+    is_cached: Callable[[BlockHashWithGroupId], object]
+    """Whether the device has a block."""
+    tuning: SchedulingTuning
+    can_jump: bool
+    """Whether requests may compute while they are read for."""
 
-    """
-
-    def __init__(
-        self,
-        index: int,
-        settings: SecondaryTier,
-        layout: SecondaryLayout,
-        costs: Costs,
-        tuning: SchedulingTuning,
-    ) -> None:
-        self.index = index
-        self.settings = settings
-        self.stats = SecondaryStats()
-        self.presence = PresenceIndex(layout.max_known)
-        self.reads = ReadRate(settings, costs, self.stats, tuning)
-        self.num_filling = 0
-        """Slots that are being filled from it."""
-        self.num_hit = 0
-        """Blocks from it that a request has hit, since the reader reset this."""
-
-    def ask(self, wanted: Sequence[Wanted]) -> "Question":
-        """Ask which of these it has."""
-        return Question(self.settings.lookup, self.presence, wanted)
-
-    def record_writes(
-        self, keys: Sequence[BlockHashWithGroupId], done: Sequence[bool]
-    ) -> None:
-        """Record which of `keys` a job has written."""
-        # Requests that asked for these keys before got a negative answer.
-        if written := list(compress(keys, done)):
-            self.settings.lookup.mark_present(object_keys(written))
-        for key, is_written in zip(keys, done):
-            if is_written:
-                self.presence.mark_present(key)
-            else:
-                self.presence.notify(key)
+    def is_there(self, key: BlockHashWithGroupId | None) -> bool:
+        """Whether the device or the host has a block; False without a key."""
+        return bool(key and (self.table.get(key) or self.is_cached(key)))
 
 
 class PresenceIndex:
@@ -109,14 +84,6 @@ class PresenceIndex:
         self.keys.pop(key, None)
         self.notify(key)
 
-    def record_missing(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Record that the tier answers that it does not have `keys`."""
-        known = self.keys
-        for key in keys:
-            # A hot path: each new block of each prompt.
-            if key in known:
-                self.mark_absent(key)
-
     def notify(self, key: BlockHashWithGroupId) -> None:
         """Call the listeners."""
         for listener in self.listeners:
@@ -128,126 +95,45 @@ class PresenceIndex:
         self.keys.clear()
 
 
-class Question:
-    """A tier is asked which of these blocks it has. Steps take in the answer in parts.
-
-    Args:
-        lookup: Asks the tier.
-        presence: Keys that the tier is known to have.
-        wanted: The blocks.
-
-    """
-
-    def __init__(
-        self, lookup: Lookup, presence: PresenceIndex, wanted: Sequence[Wanted]
-    ) -> None:
-        self._lookup = lookup
-        self._presence = presence
-        self._wanted = wanted
-        self._number = lookup.ask(object_keys([key for key, _ in wanted]))
-        self._pairs: Iterator[tuple[Wanted, bool]] = iter(())
-        self.num_left: int | None = None
-        """Blocks of the answer that were not taken in; None without an answer."""
-
-    def take(self, num: int | None, until: float) -> tuple[int, list[Wanted]]:
-        """Take in the answer for up to `num` more blocks, None for all, if it is there.
-
-        What is missing is recorded: a restarted server has lost everything.
-
-        Args:
-            num: Number of blocks.
-            until: How long to wait for the answer, in seconds of `time.monotonic`.
-
-        Returns:
-            For how many, and those of them that the tier has.
-
-        """
-        if self.num_left is None:
-            # A question may be answered in part, or not at all.
-            answer = self._lookup.take_answer(self._number, until)
-            if answer is None:
-                return 0, []
-            self.num_left = min(len(self._wanted), len(answer))
-            self._pairs = zip(self._wanted, answer)
-        num = self.num_left if num is None else min(num, self.num_left)
-        self.num_left -= num
-        pairs = list(islice(self._pairs, num))
-        self._presence.record_missing(
-            key for (key, _), is_there in pairs if not is_there
-        )
-        return num, [wanted for wanted, is_there in pairs if is_there]
-
-
-class Arrivals:
-    """Blocks that were read from tiers into slots, and that no request has hit yet.
-
-    Args:
-        max_keys: Most blocks that are remembered. Older ones have left the host.
-
-    """
-
-    def __init__(self, max_keys: int) -> None:
-        self._max_keys = max_keys
-        self._tier_of: dict[BlockHashWithGroupId, Tier] = {}
-
-    def add(self, key: BlockHashWithGroupId, tier: Tier) -> None:
-        """Record that `key` was read from `tier`."""
-        self._tier_of[key] = tier
-        if len(self._tier_of) > self._max_keys:
-            del self._tier_of[next(iter(self._tier_of))]
-
-    def record_hit(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Count those of `keys` that a request hits for the first time."""
-        if self._tier_of:
-            for key in keys:
-                if (tier := self._tier_of.pop(key, None)) is not None:
-                    tier.num_hit += 1
-
-    def clear(self) -> None:
-        """Forget all blocks."""
-        self._tier_of.clear()
-
-
-class ReadRate:
-    """How fast a secondary tier is read, and what that makes worth reading.
+class Tier:
+    """A secondary tier of this engine: how fast it is, and what makes it worth reading.
 
     The rule: nothing is begun that cannot arrive before computing would be there. A
     tier that breaks it is avoided for `remeasure_s`, and then tried with a few blocks.
 
     Args:
-        tier: The tier.
-        costs: Costs of loads and of compute.
-        stats: Counts late requests.
-        tuning: How it is measured.
+        index: Its index in the order in which tiers are asked.
+        settings: How it was opened.
+        pool: Has costs and limits.
 
     """
 
-    def __init__(
-        self,
-        tier: SecondaryTier,
-        costs: Costs,
-        stats: SecondaryStats,
-        tuning: SchedulingTuning,
-    ) -> None:
-        self._stats = stats
-        self._tier = tier
-        self._costs = costs
-        self._tuning = tuning
+    def __init__(self, index: int, settings: SecondaryTier, pool: PoolView) -> None:
+        self.index = index
+        self.settings = settings
+        self.stats = SecondaryStats()
+        self.presence = PresenceIndex(pool.layout.max_known)
+        self.num_hit = 0
+        """Blocks from it that a request has hit, since the reader reset this."""
+        self._costs = pool.costs
+        self._tuning = tuning = pool.tuning
+        self._max_job = pool.layout.max_job
+        # Then a slow tier is read, too: as much as computing leaves time for.
+        self._can_meet = pool.can_jump
         # Seconds to fetch a block in the last jobs.
         self._fetched_s: deque[float] = deque(maxlen=tuning.num_fetches)
         self.fetch_s = 0.0
         """Their median, since single jobs may be slowed down by other disk access; 0 if
         unknown."""
-        self._came_at = self._late_at = self._tried_at = self._asked_at = -math.inf
-        # Sizes of the jobs under way, and since when the first of them is read.
+        self._came_at = self._late_at = self._tried_at = -math.inf
+        self._asked_at = self._told_at = -math.inf
+        self.num_under_way = 0
+        """Blocks that are being fetched, however late that ends."""
+        # Sizes of their jobs, and since when the first of them is read.
         self._under_way: deque[int] = deque()
         self._head_since = 0.0
         # Number of outputs without the report of a job that should have ended.
         self._num_silent = 0
-        self.meets = False
-        """Whether requests compute while it is read, so that a slow tier is read, too:
-        as much as computing leaves time for."""
-        self._told_at = -math.inf
 
     # ---------------------------------------------------------- what is measured
 
@@ -256,14 +142,15 @@ class ReadRate:
         if not self._under_way:
             self._head_since = self._costs.clock()
         self._under_way.append(num_blocks)
+        self.num_under_way += num_blocks
 
     def record_fetch(self, done: Sequence[bool], seconds: float) -> None:
         """Record the results of a job."""
         now, num_come = self._costs.clock(), sum(done)
-        self._stats.record_job("get", len(done), seconds)
-        self._stats.loaded_blocks += num_come
-        self._stats.missed_blocks += len(done) - num_come
-        self._under_way.popleft()
+        self.stats.record_job("get", len(done), seconds)
+        self.stats.loaded_blocks += num_come
+        self.stats.missed_blocks += len(done) - num_come
+        self.num_under_way -= self._under_way.popleft()
         self._head_since, self._num_silent = now, 0
         if num_come:
             if self._is_slow and now >= self._came_at + self._tuning.remeasure_s:
@@ -271,7 +158,7 @@ class ReadRate:
             self._came_at, self._late_at = now, -math.inf
             self._fetched_s.append(seconds / num_come)
             self.fetch_s = median_high(self._fetched_s)
-            if self._is_slow and self._costs.prefill_s and not self.meets:
+            if self._is_slow and self._costs.prefill_s and not self._can_meet:
                 self._log_once(now)
 
     def record_output(self) -> None:
@@ -280,11 +167,28 @@ class ReadRate:
 
     def record_late(self, since: float) -> None:
         """Record that a request, waiting since `since`, goes on without its blocks."""
-        self._stats.late_requests += 1
+        self.stats.late_requests += 1
         if self._came_at < since:
             # Otherwise it is busy, but delivers to others.
             self._late_at = self._costs.clock()
             self._log_once(self._late_at)
+
+    def record_writes(
+        self, keys: Sequence[BlockHashWithGroupId], done: Sequence[bool], seconds: float
+    ) -> None:
+        """Record which of `keys` a job has written."""
+        stats, num_stored = self.stats, sum(done)
+        stats.record_job("put", len(done), seconds)
+        stats.stored_blocks += num_stored
+        stats.refused_blocks += len(done) - num_stored
+        # Requests that asked for these keys before got a negative answer.
+        if num_stored:
+            self.settings.lookup.mark_present(object_keys([*compress(keys, done)]))
+        for key, is_written in zip(keys, done):
+            if is_written:
+                self.presence.mark_present(key)
+            else:
+                self.presence.notify(key)
 
     # ------------------------------------------------------------------ the rule
 
@@ -299,7 +203,9 @@ class ReadRate:
         if self._is_slow and not meets:
             last = max(last, self._came_at)
         is_recent = self._costs.clock() < last + self._tuning.remeasure_s
-        return is_recent or self._is_overdue
+        # Steps may take longer than jobs, and reports come with the next outputs.
+        is_silent = self._num_silent >= self._tuning.settled_outputs
+        return is_recent or (is_silent and self._is_behind)
 
     def may_ask(self, num_blocks: int, meets: bool) -> bool:
         """Whether reading `num_blocks` may save more time than an answer takes.
@@ -307,7 +213,7 @@ class ReadRate:
         True from time to time in any case, since answers may have become faster.
         """
         now = self._costs.clock()
-        is_gain = self._gain_s(num_blocks, meets) > self._tier.lookup.ask_s
+        is_gain = self._gain_s(num_blocks, meets) > self.settings.lookup.ask_s
         if self.is_avoided(meets) or not (
             is_gain or now >= self._asked_at + self._tuning.retry_store_s
         ):
@@ -315,54 +221,69 @@ class ReadRate:
         self._asked_at = now
         return True
 
-    def most_to_wait_for(self, num_blocks: int, num_before: int) -> int:
-        """How many of `num_blocks` a request should wait for, behind `num_before`
-        others: those that come in time, if waiting is faster than computing."""
+    def most_to_wait_for(self, num_blocks: int) -> int:
+        """How many of `num_blocks` more a request should wait for: those that come in
+        time, if waiting is faster than computing."""
         if self.is_avoided(False) or self._gain_s(num_blocks, False) <= 0:
             return 0
         if not self.fetch_s:
             return num_blocks
-        return math.ceil(self._tier.deadline_s / self.fetch_s) - 1 - num_before
+        most = math.ceil(self.settings.deadline_s / self.fetch_s) - 1
+        return most - self.num_under_way
 
-    def most_to_meet(self, distance: float, num_before: int, is_first: bool) -> int:
+    def most_to_meet(self, distance: float, is_first: bool) -> int:
         """How many of the last of `distance` blocks would arrive before a request has
-        computed those before them, behind `num_before` others.
+        computed those before them.
 
         Args:
             distance: Blocks that it lacks.
-            num_before: Blocks that are read first.
             is_first: Nothing is read for it so far, so a jump costs it some more steps.
 
         """
         if self.is_avoided(True):
             return 0
-        compute_s = self._costs.compute_s
+        compute_s, num_before = self._costs.compute_s, self.num_under_way
         fetch_s = self.fetch_s or compute_s
         room_s = distance * compute_s - num_before * fetch_s
         most, now = int(room_s / (fetch_s + compute_s)), self._costs.clock()
-        steps_s = self._tuning.meet_steps * self._costs.least_join_s
-        if most < 1 or (is_first and most * compute_s < steps_s):
+        if most < 1 or (is_first and most * compute_s < self._steps_s):
             # It may be faster by now.
-            tried_at = self._tried_at + self._tuning.remeasure_s
-            if num_before or now < tried_at:
+            if num_before or now < self._tried_at + self._tuning.remeasure_s:
                 return 0
             most = self._tuning.first_fetch
         self._tried_at = now
-        return max(0, most)
+        return most
+
+    def is_better_alone(self, num_blocks: int) -> bool:
+        """Whether a request that could meet `num_blocks` more should wait for them: the
+        tier is so fast that computing meanwhile saves less than its steps cost."""
+        if self.is_unknown or self.most_to_wait_for(num_blocks) < num_blocks:
+            return False
+        fetch_s, steps_s = self.fetch_s, self._steps_s
+        # Both together take as long as fetching all of it at the sum of both rates.
+        alone_s = (self.num_under_way + num_blocks) * fetch_s
+        return alone_s * fetch_s / (fetch_s + self._costs.compute_s) < steps_s
+
+    @property
+    def _steps_s(self) -> float:
+        """Seconds of the steps that meeting a fetch costs a request."""
+        return self._tuning.meet_steps * self._costs.least_join_s
 
     @property
     def is_unknown(self) -> bool:
         """Whether a few blocks should tell if the others are worth waiting for."""
         return not self.fetch_s or self._is_slow
 
-    def job_size(self, num_blocks: int) -> int:
-        """Blocks of a job, at least `num_blocks` once the rate is known.
+    @property
+    def job_size(self) -> int:
+        """Blocks of a job for which all threads of its store have work.
 
         At the end of a job threads wait for each other, which matters for short ones.
         """
-        if not self.fetch_s:
-            return num_blocks
-        return max(num_blocks, int(self._tuning.fetch_job_s / self.fetch_s))
+        size = self._max_job
+        if self.fetch_s:
+            size = max(size, int(self._tuning.fetch_job_s / self.fetch_s))
+        return min(size, self._tuning.max_ended)
 
     def _gain_s(self, num_blocks: int, meets: bool) -> float:
         """Seconds by which reading `num_blocks` may beat computing them."""
@@ -377,7 +298,7 @@ class ReadRate:
     @property
     def _compute_s(self) -> float:
         """Seconds to compute a block; infinite if they do not matter."""
-        return math.inf if self._tier.fetches_always else self._costs.compute_s
+        return math.inf if self.settings.fetches_always else self._costs.compute_s
 
     @property
     def _is_slow(self) -> bool:
@@ -394,11 +315,6 @@ class ReadRate:
         limit_s = max(self._tuning.patience_s, self._under_way[0] * each_s)
         return self._costs.clock() > self._head_since + limit_s
 
-    @property
-    def _is_overdue(self) -> bool:
-        # Steps may take longer, and the report comes with one of the next outputs.
-        return self._is_behind and self._num_silent >= self._tuning.settled_outputs
-
     def _log_once(self, now: float) -> None:
         """Say why it is avoided, unless that was said a while ago."""
         if now < self._told_at + self._tuning.tell_again_s:
@@ -408,7 +324,7 @@ class ReadRate:
             "KV tier: secondary tier %s is too slow: a block takes %.2f ms to the "
             "device, if it comes at all, and %.2f ms to compute. It is left alone, and "
             "tried again every %g seconds. docs/secondary-tiers.md says when it pays.",
-            self._tier.name,
+            self.settings.name,
             (self.fetch_s + self._costs.load_s) * 1e3,
             self._costs.compute_s * 1e3,
             self._tuning.remeasure_s,

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes slots to a secondary tier, behind the requests and before their eviction."""
 
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from operator import attrgetter
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.layout import SecondaryLayout
 from vllm.v1.kv_tier.plan import SecondaryJob
 from vllm.v1.kv_tier.scheduler.admission import Admission, admission_from
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
-from vllm.v1.kv_tier.scheduler.secondary.tier import Tier
-from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
+from vllm.v1.kv_tier.scheduler.secondary.tier import PoolView, Tier
+from vllm.v1.kv_tier.scheduler.slots import HostSlot
 
 _store_seq = attrgetter("store_seq")
+_LAST = sys.maxsize
+"""Deeper than any prompt."""
 
 
 class WriteQueue:
@@ -64,6 +66,14 @@ class WriteQueue:
             del self._slots[depth]
         return True
 
+    def put_last(self, key: BlockHashWithGroupId) -> None:
+        """Write `key` after all others, if it is queued."""
+        if (depth := self.depths.get(key)) is not None:
+            slot = self._slots[depth][key]
+            self.remove(key)
+            self.depths[key] = _LAST
+            self._slots[_LAST][key] = slot
+
     def clear(self) -> None:
         """Remove all slots."""
         self.depths.clear()
@@ -103,59 +113,46 @@ class SecondaryWriter:
 
     Observes the slot table. It does not wait for a store that cannot keep up: slots
     that are evicted before their turn are not written.
-
-    Args:
-        tier: The tier.
-        layout: Limits.
-        table: The slot table.
-        jobs: Runs the jobs.
-
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        layout: SecondaryLayout,
-        table: SlotTable,
-        jobs: SecondaryJobs,
-    ) -> None:
+    def __init__(self, tier: Tier, pool: PoolView, jobs: SecondaryJobs) -> None:
         self.tier = tier
-        self._layout = layout
-        self._table = table
+        self._layout = layout = pool.layout
+        self._table = pool.table
         self._jobs = jobs
-        self._stats = tier.stats
         self._admission: Admission | None = None
         if (from_use := tier.settings.store_from_use) > 1:
             # Also counts uses of blocks that the host has evicted and that are computed
             # again.
             self._admission = admission_from(from_use, layout.max_known)
-        self._due = WriteQueue(layout.max_job * max(layout.block_sizes))
-        # Keys that are being written.
-        self._writing: set[BlockHashWithGroupId] = set()
+        self.due = WriteQueue(layout.max_job * max(layout.block_sizes))
+        """Slots that wait to be written. Others only look at it."""
+        self.writing: set[BlockHashWithGroupId] = set()
+        """Keys that are being written. Others only look at it."""
         # What the tier has is not due.
         self._known = tier.presence.keys
         tier.presence.listeners.append(self._on_changed)
-        table.listeners.append(self)
+        pool.table.listeners.append(self)
 
     # ----------------------------------------------------------- what is due
 
     def on_filled(self, slot: HostSlot) -> None:
         """A slot was filled. Its block was computed, which is a use."""
         key = slot.keys[0]
-        if not (key in self._known or key in self._writing or self._jobs.is_detached):
+        if not (key in self._known or key in self.writing or self._jobs.is_detached):
             if (admission := self._admission) is not None:
                 admission.record_use(key)
                 if not admission.admits(key):
                     return
-            self._due.add({key: slot})
+            self.due.add({key: slot})
 
     def on_loaded(self, slots: Sequence[HostSlot]) -> None:
         """Loads count as uses when their request is admitted, see `record_hit`."""
 
     def on_forgotten(self, slot: HostSlot) -> None:
         """The content of a slot is gone."""
-        if self._due.remove(slot.keys[0]):
-            self._stats.dropped_blocks += 1
+        if self.due.remove(slot.keys[0]):
+            self.tier.stats.dropped_blocks += 1
 
     def record_hit(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Record that a request is admitted with device blocks of `keys`.
@@ -164,8 +161,8 @@ class SecondaryWriter:
         """
         if self._jobs.is_detached:
             return
-        get, due, known = self._table.get, self._due.depths, self._known
-        writing = self._writing
+        get, due, known = self._table.get, self.due.depths, self._known
+        writing = self.writing
         # A hot path: each block of each hit.
         used = {
             key: slot
@@ -177,31 +174,28 @@ class SecondaryWriter:
             admitted = self._admission.record_uses(used)
             if len(admitted) < len(used):
                 used = {key: used[key] for key in admitted}
-        self._due.add(used)
+        self.due.add(used)
+
+    def put_last(self, key: BlockHashWithGroupId) -> None:
+        """Write `key` after all others, if it is due."""
+        self.due.put_last(key)
 
     def _on_changed(self, key: BlockHashWithGroupId) -> None:
         if key in self._known:
-            self._due.remove(key)
-
-    def is_writing(self, key: BlockHashWithGroupId) -> bool:
-        """Whether `key` is being written to the tier."""
-        return key in self._writing
-
-    @property
-    def num_due(self) -> int:
-        """Number of slots that wait to be written."""
-        return len(self._due)
-
-    @property
-    def num_writing(self) -> int:
-        """Number of slots that are being written."""
-        return len(self._writing)
-
-    def forget(self) -> None:
-        """Write nothing more, since the tier is not used any more."""
-        self._due.clear()
+            self.due.remove(key)
 
     # ---------------------------------------------------------------- writing
+
+    def _make_jobs(
+        self, slots: Sequence[HostSlot]
+    ) -> Iterator[tuple[SecondaryJob, list[BlockHashWithGroupId]]]:
+        """Jobs that write these slots, each with its keys."""
+        size = self._layout.max_job
+        for i in range(0, len(slots), size):
+            part = slots[i : i + size]
+            keys = [slot.keys[0] for slot in part]
+            indices = [slot.index for slot in part]
+            yield self._jobs.make(True, self.tier.index, keys, indices), keys
 
     def last_jobs(self, slots: Sequence[HostSlot], settled: int) -> list[SecondaryJob]:
         """Jobs for all that the tier is not known to have, at the end of an engine.
@@ -222,14 +216,7 @@ class SecondaryWriter:
         ]
         if (admission := self._admission) is not None:
             lacking.sort(key=lambda slot: -admission.num_uses(slot.keys[0]))
-        size, tier = self._layout.max_job, self.tier.index
-        parts = [lacking[i : i + size] for i in range(0, len(lacking), size)]
-        return [
-            self._jobs.make(
-                True, tier, [s.keys[0] for s in part], [s.index for s in part]
-            )
-            for part in parts
-        ]
+        return [job for job, _ in self._make_jobs(lacking)]
 
     def write(self, settled: int) -> None:
         """Add jobs to write what is due to the next plan.
@@ -238,26 +225,20 @@ class SecondaryWriter:
             settled: Last plan whose stores will not turn out to be void.
 
         """
-        room = min(_MAX_BEGUN, self._layout.max_writing - len(self._writing))
-        if not self._due or room <= 0:
-            return
-        due = self._due.take(room, settled)
-        keys, indices = list(due), [slot.index for slot in due.values()]
-        size = self._layout.max_job
-        for i in range(0, len(keys), size):
-            self._write(keys[i : i + size], indices[i : i + size])
+        room = min(_MAX_BEGUN, self._layout.max_writing - len(self.writing))
+        if self.due and room > 0:
+            slots = list(self.due.take(room, settled).values())
+            for job, keys in self._make_jobs(slots):
+                self._begin(job, keys)
 
-    def _write(self, keys: list[BlockHashWithGroupId], indices: list[int]) -> None:
+    def _begin(self, job: SecondaryJob, keys: list[BlockHashWithGroupId]) -> None:
         tier = self.tier
-        self._table.hold(tier.index, indices, keys)
-        self._writing.update(keys)
+        self._table.hold(tier.index, job.slots, keys)
+        self.writing.update(keys)
 
         def ended(done: Sequence[bool], seconds: float) -> None:
-            self._writing.difference_update(keys)
-            self._table.end_hold(tier.index, indices, keys)
-            tier.record_writes(keys, done)
-            self._stats.record_job("put", len(done), seconds)
-            self._stats.stored_blocks += sum(done)
-            self._stats.refused_blocks += len(done) - sum(done)
+            self.writing.difference_update(keys)
+            self._table.end_hold(tier.index, job.slots, keys)
+            tier.record_writes(keys, done, seconds)
 
-        self._jobs.add(True, tier.index, keys, indices, ended)
+        self._jobs.add(job, ended)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A keeper as a process, and servers that share its memory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from ..settings import options
+from .server import Server
+from .test_http import CORE, SERVE, SIZE, server_environment
+
+
+class KeeperProcess:
+    """`python -m vllm.v1.kv_tier.keeper`."""
+
+    def __init__(self, folder: Path, size_gib: float, num_engines: int) -> None:
+        self.socket = folder / "keeper.sock"
+        self._log = folder / "keeper.log"
+        command = [sys.executable, "-m", "vllm.v1.kv_tier.keeper"]
+        command += ["--size", str(size_gib), "--engines", str(num_engines)]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, "--socket", str(self.socket)], stdout=log, stderr=log
+            )
+        limit = time.monotonic() + 120
+        while "partitions of" not in self._log.read_text():
+            assert self.process.poll() is None, self._log.read_text()
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+
+    def spoil(self, seed: int) -> None:
+        """Overwrite all slots."""
+        files = Path(f"/proc/{self.process.pid}/fd").iterdir()
+        (path,) = (p for p in files if "kv-tier-pool" in os.readlink(p))
+        with path.open("r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.write(Random(seed).randbytes(1 << 20) * (size >> 20))
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        self.process.wait(30)
+
+
+@contextmanager
+def keeping(folder: Path, size_gib: float, num_engines: int) -> Iterator[KeeperProcess]:
+    keeper = KeeperProcess(folder, size_gib, num_engines)
+    try:
+        yield keeper
+    finally:
+        if keeper.process.poll() is None:
+            keeper.end()
+
+
+def serve(model: Path, log: Path, socket: Path | None, *flags: str) -> Server:
+    """A server of the pool at `socket`, or with a tier of its own."""
+    settings: dict[str, Any] = {"store_policy": "write_through", "store_from_use": 1}
+    given = options(**settings, **({} if socket is None else {"pool": str(socket)}))
+    size = SIZE if socket is None else []
+    config = ["--kv-offloading-config", json.dumps(given)]
+    env = server_environment() | {"PYTHONHASHSEED": "0"}
+    return Server(model, [*SERVE, *CORE, *size, *config, *flags], env, log)
+
+
+def ask(server: Server, prompt: list[int]) -> tuple[str, int]:
+    """Its answer, and how many tokens of the prompt were cached."""
+    answer = server.complete(prompt, max_tokens=8, ignore_eos=True)
+    details = answer["usage"]["prompt_tokens_details"] or {}
+    return answer["choices"][0]["text"], details.get("cached_tokens") or 0

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers that share the pool of a keeper, and are killed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .model import make_llama, make_tokenizer
+from .pool import KeeperProcess, ask, keeping, serve
+from .secondary import HIT, NEEDS_KEYS, counted, prompts
+from .server import Server
+from .test_http import server_environment
+
+pytestmark = NEEDS_KEYS
+
+PROMPTS = prompts(700, 6)
+NUM_BLOCKS = 5 * len(PROMPTS)
+NUM_ENGINES = 3
+"""Of `pool_crowd`, which only a process of its own imports."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_llama(tmp_path_factory.mktemp("pool") / "model")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[KeeperProcess]:
+    with keeping(tmp_path, size_gib=0.03, num_engines=2) as keeper:
+        yield keeper
+
+
+def answers(server: Server) -> list[tuple[str, int]]:
+    found = [ask(server, prompt) for prompt in PROMPTS]
+    # What idle steps publish.
+    time.sleep(1)
+    return found
+
+
+@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, two servers")
+def test_neighbours_and_successors_hit_what_an_engine_has_computed(
+    model: Path, keeper: KeeperProcess, tmp_path: Path
+) -> None:
+    started: list[Server] = []
+
+    def start(name: str, socket: Path | None) -> Server:
+        started.append(serve(model, tmp_path / name, socket))
+        return started[-1]
+
+    try:
+        one = start("one", keeper.socket)
+        first = answers(one)
+        assert [cached for _, cached in first] == [0] * len(PROMPTS)
+        texts = [text for text, _ in first]
+        assert len({*texts}) == len(PROMPTS)
+        two = start("two", keeper.socket)
+        # At once, with the same answers.
+        assert answers(two) == [(text, HIT) for text in texts]
+        assert counted(two, "neighbour_blocks") == NUM_BLOCKS
+        # Nothing is there twice: what it has taken from the neighbour is not stored.
+        stored = counted(two, "stored_blocks")
+        assert stored < NUM_BLOCKS
+        one.kill()
+        heir = start("heir", keeper.socket)
+        num_adopted = int(
+            heir.log().partition("pool at")[2].split("with ")[1].split()[0]
+        )
+        assert num_adopted >= NUM_BLOCKS
+        assert answers(heir) == [(text, HIT) for text in texts]
+        assert counted(heir, "neighbour_blocks") == 0
+        # The keeper is not needed any more.
+        keeper.end()
+        heir.post("/v1/completions", {"model": str(model), "prompt": "a"})
+        assert [text for text, _ in answers(two)] == texts
+    finally:
+        for server in started:
+            server.kill()
+
+
+@pytest.mark.pairs("DP", "OP")
+@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, two servers")
+def test_engines_of_one_server_are_neighbours(
+    model: Path, keeper: KeeperProcess, tmp_path: Path
+) -> None:
+    server = serve(model, tmp_path / "log", keeper.socket, "--data-parallel-size", "2")
+    try:
+        # Requests alternate between both.
+        first = answers(server)
+        texts = [text for text, _ in first]
+        for _ in range(3):
+            assert [text for text, _ in answers(server)] == texts
+        assert counted(server, "neighbour_blocks")
+    finally:
+        server.kill()
+
+
+def test_bytes_come_from_the_pool_and_only_from_there(
+    model: Path, keeper: KeeperProcess, tmp_path: Path
+) -> None:
+    one = serve(model, tmp_path / "one", keeper.socket)
+    try:
+        texts = [text for text, _ in answers(one)]
+    finally:
+        one.kill()
+    keeper.spoil(seed=1)
+    two = serve(model, tmp_path / "two", keeper.socket)
+    try:
+        found = answers(two)
+    finally:
+        two.kill()
+    assert [cached for _, cached in found] == [HIT] * len(PROMPTS)
+    assert [text for text, _ in found] != texts
+    alone = serve(model, tmp_path / "alone", None)
+    try:
+        assert answers(alone) == [(text, 0) for text in texts]
+    finally:
+        alone.kill()
+
+
+@pytest.mark.compat("faults", "SIGKILL of engines that share a pool")
+def test_killed_engines_give_no_wrong_answer(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a pool that holds half of the prompts, so that slots are reused while
+    neighbours read them. `KV_TIER_POOL_KILLS` sets how many engines are killed."""
+    num_kills = os.environ.get("KV_TIER_POOL_KILLS", "8")
+    result = tmp_path / "result.json"
+    with keeping(tmp_path, size_gib=6 / 1024, num_engines=NUM_ENGINES) as keeper:
+        command = [sys.executable, "-m", "tests.e2e.pool_crowd", str(model)]
+        command += [str(keeper.socket), str(result), num_kills, "1"]
+        env = server_environment() | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        with (tmp_path / "log").open("w") as log:
+            done = subprocess.run(command, env=env, stdout=log, stderr=log)
+    assert done.returncode == 0, (tmp_path / "log").read_text()[-4000:]
+    counts = json.loads(result.read_text())
+    with capsys.disabled():
+        print(counts)
+    assert counts["wrong"] == counts["hung"] == counts["ended"] == 0
+    for event in ("answers", "hits", "from neighbours", "adopted"):
+        assert counts[event], event

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random scripts of several engines that share a pool, some of which die.
+
+`KV_TIER_POOL_EXAMPLES` sets how many, `KV_TIER_SIM_SEED` draws others.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from vllm.v1.kv_tier.keeper.partition import Partition, Published, Rows, Slots
+from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.scheduler.neighbours import Neighbours
+from vllm.v1.kv_tier.scheduler.shared_pool import SharedBlockPool
+from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
+
+from .content import Violation
+from .scripts import Action, Add, Reset, Steps, random_action, random_setup
+from .shared_pool import Machine, OldLooks, play, turns
+
+EXAMPLES = int(os.environ.get("KV_TIER_POOL_EXAMPLES", "120"))
+SEED = int(os.environ.get("KV_TIER_SIM_SEED", "0"))
+
+
+def play_random(
+    seed: int, make: type[Partition] = Partition, is_pressed: bool | None = None
+) -> Counter[str]:
+    rng = Random(seed)
+    drawn = random_setup(rng)
+    tuning = replace(
+        drawn.tuning,
+        plans_per_report=rng.choice([1, 1, 2, 8]),
+        settled_outputs=rng.choice([0, 1, 3]),
+        # Of prompts, so that a step has looked enough.
+        max_looks=rng.choice([1, 4, 8192, 8192]),
+    )
+    setup = replace(drawn, quotas=(), num_slots=rng.randint(1, 24), tuning=tuning)
+    if is_pressed is None:
+        is_pressed = rng.random() < 0.7
+    if is_pressed:
+        # The device forgets soon, and slots are reused while neighbours load them.
+        setup = replace(
+            setup,
+            num_slots=rng.randint(3, 16),
+            spare_blocks=0,
+            is_async=True,
+            store_policy="write_through",
+            store_from_use=1,
+            load_time=rng.choice([0, 0.5]),
+            max_stall=0,
+        )
+    if make is Partition and rng.random() < 0.3:
+        make = OldLooks
+    busy = rng.choice([0, 0, 0.1, 0.5])
+    num_engines = rng.randint(2, 4)
+    scripts = []
+    for _ in range(num_engines):
+        script = [random_action(rng) for _ in range(20)]
+        # After a reset an engine shares nothing.
+        keeps = rng.random() < 0.8
+        script = [a for a in script if not (keeps and isinstance(a, Reset))]
+        scripts.append(single_steps(rng, script, is_pressed))
+    machine = Machine(setup, num_engines, make, busy, rng)
+    return play(machine, turns(rng, scripts, num_kills=rng.choice([0, 1, 3])))
+
+
+def single_steps(rng: Random, script: list[Action], is_pressed: bool) -> list[Action]:
+    """The script with one action for each step, so that others act between them."""
+    actions: list[Action] = []
+    for action in script:
+        count = action.count if isinstance(action, Steps) else 1
+        for _ in range(count):
+            if isinstance(action, Add) and is_pressed:
+                base = rng.randint(0, 1)
+                action = replace(action, base=base, hints=None, has_salt=False)
+            if isinstance(action, Steps):
+                rush = action.rush and not is_pressed
+                action = replace(action, count=1, rush=rush)
+            actions.append(action)
+    return actions
+
+
+def test_scripts_of_engines_that_share_a_pool() -> None:
+    events: Counter[str] = Counter()
+    for seed in range(SEED * EXAMPLES, (SEED + 1) * EXAMPLES):
+        try:
+            events += play_random(seed)
+        except BaseException as e:
+            e.add_note(f"play_random({seed})")
+            raise
+    for event in ("from neighbours", "adopted", "read", "stored", "loaded", "failed"):
+        assert events[event], event
+    print(dict(events))
+
+
+# ----------------------------------------------------------------- planted bugs
+
+
+class _IgnoresPins(Partition):
+    """The owner reuses slots that neighbours read."""
+
+    def _is_pinned(self, slot: int) -> bool:
+        return False
+
+
+class _PinsUnseen(OldLooks):
+    """A neighbour trusts its look without the lock."""
+
+    def pin(
+        self, rows: Rows, slots: Slots, reader: int, identity: bytes
+    ) -> NDArray[np.bool_]:
+        self._pins[slots, reader] = 1
+        return np.ones(len(slots), np.bool_)
+
+
+class _ForgetsEntries(Partition):
+    """The owner reuses slots that neighbours still find."""
+
+    def _withdraw(self, slot: int) -> None:
+        pass
+
+
+class _StaleAfterDeath(Partition):
+    """An heir takes over nothing, but what was published can still be found."""
+
+    def take_over(self, max_slots: int) -> Published | None:
+        return None if super().take_over(max_slots) is None else Published([], [], [])
+
+    def is_published(self, slot: int) -> bool:
+        return False
+
+
+def publish_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Before the ranks have ended the stores."""
+
+    def record(self: SharedSlotTable, plan: StepPlan, is_idle: bool) -> bool:
+        stores = [*plan.store_slots, *plan.clean_slots]
+        slots = [slot for index in stores if (slot := self.at(index)) is not None]
+        if slots and not self.has_left:
+            self._partition.publish(
+                [slot.index for slot in slots],
+                [slot.keys[0] for slot in slots],
+                [slot.num_tokens for slot in slots],
+            )
+        return False
+
+    patch.setattr(SharedSlotTable, "record_stores", record)
+
+
+def publish_later_plans(patch: pytest.MonkeyPatch) -> None:
+    """A report covers the plans after it, too."""
+
+    def record(self: SharedSlotTable, seqs: Iterable[int]) -> None:
+        for seq, stores in self._unended.items():
+            self._to_publish += [(seq, index, key) for index, key in stores]
+        self._unended.clear()
+
+    patch.setattr(SharedSlotTable, "record_ended", record)
+
+
+def publish_unsettled(patch: pytest.MonkeyPatch) -> None:
+    """Before it is known whether what was stored is void."""
+    patch.setattr(SharedBlockPool, "_settled", lambda self, seq: seq)
+
+
+def unpin_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Before the ranks have ended the loads."""
+    patch.setattr(Neighbours, "record_plan", lambda self, plan, is_own: 0)
+
+
+def share_after_reset(patch: pytest.MonkeyPatch) -> None:
+    """Publish what other weights have computed."""
+    patch.setattr(SharedBlockPool, "leave", lambda self, reason: None)
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_IgnoresPins, _PinsUnseen, _ForgetsEntries, _StaleAfterDeath],
+    ids=lambda make: make.__name__,
+)
+def test_bug_of_a_partition_is_found(make: type[Partition]) -> None:
+    assert finds(make)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        publish_at_once,
+        publish_later_plans,
+        publish_unsettled,
+        unpin_at_once,
+        share_after_reset,
+    ],
+)
+def test_bug_of_an_engine_is_found(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert finds(Partition)
+
+
+def finds(make: type[Partition], max_scripts: int = 1000) -> bool:
+    for seed in range(max_scripts):
+        try:
+            play_random(seed, make, is_pressed=True)
+        except Violation:
+            return True
+    return False

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keeper: who gets which partition, and what is left when an engine dies."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from vllm.v1.kv_tier.keeper import server
+from vllm.v1.kv_tier.keeper.client import (
+    VERSION,
+    Member,
+    PoolRefused,
+    give_back,
+    join,
+    pid_namespace,
+)
+from vllm.v1.kv_tier.keeper.partition import Claim, rows_of
+from vllm.v1.kv_tier.keeper.server import Keeper
+
+from .crowd import KEYS, start
+
+MiB = 1 << 20
+ONE, OTHER = b"1" * 32, b"2" * 32
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[Keeper]:
+    keeper = Keeper(8 * MiB, 2, tmp_path / "keeper.sock")
+    is_over = threading.Event()
+
+    def serve() -> None:
+        while not is_over.is_set():
+            keeper.serve_once(0.01)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield keeper
+    is_over.set()
+    thread.join()
+    keeper.close()
+
+
+@pytest.fixture
+def path(keeper: Keeper) -> str:
+    return str(keeper._path)
+
+
+def eventually(is_so: Callable[[], bool]) -> float:
+    """Seconds until it is so."""
+    begun = time.monotonic()
+    while not is_so():
+        assert time.monotonic() < begun + 5
+        time.sleep(0.005)
+    return time.monotonic() - begun
+
+
+def test_engines_get_partitions_on_one_grid(path: str) -> None:
+    members = Member(path, ONE, 5000), Member(path, ONE, 5000)
+    one, two = (member.membership for member in members)
+    assert {one.number, two.number} == {0, 1}
+    assert (one.first_slot, one.num_slots) == (0, 4 * MiB // 5000)
+    assert two.first_slot * 5000 >= 4 * MiB
+    assert (two.first_slot + two.num_slots) * 5000 <= 8 * MiB
+    with pytest.raises(PoolRefused, match="more --engines"):
+        Member(path, ONE, 5000)
+
+
+def test_ranks_and_neighbours_map_the_same_bytes(path: str) -> None:
+    one, two = Member(path, ONE, 4096), Member(path, ONE, 4096)
+    (_, first), (_, second) = join(one.place()), join(two.place())
+    first[5 * MiB] = 42
+    assert second[5 * MiB] == 42
+    assert one.membership.own.publish([3], KEYS[:1], [None])
+    theirs = two.membership.partitions[one.membership.number]
+    theirs.open()
+    assert theirs.find(rows_of(KEYS[:1]))[1].tolist() == [3]
+
+
+def test_successor_adopts_what_a_killed_engine_has_published(
+    keeper: Keeper, path: str
+) -> None:
+    started = os.pipe()
+
+    def engine() -> None:
+        member = Member(path, ONE, 4096)
+        assert member.membership.own.publish([3, 4], KEYS[:2], [16, 32])
+        assert member.membership.own.claim(4) is Claim.FREE
+        os.write(started[1], bytes([member.membership.number]))
+        time.sleep(60)
+
+    pid = start(engine)
+    number = os.read(started[0], 1)[0]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    eventually(lambda: keeper.num_attached == 0)
+    # An engine of another identity takes the empty partition.
+    other = Member(path, OTHER, 4096)
+    assert other.membership.number != number
+    heir = Member(path, ONE, 4096)
+    assert heir.membership.number == number
+    assert heir.membership.adopted == ([3], [KEYS[0]], [16])
+
+
+def test_content_of_another_identity_is_dropped_once_nobody_reads_it(
+    keeper: Keeper, path: str
+) -> None:
+    one, two = Member(path, ONE, 4096), Member(path, ONE, 4096)
+    assert one.membership.own.publish([3], KEYS[:1], [None])
+    theirs = two.membership.partitions[one.membership.number]
+    theirs.open()
+    rows = rows_of(KEYS[:1])
+    _, slots = theirs.find(rows)
+    assert theirs.pin(rows, slots, two.membership.number, ONE)
+    one.close()
+    eventually(lambda: keeper.num_attached == 1)
+    found: list[Member] = []
+    thread = threading.Thread(target=lambda: found.append(Member(path, OTHER, 4096)))
+    thread.start()
+    time.sleep(0.3)
+    assert not found
+    assert theirs.unpin([3], two.membership.number)
+    thread.join()
+    assert (
+        found[0].membership.adopted.slots == []
+        and found[0].membership.number == one.membership.number
+    )
+
+
+def test_pins_of_a_dead_reader_are_cleared_within_a_second(
+    keeper: Keeper, path: str
+) -> None:
+    one = Member(path, ONE, 4096)
+    assert one.membership.own.publish([3], KEYS[:1], [None])
+    ready = os.pipe()
+
+    def engine() -> None:
+        member = Member(path, ONE, 4096)
+        theirs = member.membership.partitions[one.membership.number]
+        theirs.open()
+        _, slots = theirs.find(rows_of(KEYS[:1]))
+        theirs.pin(rows_of(KEYS[:1]), slots, member.membership.number, ONE)
+        # It dies with the lock of a neighbour.
+        theirs.lock.acquire()
+        os.write(ready[1], b"x")
+        time.sleep(60)
+
+    pid = start(engine)
+    os.read(ready[0], 1)
+    assert one.membership.own.claim(3) is Claim.BUSY
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert eventually(lambda: one.membership.own.unpinned([3]) == [3]) < 1
+
+
+def test_partition_is_kept_while_a_rank_lives(keeper: Keeper, path: str) -> None:
+    one = Member(path, ONE, 4096)
+    rank, _ = join(one.place())
+    one.close()
+    time.sleep(0.1)
+    assert keeper.num_attached == 1
+    two = Member(path, ONE, 4096)
+    assert two.membership.number != one.membership.number
+    give_back(rank)
+    eventually(lambda: keeper.num_attached == 1)
+    assert Member(path, ONE, 4096).membership.number == one.membership.number
+
+
+def test_engines_go_on_without_the_keeper(tmp_path: Path) -> None:
+    path = tmp_path / "keeper.sock"
+    ready = os.pipe()
+
+    def serve() -> None:
+        keeper = Keeper(8 * MiB, 2, path)
+        os.write(ready[1], b"x")
+        keeper.serve()
+
+    pid = start(serve)
+    os.read(ready[0], 1)
+    one, two = Member(str(path), ONE, 4096), Member(str(path), ONE, 4096)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert one.membership.own.publish([3], KEYS[:1], [None])
+    theirs = two.membership.partitions[one.membership.number]
+    theirs.open()
+    assert theirs.find(rows_of(KEYS[:1]))[1].tolist() == [3]
+    with pytest.raises(PoolRefused, match="no keeper answers there"):
+        Member(str(path), ONE, 4096)
+    # The next keeper takes the name that this one has left.
+    Keeper(8 * MiB, 2, path).close()
+
+
+def test_socket_is_for_one_user_and_one_keeper(keeper: Keeper, path: str) -> None:
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    with pytest.raises(OSError, match="another keeper"):
+        Keeper(8 * MiB, 2, Path(path))
+
+
+WISH = {
+    "version": VERSION,
+    "pid_namespace": pid_namespace(),
+    "identity": ONE.hex(),
+    "slot_bytes": 4096,
+}
+
+
+def ask(path: str, message: bytes) -> tuple[dict[str, object], int]:
+    """The keeper's answer, and how many files come with it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(path)
+        connection.send(message)
+        data, fds, _, _ = socket.recv_fds(connection, 4096, 2)
+        for fd in fds:
+            os.close(fd)
+        return json.loads(data), len(fds)
+
+
+NONSENSE = [
+    b"{}",
+    b"\xff",
+    b"[]",
+    b"1",
+    b"[" * 4000,
+    b"x" * 5000,
+    *(
+        json.dumps({**WISH, **part}).encode()
+        for part in (
+            {"version": 0},
+            {"identity": "00"},
+            {"identity": 64},
+            {"slot_bytes": -1},
+            {"slot_bytes": 1e300},
+            {"slot_bytes": 1 << 80},
+            {"slot_bytes": True},
+            {"slot_bytes": 0, "partition": -1},
+            {"slot_bytes": 0, "partition": 99},
+            {"slot_bytes": 0, "partition": 0, "lease": 7},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("message", NONSENSE, ids=range(len(NONSENSE)))
+def test_nonsense_is_refused(path: str, message: bytes) -> None:
+    answer, num_files = ask(path, message)
+    assert "refused" in answer and num_files == 0
+    assert Member(path, ONE, 4096).membership.num_slots == 1024
+
+
+def test_another_pid_namespace_is_refused(path: str) -> None:
+    message = json.dumps({**WISH, "pid_namespace": 1}).encode()
+    answer, _ = ask(path, message)
+    assert "hostPID" in str(answer["refused"])
+
+
+def test_peers_that_send_without_reading_stop_nobody(keeper: Keeper, path: str) -> None:
+    peers = []
+    for _ in range(300):
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer.setblocking(False)
+        with suppress(OSError):
+            peer.connect(path)
+        with suppress(OSError):
+            for _ in range(50):
+                peer.send(b"{}")
+        peers.append(peer)
+    eventually(lambda: keeper._num_peers == 0)
+    assert Member(path, ONE, 4096).membership.num_slots == 1024
+    for peer in peers:
+        peer.close()
+
+
+def test_late_rank_of_a_dead_engine_gets_no_memory_of_the_next(path: str) -> None:
+    one = Member(path, ONE, 4096)
+    place = one.place()
+    one.close()
+    two = Member(path, ONE, 4096)
+    assert two.membership.number == place.number
+    with pytest.raises(PoolRefused, match="another engine by now"):
+        join(place)
+    join(two.place())
+
+
+def test_partition_is_kept_until_the_process_has_ended(
+    keeper: Keeper, path: str
+) -> None:
+    """A connection says nothing: it is closed before copies of a GPU have stopped."""
+    closed = os.pipe()
+
+    def engine() -> None:
+        Member(path, ONE, 4096)._connection.close()
+        os.write(closed[1], b"x")
+        time.sleep(60)
+
+    pid = start(engine)
+    os.read(closed[0], 1)
+    time.sleep(0.1)
+    assert keeper.num_attached == 1
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    eventually(lambda: keeper.num_attached == 0)
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_nothing_is_left_of_an_engine(tmp_path: Path, says_so: bool) -> None:
+    """The end of its process and what it has sent are seen at once."""
+    keeper = Keeper(8 * MiB, 2, tmp_path / "keeper.sock")
+    before = len(os.listdir("/proc/self/fd"))
+    ready, ends = os.pipe(), os.pipe()
+
+    def engine() -> None:
+        member = Member(str(keeper._path), ONE, 4096)
+        os.write(ready[1], b"x")
+        os.read(ends[0], 1)
+        if says_so:
+            member.close()
+
+    pid = start(engine)
+    while not keeper.num_attached:
+        keeper.serve_once(1)
+    os.read(ready[0], 1)
+    os.write(ends[1], b"x")
+    os.waitpid(pid, 0)
+    keeper.serve_once(1)
+    assert (keeper.num_attached, keeper._num_peers) == (0, 0)
+    for fd in (*ready, *ends):
+        os.close(fd)
+    assert len(os.listdir("/proc/self/fd")) == before
+    keeper.close()
+
+
+def test_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    with pytest.raises(OSError, match="no socket"):
+        Keeper(8 * MiB, 2, path)
+    assert path.read_text() == "precious"
+
+
+def test_more_memory_than_there_is_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "available_host_bytes", lambda: 7 * MiB)
+    with pytest.raises(ValueError, match="earlier keeper"):
+        Keeper(8 * MiB, 2, tmp_path / "keeper.sock")
+
+
+@pytest.mark.parametrize(
+    ("size", "engines", "message"),
+    [(8 * MiB, 17, "from 1 to 16"), (MiB, 1, "less than 2 MiB")],
+)
+def test_wrong_sizes_are_refused(
+    tmp_path: Path, size: int, engines: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Keeper(size, engines, tmp_path / "keeper.sock")
+
+
+def test_block_larger_than_a_partition_is_refused(path: str) -> None:
+    with pytest.raises(PoolRefused, match="does not fit a partition"):
+        Member(path, ONE, 5 * MiB)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots of an engine in a pool, against a neighbour that reads and one that is busy."""
+
+import numpy as np
+import pytest
+
+from tests.unit.keeper.crowd import IDENTITY, KEYS, NUM_SLOTS, Shared
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.kv_tier.eviction.policies import make_policy
+from vllm.v1.kv_tier.keeper.client import Membership
+from vllm.v1.kv_tier.keeper.partition import Partition, rows_of
+from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
+
+READER = 1
+
+
+@pytest.fixture
+def partition() -> Partition:
+    return Shared().partition
+
+
+def table_of(partition: Partition) -> SharedSlotTable:
+    member = Membership.take([partition], 0, IDENTITY)
+    return SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 8)
+
+
+def fill(table: SharedSlotTable, first: int, num: int, seq: int) -> list[int]:
+    """Store blocks in a plan, which ends and is published."""
+    keys = [BlockHashWithGroupId(KEYS[i]) for i in range(first, first + num)]
+    slots = [table.insert((key,), 16, seq) for key in keys]
+    stored = [slot for slot in slots if slot is not None]
+    table.record_stores(StepPlan(seq, clean_slots=stored), is_idle=False)
+    table.unpin_all()
+    table.record_ended([seq])
+    table.share(settled=seq)
+    return stored
+
+
+def pin(partition: Partition, number: int) -> list[int]:
+    rows = rows_of([KEYS[number]])
+    _, slots = partition.find(rows)
+    partition.pin(np.repeat(rows, len(slots), 0), slots, READER, IDENTITY)
+    return slots.tolist()
+
+
+def test_nothing_is_found_before_it_is_complete(partition: Partition) -> None:
+    table = table_of(partition)
+    slot = table.insert((BlockHashWithGroupId(KEYS[0]),), 16, 1)
+    assert slot is not None
+    plan = StepPlan(1, store_slots=[slot])
+    assert not table.record_stores(plan, is_idle=False)
+    # It waits for others, but not longer than there are any.
+    assert table.record_stores(StepPlan(2), is_idle=True)
+    table.unpin_all()
+    table.share(settled=1)
+    assert pin(partition, 0) == []
+    table.record_ended([1])
+    table.share(settled=0)
+    assert pin(partition, 0) == []
+    table.share(settled=1)
+    assert pin(partition, 0) == [slot]
+    assert not table.is_sharing
+
+
+def test_slot_that_is_read_is_passed_over(partition: Partition) -> None:
+    table = table_of(partition)
+    fill(table, 0, NUM_SLOTS, seq=1)
+    read = pin(partition, 0)
+    # The oldest is read: the next ones go.
+    assert not {*read} & {*fill(table, NUM_SLOTS, 5, seq=2)}
+    slot = table.get(BlockHashWithGroupId(KEYS[0]))
+    assert slot is not None
+    # Void while it is read: it is not found any more, and its memory is kept.
+    table.remove(slot)
+    assert pin(partition, 0) == []
+    assert not {*read} & {*fill(table, NUM_SLOTS + 5, 15, seq=3)}
+    partition.unpin(read, READER)
+    table.share(settled=3)
+    assert fill(table, NUM_SLOTS + 20, 1, seq=4) == read
+
+
+def test_busy_neighbour_costs_a_store_but_no_time(partition: Partition) -> None:
+    table = table_of(partition)
+    fill(table, 0, NUM_SLOTS, seq=1)
+    neighbour = partition.lock
+    assert neighbour.acquire()
+    assert table.insert((BlockHashWithGroupId(KEYS[30]),), 16, 2) is None
+    slot = table.get(BlockHashWithGroupId(KEYS[3]))
+    assert slot is not None
+    table.remove(slot)
+    neighbour.release()
+    assert pin(partition, 3) == [slot]
+    table.unpin_all()
+    partition.unpin([slot], READER)
+    # It is withdrawn late, and free then.
+    table.share(settled=2)
+    assert pin(partition, 3) == []
+    assert fill(table, 30, 1, seq=2) == [slot]
+
+
+def test_successor_has_one_copy_of_a_block(partition: Partition) -> None:
+    assert partition.publish([3, 5], [KEYS[0], KEYS[0]], [16, 16])
+    table = table_of(partition)
+    assert len(table) == 1
+    kept = table.get(BlockHashWithGroupId(KEYS[0]))
+    assert kept is not None
+    # The other one is not reused as long as it can be found.
+    used = fill(table, 1, NUM_SLOTS - 2, seq=1)
+    assert not {3, 5} & {*used}
+    table.share(settled=1)
+    assert pin(partition, 0) == [kept.index]
+    assert {*fill(table, 40, 1, seq=2)} == {3, 5} - {kept.index}
+
+
+def test_engine_that_leaves_withdraws_everything(partition: Partition) -> None:
+    table = table_of(partition)
+    fill(table, 0, 5, seq=1)
+    table.leave()
+    assert [pin(partition, number) for number in range(5)] == [[]] * 5
+    fill(table, 5, 5, seq=2)
+    assert pin(partition, 6) == []
+    assert table.get(BlockHashWithGroupId(KEYS[0])) is not None

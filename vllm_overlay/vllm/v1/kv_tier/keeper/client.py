@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How engines and their ranks get the memory of the pool from its keeper."""
+
+import json
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm.v1.kv_tier.keeper.partition import (
+    Partition,
+    Published,
+    partition_bytes,
+)
+
+VERSION = 1
+"""Of the messages, and of the layout of the shared memory."""
+
+MAX_MESSAGE_BYTES = 4096
+MIN_SLOT_BYTES = 4096
+"""Blocks of fewer bytes take as much."""
+
+# Copy engines are tested on empty slots: one in so many, at least one.
+_EMPTY_PART = 100
+
+_TIMEOUT_S = 10.0
+_RETRY_S = 0.1
+
+
+class PoolRefused(ValueError):
+    """An engine cannot use the pool. The message says what to change."""
+
+
+class Geometry(NamedTuple):
+    """How the memory of the pool is divided."""
+
+    num_partitions: int
+    partition_bytes: int
+
+    @property
+    def data_bytes(self) -> int:
+        return self.num_partitions * self.partition_bytes
+
+    @property
+    def capacity(self) -> int:
+        """Most slots of a partition."""
+        return self.partition_bytes // MIN_SLOT_BYTES
+
+    @property
+    def index_bytes(self) -> int:
+        return self.num_partitions * partition_bytes(self.capacity)
+
+    def slots_of(self, number: int, slot_bytes: int) -> tuple[int, int]:
+        """The first slot of a partition, and how many it has.
+
+        Slots of all engines with blocks of this size lie on one grid, so that a number
+        means the same to all of them.
+        """
+        first = -(-number * self.partition_bytes // slot_bytes)
+        end = (number + 1) * self.partition_bytes // slot_bytes
+        return first, min(end - first, self.capacity)
+
+
+class Place(NamedTuple):
+    """Where a rank finds the memory of its engine."""
+
+    path: str
+    identity: bytes
+    number: int
+    lease: int
+    """Number of the engine among those that have had the partition."""
+    slot_bytes: int
+    own: range
+    """Slots of the partition, as numbers in the whole pool."""
+    empty: tuple[int, ...]
+    """Those that hold nothing, and that no process reads."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """An engine's part of the pool, and that of its neighbours."""
+
+    partitions: Sequence[Partition]
+    number: int
+    """Its own partition, and its column of pins in the others."""
+    identity: bytes
+    """32 bytes that name everything that shapes the engine's KV."""
+    adopted: Published
+    """What an earlier engine of this identity has left in it."""
+    unread: Sequence[int]
+    """Its slots that no neighbour reads."""
+
+    @classmethod
+    def take(
+        cls, partitions: Sequence[Partition], number: int, identity: bytes
+    ) -> "Membership":
+        """Take over a partition that has no other owner.
+
+        Raises:
+            PoolRefused: Its lock stays busy, or neighbours read all that is to be
+                empty.
+
+        """
+        own, until = partitions[number], time.monotonic() + _TIMEOUT_S
+        while True:
+            adopted = own.take_over(own.num_slots - own.num_slots // _EMPTY_PART - 1)
+            unread = own.unpinned(range(own.num_slots))
+            if (
+                adopted is not None
+                and unread is not None
+                and not {*unread} <= {*adopted.slots}
+            ):
+                return cls(partitions, number, identity, adopted, unread)
+            time.sleep(_RETRY_S)
+            if time.monotonic() > until:
+                raise PoolRefused(
+                    "--kv-offloading-config: pool: its lock stays busy, or its slots "
+                    "are read. Start the engine again."
+                )
+
+    @property
+    def own(self) -> Partition:
+        return self.partitions[self.number]
+
+    @property
+    def first_slot(self) -> int:
+        """Number of its first slot in the whole pool."""
+        return self.own.first_slot
+
+    @property
+    def num_slots(self) -> int:
+        return self.own.num_slots
+
+
+class Member:
+    """An engine's partition, until `close` or the end of the process.
+
+    Args:
+        path: Of the keeper's socket.
+        identity: As in `Membership`.
+        slot_bytes: Bytes of a block.
+
+    Raises:
+        PoolRefused: The keeper cannot be reached, or gives no partition.
+
+    """
+
+    def __init__(self, path: str, identity: bytes, slot_bytes: int) -> None:
+        self._path, self._slot_bytes = path, slot_bytes
+        wanted = {"identity": identity.hex(), "slot_bytes": slot_bytes}
+        self._connection, reply, fds = _ask(path, wanted)
+        self._lease: int = reply["lease"]
+        partitions = map_partitions(fds[1], Geometry(*reply["geometry"]))
+        for fd in fds:
+            os.close(fd)
+        try:
+            number: int = reply["partition"]
+            self.membership = Membership.take(partitions, number, identity)
+        except PoolRefused:
+            self.close()
+            raise
+
+    def place(self) -> Place:
+        """Where the ranks of the engine find its memory."""
+        member = self.membership
+        first, used = member.first_slot, {*member.adopted.slots}
+        return Place(
+            self._path,
+            member.identity,
+            member.number,
+            self._lease,
+            self._slot_bytes,
+            range(first, first + member.num_slots),
+            tuple(first + slot for slot in member.unread if slot not in used),
+        )
+
+    def close(self) -> None:
+        """Give the partition back, for the next engine of this identity."""
+        give_back(self._connection)
+
+
+def give_back(connection: socket.socket) -> None:
+    """End what an engine or a rank has of a partition, before its process ends.
+
+    None of its copies may be under way.
+    """
+    with suppress(OSError):
+        connection.send(b"end")
+    connection.close()
+
+
+def join(place: Place) -> tuple[socket.socket, mmap.mmap]:
+    """Map the memory of all partitions, on a rank of the engine.
+
+    Returns:
+        The connection and the memory. The rank has its part in the partition until
+        `give_back`, or the end of the process.
+
+    Raises:
+        PoolRefused: The keeper cannot be reached.
+
+    """
+    wanted = {
+        "identity": place.identity.hex(),
+        "partition": place.number,
+        "lease": place.lease,
+    }
+    connection, reply, fds = _ask(place.path, wanted)
+    memory = mmap.mmap(fds[0], Geometry(*reply["geometry"]).data_bytes)
+    for fd in fds:
+        os.close(fd)
+    # A fork would copy all pinned memory at once, and a core dump contain prompts.
+    memory.madvise(mmap.MADV_DONTFORK)
+    memory.madvise(mmap.MADV_DONTDUMP)
+    return connection, memory
+
+
+def map_partitions(fd: int, geometry: Geometry) -> list[Partition]:
+    """The partitions in the index file `fd`."""
+    memory = np.frombuffer(mmap.mmap(fd, geometry.index_bytes), np.uint8)
+    size = partition_bytes(geometry.capacity)
+    return [
+        Partition(memory[i * size : (i + 1) * size], geometry.capacity)
+        for i in range(geometry.num_partitions)
+    ]
+
+
+def _ask(
+    path: str, wanted: dict[str, Any]
+) -> tuple[socket.socket, dict[str, Any], list[int]]:
+    common = {"version": VERSION, "pid_namespace": pid_namespace()}
+    message = json.dumps({**common, **wanted}).encode()
+    until = time.monotonic() + _TIMEOUT_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(_TIMEOUT_S)
+        try:
+            connection.connect(path)
+            _, uid = peer_of(connection)
+            if uid != os.getuid():
+                raise OSError(f"it is of user {uid}, the engine of {os.getuid()}")
+            connection.send(message)
+            data, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
+            if not data:
+                raise OSError("it closed the connection; is it of another user?")
+        except OSError as e:
+            connection.close()
+            raise PoolRefused(
+                f"{_setting(path)}: no keeper answers there ({e}). Start it, with the "
+                f"same user: python -m vllm.v1.kv_tier.keeper --socket {path} --size "
+                "GIB --engines N. Or remove pool."
+            ) from e
+        reply = json.loads(data)
+        if (reason := reply.get("refused")) is None:
+            return connection, reply, fds
+        connection.close()
+        # Neighbours still read what the last engine has left.
+        if reason != "busy" or time.monotonic() > until:
+            raise PoolRefused(f"{_setting(path)}: the keeper refuses: {reason}.")
+        time.sleep(_RETRY_S)
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
+
+
+def pid_namespace() -> int:
+    """Where the number of this process is unique: holders of locks are named by it."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _setting(path: str) -> str:
+    return f"--kv-offloading-config: pool {path!r}"

@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine's part of the pool: which slots it has published, and who reads them.
+
+All of it is in memory that the keeper and all engines map. One lock guards it. The
+engine that owns the partition writes the index; readers, each in a column of its own,
+write pins.
+
+    free ── the owner stores a block, all ranks report its end ──▶ published
+    published ── a neighbour finds it, and pins it in the same critical section ──▶ read
+    published, no pin ── the owner claims it in one critical section ──▶ free
+
+So memory that a neighbour reads is never reused, and one that is reused is not found.
+
+A process may die at any instruction, also with the lock held. What it leaves is valid,
+since the order of writes is: what an entry says comes before the entry, and an entry
+goes before what it says. Entries are aligned words, which are written whole. Pins of a
+dead reader are cleared by the keeper.
+
+Looks without the lock (`find`) give candidates only: `pin` looks again, with the lock.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm.v1.kv_tier.keeper.lock import LOCK_BYTES, RobustLock
+
+KEY_BYTES = 40
+"""Longest key of a block."""
+
+MAX_ENGINES = 16
+"""Most partitions, and readers of each."""
+
+_WORDS = KEY_BYTES // 8
+# Slots of a bucket of the index, and buckets for each slot: one bucket in 5,000 is
+# full. What finds no place is not published.
+_WAYS = 8
+_BUCKETS_PER_SLOT = 0.5
+_HEADER_BYTES = 4096
+_IDENTITY_AT, _IDENTITY_BYTES = LOCK_BYTES, 32
+_NUMBERS_AT = 128
+_LOW = np.uint64(0xFFFFFFFF)
+_HIGH = np.uint64(32)
+# Odd, to mix the words of a key.
+_FACTORS = np.array(
+    [
+        0x9E3779B97F4A7C15,
+        0xC2B2AE3D27D4EB4F,
+        0x165667B19E3779F9,
+        0xD6E8FEB86659FD93,
+        0xA0761D6478BD642F,
+    ],
+    np.uint64,
+)
+# Critical sections take some 10 us.
+_SPIN_S = 100e-6
+
+Rows = NDArray[np.uint64]
+"""`[n, 5]`: keys, padded with zeros. All keys of an identity have the same length."""
+Slots = NDArray[np.int64]
+"""`[n]`: numbers of slots in their partition."""
+
+
+def rows_of(keys: Sequence[bytes]) -> Rows:
+    """Keys of equal length as rows.
+
+    Raises:
+        ValueError: They are too long, or differ in length.
+
+    """
+    rows = np.zeros((len(keys), _WORDS), np.uint64)
+    if keys:
+        raw = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
+        rows.view(np.uint8)[:, : raw.shape[1]] = raw
+    return rows
+
+
+def mix(rows: Rows) -> NDArray[np.uint64]:
+    """Hashes of keys, from which their places in any partition follow."""
+    mixed = (rows * _FACTORS).sum(axis=1, dtype=np.uint64)
+    mixed ^= mixed >> _HIGH
+    mixed *= _FACTORS[0]
+    mixed ^= mixed >> np.uint64(29)
+    return mixed
+
+
+class Claim(enum.Enum):
+    """Whether the owner may reuse a slot."""
+
+    FREE = enum.auto()
+    """Yes: it is not published any more."""
+    USED = enum.auto()
+    """A neighbour has used it since the last claim, so better another one."""
+    PINNED = enum.auto()
+    """A neighbour reads it."""
+    BUSY = enum.auto()
+    """Another process is looking: not now."""
+
+
+class Published(NamedTuple):
+    """What a partition holds."""
+
+    slots: list[int]
+    keys: list[bytes]
+    num_tokens: list[int | None]
+
+
+class _Shape(NamedTuple):
+    """Offsets of the arrays of a partition."""
+
+    pins: int
+    used: int
+    keys: int
+    num_tokens: int
+    places: int
+    entries: int
+    end: int
+
+    @classmethod
+    def of(cls, capacity: int) -> "_Shape":
+        sizes = (
+            capacity * MAX_ENGINES,
+            capacity,
+            capacity * KEY_BYTES,
+            capacity * 4,
+            capacity * 4,
+            _num_buckets(capacity) * _WAYS * 8,
+        )
+        at = [_HEADER_BYTES]
+        for size in sizes:
+            at.append(at[-1] + -(-size // 4096) * 4096)
+        return cls(*at)
+
+
+def partition_bytes(capacity: int) -> int:
+    """Bytes of the index of `capacity` slots. Pages that are not used take none."""
+    return _Shape.of(capacity).end
+
+
+def _num_buckets(num_slots: int) -> int:
+    return 1 << max(0, int(num_slots * _BUCKETS_PER_SLOT) - 1).bit_length()
+
+
+class Partition:
+    """The index and the pins of one partition.
+
+    Args:
+        memory: `[partition_bytes(capacity)]`, uint8, shared and at first zero.
+        capacity: Most slots that it can have.
+
+    """
+
+    def __init__(self, memory: NDArray[np.uint8], capacity: int) -> None:
+        shape = _Shape.of(capacity)
+        self.capacity = capacity
+        self.lock = RobustLock(memory[:LOCK_BYTES])
+        self._identity = memory[_IDENTITY_AT : _IDENTITY_AT + _IDENTITY_BYTES]
+        self._numbers = memory[_NUMBERS_AT : _NUMBERS_AT + 64].view(np.int64)
+        self._pins = memory[shape.pins :][: capacity * MAX_ENGINES].reshape(
+            capacity, MAX_ENGINES
+        )
+        self._pin_words = self._pins.view(np.uint64)
+        self._used = memory[shape.used :][:capacity]
+        self._keys = memory[shape.keys :][: capacity * KEY_BYTES].view(np.uint64)
+        self._keys = self._keys.reshape(capacity, _WORDS)
+        self._num_tokens = memory[shape.num_tokens :][: capacity * 4].view(np.int32)
+        # Of each slot, its place among the entries, counted from 1; 0: none.
+        self._places = memory[shape.places :][: capacity * 4].view(np.int32)
+        self._all_entries = memory[shape.entries : shape.end].view(np.uint64)
+        self._entries = self._all_entries[:0]
+        self._num_slots = 0
+
+    # ------------------------------------------------------------------ who owns it
+
+    @property
+    def identity(self) -> bytes:
+        """Whose content it has; zeros if none."""
+        return bytes(self._identity)
+
+    @property
+    def num_slots(self) -> int:
+        return int(self._numbers[0])
+
+    @property
+    def first_slot(self) -> int:
+        """Number of its first slot among those of the whole pool."""
+        return int(self._numbers[1])
+
+    def open(self) -> None:
+        """Look at the slots that the partition has now."""
+        self._num_slots = n = min(max(self.num_slots, 0), self.capacity)
+        self._entries = self._all_entries[: _num_buckets(n) * _WAYS]
+
+    def assign(self, identity: bytes, first_slot: int, num_slots: int) -> bool:
+        """Give the partition to an engine, empty. For the keeper.
+
+        Returns:
+            False if a neighbour still reads it, or its lock is busy.
+
+        """
+        if not self.lock.acquire(_SPIN_S):
+            return False
+        try:
+            # Entries go first, so that none leads to a slot of the new owner.
+            self.open()
+            self._entries[:] = 0
+            self._places[: self._num_slots] = 0
+            if self._pin_words[: self._num_slots].any():
+                return False
+            self._used[: self._num_slots] = 0
+            self._identity[:] = np.frombuffer(identity, np.uint8)
+            self._numbers[:2] = num_slots, first_slot
+            self.open()
+        finally:
+            self.lock.release()
+        return True
+
+    def take_over(self, max_slots: int) -> Published | None:
+        """What the last owner has left, for the next one with the same identity.
+
+        Args:
+            max_slots: Withdraw what is more.
+
+        Returns:
+            None if the lock is busy.
+
+        """
+        if not self.lock.acquire(_SPIN_S):
+            return None
+        try:
+            self.open()
+            n = self._num_slots
+            self._places[:n] = 0
+            places = np.flatnonzero(self._entries)
+            self._entries[places[max_slots:]] = 0
+            places = places[:max_slots]
+            slots = (self._entries[places] & _LOW).astype(np.int64) - 1
+            self._places[slots] = places + 1
+            keys = self._keys[slots].view(np.uint8)[:, : self._key_bytes]
+            tokens = self._num_tokens[slots].tolist()
+            return Published(
+                slots.tolist(),
+                [bytes(key) for key in keys],
+                [None if num < 0 else num for num in tokens],
+            )
+        finally:
+            self.lock.release()
+
+    @property
+    def _key_bytes(self) -> int:
+        return int(self._numbers[2])
+
+    # ------------------------------------------------------------------ for the owner
+
+    def publish(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        num_tokens: Sequence[int | None],
+    ) -> bool:
+        """Let neighbours find slots whose bytes are complete and do not change.
+
+        Args:
+            slots: Not published.
+            keys: The key of each.
+            num_tokens: Prefix tokens that the key covers.
+
+        Returns:
+            False if the lock is busy.
+
+        """
+        rows, values = rows_of(keys), np.array(slots, np.int64)
+        tokens = np.array([-1 if n is None else n for n in num_tokens], np.int32)
+        buckets, tags = self._hashed(rows)
+        # Only the owner writes entries, so places can be chosen before.
+        places = self._free_places(buckets)
+        fits = places >= 0
+        rows, values, places = rows[fits], values[fits], places[fits]
+        entries = (tags[fits] << _HIGH) | (values.astype(np.uint64) + np.uint64(1))
+        if not self.lock.acquire(_SPIN_S):
+            return False
+        try:
+            self._numbers[2] = len(keys[0])
+            self._keys[values] = rows
+            self._num_tokens[values] = tokens[fits]
+            self._used[values] = 0
+            self._places[values] = places + 1
+            self._entries[places] = entries
+        finally:
+            self.lock.release()
+        return True
+
+    def is_published(self, slot: int) -> bool:
+        """Whether neighbours may find `slot`, as its owner has left it."""
+        return bool(self._places[slot])
+
+    def claim(self, slot: int) -> Claim:
+        """Make a published slot one that can be reused, if it is not in use."""
+        if not self.lock.acquire(_SPIN_S):
+            return Claim.BUSY
+        try:
+            if self._is_pinned(slot):
+                return Claim.PINNED
+            if self._used[slot]:
+                self._used[slot] = 0
+                return Claim.USED
+            self._withdraw(slot)
+            return Claim.FREE
+        finally:
+            self.lock.release()
+
+    def withdraw(self, slot: int) -> Claim:
+        """Let no neighbour find `slot` from now on.
+
+        Returns:
+            `FREE`, `PINNED` (withdrawn, but still being read), or `BUSY` (still there).
+
+        """
+        if not self.lock.acquire(_SPIN_S):
+            return Claim.BUSY
+        try:
+            self._withdraw(slot)
+            return Claim.PINNED if self._is_pinned(slot) else Claim.FREE
+        finally:
+            self.lock.release()
+
+    def withdraw_all(self) -> bool:
+        """Let neighbours find nothing. False if the lock is busy."""
+        if not self.lock.acquire(_SPIN_S):
+            return False
+        try:
+            self._entries[:] = 0
+            self._places[: self._num_slots] = 0
+        finally:
+            self.lock.release()
+        return True
+
+    def unpinned(self, slots: Sequence[int]) -> list[int] | None:
+        """Those of `slots` that no neighbour reads. None if the lock is busy."""
+        numbers = np.array(slots, np.int64)
+        if not self.lock.acquire(_SPIN_S):
+            return None
+        try:
+            numbers = numbers[(self._pin_words[numbers] == 0).all(axis=1)]
+        finally:
+            self.lock.release()
+        return list(numbers.tolist())
+
+    def _is_pinned(self, slot: int) -> bool:
+        first, second = self._pin_words[slot].tolist()
+        return bool(first or second)
+
+    def _withdraw(self, slot: int) -> None:
+        if place := int(self._places[slot]):
+            self._entries[place - 1] = 0
+            self._places[slot] = 0
+
+    # ------------------------------------------------------------------ for readers
+
+    def find(
+        self, rows: Rows, mixed: NDArray[np.uint64] | None = None
+    ) -> tuple[NDArray[np.int64], Slots]:
+        """Look for keys, without the lock.
+
+        Args:
+            rows: The keys.
+            mixed: `mix(rows)`, to save time where several partitions are looked at.
+
+        Returns:
+            Indices of `rows` that seem to be there, and their slots.
+
+        """
+        buckets, tags = self._hashed(rows, mixed)
+        table = self._entries.reshape(-1, _WAYS)[buckets]
+        # An empty place has the number of no slot.
+        found, ways = np.nonzero(table >> _HIGH == tags[:, None])
+        slots = (table[found, ways] & _LOW).astype(np.int64) - 1
+        is_same = (slots < self._num_slots) & (slots >= 0)
+        found, slots = found[is_same], slots[is_same]
+        is_same = (self._keys[slots] == rows[found]).all(axis=1)
+        return found[is_same], slots[is_same]
+
+    def pin(
+        self, rows: Rows, slots: Slots, reader: int, identity: bytes
+    ) -> NDArray[np.bool_] | None:
+        """Pin those of `slots` that still hold their keys.
+
+        Args:
+            rows: Keys.
+            slots: From `find`.
+            reader: Column of the reader.
+            identity: Whose content it may read.
+
+        Returns:
+            Which of them are pinned now. None if the lock is busy.
+
+        """
+        if not self.lock.acquire(_SPIN_S):
+            return None
+        try:
+            if self.identity != identity:
+                return np.zeros(len(slots), np.bool_)
+            hold = (self._places[slots] > 0) & (self._keys[slots] == rows).all(axis=1)
+            self._pins[slots[hold], reader] = 1
+            self._used[slots[hold]] = 1
+            return hold
+        finally:
+            self.lock.release()
+
+    def unpin(self, slots: Sequence[int], reader: int) -> bool:
+        """End reading `slots`. False if the lock is busy, and they stay pinned."""
+        if not self.lock.acquire(_SPIN_S):
+            return False
+        try:
+            self._pins[np.array(slots, np.int64), reader] = 0
+        finally:
+            self.lock.release()
+        return True
+
+    def seems_to_hold(self, slot: int, row: Rows) -> bool:
+        """Whether `slot` seems to hold a key still, without the lock."""
+        return bool(self._places[slot]) and bool((self._keys[slot] == row).all())
+
+    def clear_reader(self, reader: int) -> bool:
+        """Clear the pins of a dead reader. False if the lock is busy."""
+        if not self.lock.acquire(_SPIN_S):
+            return False
+        try:
+            self._pins[: self.num_slots, reader] = 0
+        finally:
+            self.lock.release()
+        return True
+
+    # ------------------------------------------------------------------ own
+
+    def _hashed(
+        self, rows: Rows, mixed: NDArray[np.uint64] | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        """Bucket and tag of each key."""
+        mixed = mix(rows) if mixed is None else mixed
+        num_buckets = max(len(self._entries) // _WAYS, 1)
+        return (mixed & np.uint64(num_buckets - 1)).astype(np.int64), mixed >> _HIGH
+
+    def _free_places(self, buckets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A free place in each bucket; -1 where it is full."""
+        taken: set[int] = set()
+        places = np.full(len(buckets), -1, np.int64)
+        are_full = (self._entries.reshape(-1, _WAYS)[buckets] != 0).tolist()
+        for i, (bucket, row) in enumerate(zip(buckets.tolist(), are_full)):
+            for way, is_full in enumerate(row):
+                place = bucket * _WAYS + way
+                if not is_full and place not in taken:
+                    taken.add(place)
+                    places[i] = place
+                    break
+        return places

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the neighbours of an engine in a pool have of the prompts that it is to compute.
+
+A block of a neighbour stands in a prefix hit as a `HostSlot` whose index lies outside
+of the engine's own slots. It is pinned from the look on: until the end of the step, if
+it is not loaded, else until all ranks have ended the plan that loads it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.kv_tier.keeper.client import Membership
+from vllm.v1.kv_tier.keeper.partition import Partition, mix, rows_of
+from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.scheduler.host_writer import HostWriter
+from vllm.v1.kv_tier.scheduler.secondary.lookup import LoadFilter, PromptLookup
+from vllm.v1.kv_tier.scheduler.secondary.tier import Wanted
+from vllm.v1.kv_tier.scheduler.slots import HostSlot
+from vllm.v1.request import Request
+
+# Steps in a row in which a look may find a neighbour's lock busy before it is a miss.
+_MAX_BUSY = 3
+# Blocks of a prompt that are looked for at once.
+_PART = 512
+
+
+class Neighbours:
+    """Finds, pins and unpins slots of neighbours.
+
+    Args:
+        member: The partitions.
+        lookup: Finds what the engine itself lacks of a prompt.
+        max_looks: Most blocks of prompts that a step looks up.
+
+    """
+
+    def __init__(
+        self, member: Membership, lookup: PromptLookup, max_looks: int
+    ) -> None:
+        self._identity, self._reader = member.identity, member.number
+        self._partitions = [p for p in member.partitions if p is not member.own]
+        self._lookup = lookup
+        self._max_looks = self._num_left = max_looks
+        self._first_own = member.first_slot
+        self.found: dict[BlockHashWithGroupId, HostSlot] = {}
+        """What this step has found, by key."""
+        # Pinned slots by index: their partition, their number there, and for how many
+        # plans and looks.
+        self._pinned: dict[int, tuple[Partition, int, int]] = {}
+        # By partition, what is to be unpinned.
+        self._over: dict[Partition, set[int]] = {p: set() for p in self._partitions}
+        # By plan, what it reads.
+        self._reads: dict[int, list[int]] = {}
+        self._num_busy = 0
+        self._has_left = False
+
+    def look_up(self, request: Request, loadable: LoadFilter | None) -> bool:
+        """Look for the blocks of a prompt that the engine itself lacks.
+
+        Looks up no more of it than a step may, and nothing behind a part of which
+        there is no block.
+
+        Args:
+            request: A request in the queue.
+            loadable: Says what may be loaded for it; None for everything.
+
+        Returns:
+            Whether it must wait for the next step, since this one has looked enough, or
+            a neighbour is busy.
+
+        """
+        if self._has_left or not self._partitions or not request.block_hashes:
+            return False
+        begin, end = 0, self._lookup.num_tokens(request)
+        is_whole = self._num_left == self._max_looks
+        is_busy = False
+        while begin < end:
+            if self._num_left <= 0:
+                return not is_whole
+            most = min(self._num_left, _PART)
+            begin, num, missing = self._lookup.find_missing(
+                request, begin, most, loadable
+            )
+            self._num_left -= num
+            wanted = [each for each in missing if each[0] not in self.found]
+            num_found = 0
+            if wanted:
+                num_found, was_busy = self._find(wanted)
+                is_busy |= was_busy
+            if num_found == 0 and len(wanted) == num:
+                break
+        self._num_busy = self._num_busy + 1 if is_busy else 0
+        return is_busy and self._num_busy <= _MAX_BUSY
+
+    def _find(self, wanted: Sequence[Wanted]) -> tuple[int, bool]:
+        """Pin what neighbours have of `wanted`. Returns how many that are, and whether
+        one was busy."""
+        rows, is_busy = rows_of([key for key, _ in wanted]), False
+        missing, mixed = np.arange(len(wanted)), mix(rows)
+        for partition in self._partitions:
+            if partition.identity != self._identity:
+                continue
+            partition.open()
+            candidates, slots = partition.find(rows[missing], mixed[missing])
+            if not len(slots):
+                continue
+            # A block may be there twice for a while.
+            candidates, firsts = np.unique(candidates, return_index=True)
+            places, slots = missing[candidates], slots[firsts]
+            pinned = partition.pin(rows[places], slots, self._reader, self._identity)
+            if pinned is None:
+                is_busy = True
+                continue
+            places, slots = places[pinned], slots[pinned]
+            self._add(partition, [wanted[i] for i in places.tolist()], slots.tolist())
+            missing = np.setdiff1d(missing, places, assume_unique=True)
+        return len(wanted) - len(missing), is_busy
+
+    def _add(
+        self,
+        partition: Partition,
+        wanted: Sequence[tuple[BlockHashWithGroupId, int]],
+        slots: Sequence[int],
+    ) -> None:
+        offset = partition.first_slot - self._first_own
+        over = self._over[partition]
+        for (key, num_tokens), number in zip(wanted, slots):
+            index = number + offset
+            self.found[key] = HostSlot(index, (key,), num_tokens, store_seq=0)
+            *_, uses = self._pinned.get(index, (None, 0, 0))
+            self._pinned[index] = partition, number, uses + 1
+            over.discard(number)
+
+    def record_plan(self, plan: StepPlan, is_own: Callable[[int], bool]) -> int:
+        """Note what a plan loads. Returns how many slots of neighbours it reads."""
+        read = [i for i in (*plan.load_slots, *plan.ahead_slots) if not is_own(i)]
+        for index in read:
+            partition, number, uses = self._pinned[index]
+            self._pinned[index] = partition, number, uses + 1
+        if read:
+            self._reads[plan.seq] = read
+        return len(read)
+
+    def end_step(self) -> None:
+        """Unpin what is not read any more, as far as locks are free."""
+        self._release([slot.index for slot in self.found.values()])
+        self.found.clear()
+        self._num_left = self._max_looks
+        for partition, over in self._over.items():
+            if over and partition.unpin([*over], self._reader):
+                over.clear()
+
+    def record_ended(self, seqs: Iterable[int]) -> None:
+        """All ranks have ended these plans."""
+        for seq in seqs:
+            self._release(self._reads.pop(seq, ()))
+
+    def _release(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            partition, number, uses = self._pinned.pop(index)
+            if uses > 1:
+                self._pinned[index] = partition, number, uses - 1
+            else:
+                self._over[partition].add(number)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether further steps unpin something."""
+        return bool(self._reads or any(self._over.values()))
+
+    def leave(self) -> None:
+        """Find nothing from now on."""
+        self._has_left = True
+        self._release([slot.index for slot in self.found.values()])
+        self.found.clear()
+
+    def place_of(self, index: int) -> tuple[Partition, int]:
+        """The partition of a pinned slot, and its number there."""
+        partition, number, _ = self._pinned[index]
+        return partition, number
+
+
+class SharedHostWriter(HostWriter):
+    """A `HostWriter` that stores no second copy of what a neighbour has."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        # By device block that was loaded from a neighbour: its key, and the place.
+        self._elsewhere: dict[int, tuple[BlockHashWithGroupId, Partition, int]] = {}
+
+    def record_loads(self, plan: StepPlan, neighbours: Neighbours) -> None:
+        """Note which blocks a plan loads from neighbours."""
+        slots = (*plan.load_slots, *plan.ahead_slots)
+        for index, block_id in zip(slots, (*plan.load_blocks, *plan.ahead_blocks)):
+            if not 0 <= index < self._table.num_slots:
+                key = self._pool.blocks[block_id].block_hash
+                if key is not None:
+                    self._elsewhere[block_id] = key, *neighbours.place_of(index)
+
+    def forget_elsewhere(self, blocks: Iterable[KVCacheBlock] | None = None) -> None:
+        """Forget where `blocks` came from, which are overwritten; None for all."""
+        if blocks is None:
+            self._elsewhere.clear()
+        elif self._elsewhere:
+            for block in blocks:
+                self._elsewhere.pop(block.block_id, None)
+
+    @property
+    def admits_all(self) -> bool:
+        return not self._elsewhere and super().admits_all
+
+    def is_admitted(self, block: KVCacheBlock) -> bool:
+        place = self._elsewhere.get(block.block_id)
+        if place is not None:
+            key, partition, number = place
+            if block.block_hash == key and partition.seems_to_hold(
+                number, rows_of([key])
+            ):
+                return False
+            del self._elsewhere[block.block_id]
+        return super().is_admitted(block)
+
+    def demote(self, block: KVCacheBlock) -> None:
+        if self._elsewhere and not self.is_admitted(block):
+            self._stats.passed_over_blocks += 1
+        else:
+            super().demote(block)

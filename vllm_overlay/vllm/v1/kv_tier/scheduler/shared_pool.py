@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block pool of an engine whose host slots are a part of a machine's pool.
+
+The engine decides about its own slots as without a pool. It publishes what it has
+stored (`shared_slots`), and its lookups find what neighbours have published
+(`neighbours`). Both end when the weights may have changed.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+from vllm.v1.kv_tier.layout import KVTierLayout, PoolLayout
+from vllm.v1.kv_tier.plan import StepPlan, StepReport
+from vllm.v1.kv_tier.scheduler.block_pool import TieredBlockPool
+from vllm.v1.kv_tier.scheduler.neighbours import Neighbours, SharedHostWriter
+from vllm.v1.kv_tier.scheduler.secondary.lookup import PromptLookup
+from vllm.v1.kv_tier.scheduler.shared_slots import PlanEnds, SharedSlotTable
+from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+class SharedBlockPool(TieredBlockPool):
+    """A `TieredBlockPool` that finds blocks of neighbours, and is found by them."""
+
+    host: SharedSlotTable
+    host_writer: SharedHostWriter
+
+    def __init__(self, layout: KVTierLayout, **kwargs: Any) -> None:
+        super().__init__(layout, **kwargs)
+        assert layout.pool is not None
+        self._layout: PoolLayout = layout.pool
+        self._settled_outputs = layout.tuning.settled_outputs
+        self._settled_steps = layout.tuning.settled_steps
+        sizes = layout.pool.block_sizes
+        lookup = PromptLookup(
+            sizes,
+            self.hash_block_size or min(sizes),
+            self.host,
+            self.cached_block_hash_to_block.get_one_block,
+        )
+        max_looks = layout.tuning.max_looks
+        self.neighbours = Neighbours(layout.pool.member, lookup, max_looks)
+        self._ends = PlanEnds(layout.pool.num_ranks)
+        self._num_outputs = 0
+        layout.pool.rank_calls.may_change = self._weights_may_change
+
+    def _make_table(
+        self, layout: KVTierLayout, policy: EvictionPolicy, num_open: int
+    ) -> SharedSlotTable:
+        assert layout.pool is not None
+        num_plans = layout.tuning.plans_per_report
+        return SharedSlotTable(policy, layout.pool.member, num_plans)
+
+    def _make_writer(self, *args: object) -> SharedHostWriter:
+        return SharedHostWriter(*args)
+
+    # ------------------------------------------------------------------ a step
+
+    def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
+        """As `TieredBlockPool.is_loading`; then looks what neighbours have."""
+        if super().is_loading(request, has_scheduled_reqs):
+            return True
+        if not self._serves_host:
+            return False
+        speaks = self.conversations.has_hints(request)
+        loadable = self.conversations.make_load_filter if speaks else None
+        return self.neighbours.look_up(request, loadable)
+
+    def get_cached_block(
+        self, block_hash: BlockHash, kv_cache_group_ids: list[int]
+    ) -> list[KVCacheBlock] | None:
+        """As `TieredBlockPool.get_cached_block`, with slots of neighbours."""
+        blocks = super().get_cached_block(block_hash, kv_cache_group_ids)
+        found = self.neighbours.found
+        if blocks is not None or not found or not self._serves_host:
+            return blocks
+        if self._load_filter is not None and not self._load_filter(block_hash):
+            return None
+        blocks = []
+        for group_id in kv_cache_group_ids:
+            key = make_block_hash_with_group_id(block_hash, group_id)
+            block = self.cached_block_hash_to_block.get_one_block(key)
+            block = block or self.host.get(key) or found.get(key)
+            if block is None:
+                return None
+            blocks.append(block)
+        return blocks
+
+    def take_plan(self, is_idle: bool = False) -> StepPlan:
+        """As `TieredBlockPool.take_plan`. Slots in the plan are those of the pool."""
+        plan = super().take_plan(is_idle)
+        is_due = self.host.record_stores(plan, is_idle)
+        num_own = self.host.num_own
+        num_read = self.neighbours.record_plan(plan, lambda i: 0 <= i < num_own)
+        if num_read:
+            self._stats.neighbour_blocks += num_read
+            self.host_writer.record_loads(plan, self.neighbours)
+        # What is read is unpinned, and what is stored is published, when it has ended.
+        plan.report_end |= is_due or num_read > 0
+        self.neighbours.end_step()
+        self.host.share(self._settled(plan.seq))
+        first = self._layout.member.first_slot
+        for slots in (
+            plan.store_slots,
+            plan.clean_slots,
+            plan.load_slots,
+            plan.ahead_slots,
+        ):
+            slots[:] = [first + slot for slot in slots]
+        return plan
+
+    def _settled(self, seq: int) -> int:
+        """Nothing that plans up to this one have stored turns out to be void."""
+        return max(self._num_outputs - self._settled_outputs, seq - self._settled_steps)
+
+    def record_output(self) -> None:
+        """Note that the scheduler has taken the output of a step, with its report."""
+        self._num_outputs += 1
+
+    def apply_report(self, report: StepReport) -> int | None:
+        """As `TieredBlockPool.apply_report`."""
+        if report.failed_store_slots:
+            first = self._layout.member.first_slot
+            failed = {slot - first: s for slot, s in report.failed_store_slots.items()}
+            report = replace(report, failed_store_slots=failed)
+        void_plan = super().apply_report(report)
+        if ended := self._ends.take(report.ended):
+            self.host.record_ended(ended)
+            self.neighbours.record_ended(ended)
+        return void_plan
+
+    @property
+    def has_more(self) -> bool:
+        """Whether an engine without requests should step on, to publish or unpin."""
+        return not self._is_off and (self.host.is_sharing or self.neighbours.is_reading)
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        blocks = super().get_new_blocks(num_blocks)
+        self.host_writer.forget_elsewhere(blocks)
+        return blocks
+
+    # ------------------------------------------------------------------ the end
+
+    _is_off = False
+
+    def leave(self, reason: str) -> None:
+        """Share nothing from now on: what is computed has another identity."""
+        if not self.host.has_left:
+            logger.info(
+                "KV tier: %s. The engine shares nothing with its pool until it starts "
+                "again.",
+                reason,
+            )
+        self.host.leave()
+        self.neighbours.leave()
+        self.host_writer.forget_elsewhere()
+
+    def _weights_may_change(self, method: str) -> None:
+        self.leave(f"{method} of the ranks was called, which may change weights")
+
+    def _clear_host(self) -> None:
+        self.leave("the prefix cache was cleared, maybe for other weights")
+        super()._clear_host()
+
+    def _switch_off(self, lost_blocks: Iterable[int]) -> None:
+        self.leave("the host tier is off")
+        # No plan ends any more.
+        self._is_off = True
+        super()._switch_off(lost_blocks)

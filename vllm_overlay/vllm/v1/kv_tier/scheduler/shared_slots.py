@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slots of an engine in a pool: neighbours find what it has stored, and it reuses
+no slot that they read.
+
+    stored ── all ranks report the end, and it cannot turn out to be void ──▶ published
+    published ── next victim, and no neighbour reads it ──▶ withdrawn, then reused
+    published ── next victim, but read ──▶ held, as slots that a secondary tier writes
+
+Withdrawing a slot and looking at its pins is one critical section of the partition, as
+is finding and pinning it for a neighbour.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+from vllm.v1.kv_tier.keeper.client import Membership
+from vllm.v1.kv_tier.keeper.partition import Claim
+from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
+
+# Stands for all neighbours among those for whom slots are held.
+_NEIGHBOURS = -1
+# Most slots that a step publishes, and that it looks at for the end of a read.
+_MAX_PUBLISHED = 512
+_MAX_LOOKS = 512
+# Most victims of a plan that neighbours use or read, and that are passed over. Each
+# takes some microseconds.
+_MAX_REFUSED = 256
+
+
+class PlanEnds:
+    """Which plans have ended on all ranks.
+
+    Args:
+        num_ranks: Ranks that report.
+
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._num_reported: Counter[int] = Counter()
+
+    def take(self, seqs: Iterable[int]) -> list[int]:
+        """Take in reports. Returns the plans that have ended with them."""
+        self._num_reported.update(seqs)
+        ended = [s for s, num in self._num_reported.items() if num >= self._num_ranks]
+        for seq in ended:
+            del self._num_reported[seq]
+        return ended
+
+
+class SharedSlotTable(SlotTable):
+    """A `SlotTable` whose slots lie in a partition of a pool.
+
+    Slots of neighbours have indices outside of its own.
+
+    Args:
+        policy: As in `SlotTable`.
+        member: The engine's partition, and what it holds already.
+        plans_per_report: Plans with stores for each report of their end, while the
+            engine has requests.
+
+    """
+
+    def __init__(
+        self, policy: EvictionPolicy, member: Membership, plans_per_report: int
+    ) -> None:
+        super().__init__(member.num_slots, policy)
+        self._plans_per_report = plans_per_report
+        self.num_own = member.num_slots
+        self._partition = member.own
+        self.has_left = False
+        """Whether nothing is published any more."""
+        self._is_leaving = False
+        self._num_refused = 0
+        # Plans with stores since the last one whose end is to be reported.
+        self._num_unasked = 0
+        # Stores by plan, until it has ended: (slot, key). Then (plan, slot, key).
+        self._unended: dict[int, list[tuple[int, BlockHashWithGroupId]]] = {}
+        self._to_publish: deque[tuple[int, int, BlockHashWithGroupId]] = deque()
+        # Slots that neighbours read, with the keys under which they are held.
+        self._read: dict[int, list[BlockHashWithGroupId]] = {}
+        self._adopt(member)
+
+    def _adopt(self, member: Membership) -> None:
+        """Take over what an earlier engine has stored."""
+        used, copies = set(), set()
+        for slot, raw, num_tokens in zip(*member.adopted):
+            key = BlockHashWithGroupId(raw)
+            if self.has(key):
+                # It was stored again before it could be withdrawn.
+                copies.add(slot)
+                continue
+            used.add(slot)
+            self._fill(slot, (key,), num_tokens, store_seq=0)
+        # Neighbours may still read what it had withdrawn.
+        read = {*range(self.num_own)} - used - {*member.unread} | copies
+        self._free = [slot for slot in self._free if slot not in used | read]
+        for slot in read:
+            self._hold_read(slot, [])
+            self._free_after_hold.add(slot)
+
+    def is_own(self, slot: HostSlot) -> bool:
+        """Whether a slot is one of this engine, not of a neighbour."""
+        return 0 <= slot.index < self.num_own
+
+    # ------------------------------------------------------------------ of each step
+
+    def record_stores(self, plan: StepPlan, is_idle: bool) -> bool:
+        """Note what a plan stores. Returns whether its end must be reported.
+
+        A report covers all plans before it, so not every step needs one.
+        """
+        if self.has_left:
+            return False
+        stores = []
+        for index in (*plan.store_slots, *plan.clean_slots):
+            slot = self.at(index)
+            # Others do not look for blocks with several keys.
+            if slot is not None and len(slot.keys) == 1:
+                stores.append((index, slot.keys[0]))
+        if stores:
+            self._unended[plan.seq] = stores
+            self._num_unasked += 1
+        is_due = self._num_unasked >= (1 if is_idle else self._plans_per_report)
+        if is_due:
+            self._num_unasked = 0
+        return is_due
+
+    def record_ended(self, seqs: Iterable[int]) -> None:
+        """All ranks have ended these plans, and so all before them."""
+        last = max(seqs)
+        for seq in [seq for seq in self._unended if seq <= last]:
+            for index, key in self._unended.pop(seq):
+                self._to_publish.append((seq, index, key))
+
+    def share(self, settled: int) -> None:
+        """Publish what is complete, and take back what is no longer read.
+
+        Args:
+            settled: Nothing that plans up to this one have stored turns out to be void.
+
+        """
+        if self._is_leaving:
+            self._leave()
+        self._publish(settled)
+        self._end_reads()
+
+    def _publish(self, settled: int) -> None:
+        batch: list[HostSlot] = []
+        last = 0
+        for seq, index, key in self._to_publish:
+            if seq > settled or len(batch) == _MAX_PUBLISHED:
+                break
+            last += 1
+            slot = self.at(index)
+            is_same = slot is not None and slot.keys == (key,) and slot.store_seq == seq
+            if slot is not None and is_same:
+                batch.append(slot)
+        if batch and not self._partition.publish(
+            [slot.index for slot in batch],
+            [slot.keys[0] for slot in batch],
+            [slot.num_tokens for slot in batch],
+        ):
+            return
+        for _ in range(last):
+            self._to_publish.popleft()
+
+    def _end_reads(self) -> None:
+        if not self._read:
+            return
+        looked = list(self._read)[:_MAX_LOOKS]
+        for slot in self._partition.unpinned(looked) or ():
+            if (
+                self.places.keys[slot] is None
+                and self._partition.is_published(slot)
+                and self._partition.withdraw(slot) is not Claim.FREE
+            ):
+                # Its content is gone, but could not be withdrawn yet.
+                continue
+            self.end_hold(_NEIGHBOURS, [slot], self._read.pop(slot))
+        for slot in looked:
+            if slot in self._read:
+                # Look at others first in the next step.
+                self._read[slot] = self._read.pop(slot)
+
+    @property
+    def is_sharing(self) -> bool:
+        """Whether further steps publish something."""
+        return bool(self._unended or self._to_publish or self._is_leaving)
+
+    def leave(self) -> None:
+        """Publish nothing from now on, and withdraw everything."""
+        if not self.has_left:
+            self.has_left = self._is_leaving = True
+            self._unended.clear()
+            self._to_publish.clear()
+            self._leave()
+
+    def _leave(self) -> None:
+        self._is_leaving = not self._partition.withdraw_all()
+
+    # ------------------------------------------------------------------ of neighbours
+
+    def pin(self, slots: Iterable[HostSlot]) -> None:
+        """As `SlotTable.pin`; slots of neighbours are pinned since they were found."""
+        super().pin([slot for slot in slots if self.is_own(slot)])
+
+    def mark_loaded(self, slots: Sequence[HostSlot], seq: int) -> None:
+        """As `SlotTable.mark_loaded`, without slots of neighbours."""
+        super().mark_loaded([slot for slot in slots if self.is_own(slot)], seq)
+
+    def unpin_all(self) -> None:
+        super().unpin_all()
+        self._num_refused = 0
+
+    def _evict(self) -> int | None:
+        while self._released:
+            key = next(reversed(self._released))
+            index = self._index(key)
+            claim = self._claim(index)
+            if claim is Claim.BUSY:
+                return None
+            if claim is Claim.FREE:
+                break
+            if claim is Claim.PINNED:
+                self._hold_read(index, [key])
+        return super()._evict()
+
+    def _victim(self) -> BlockHashWithGroupId | None:
+        while (victim := super()._victim()) is not None:
+            index = self._index(victim)
+            claim = self._claim(index)
+            if claim is Claim.FREE:
+                return victim
+            if claim is Claim.BUSY:
+                self._aside[victim] = None
+                return None
+            self._num_refused += 1
+            if claim is Claim.USED:
+                self._policy.insert(victim)
+                self._policy.hit(victim)
+            else:
+                self._hold_read(index, [victim])
+                self._passed[victim] = None
+            if self._num_refused >= _MAX_REFUSED:
+                return None
+        return None
+
+    def _index(self, key: BlockHashWithGroupId) -> int:
+        index = self.places.find(key)
+        assert index is not None, "what is evicted is in a slot"
+        return index
+
+    def _claim(self, index: int) -> Claim:
+        partition = self._partition
+        if not partition.is_published(index):
+            return Claim.FREE
+        return partition.claim(index)
+
+    def _forget(self, key: BlockHashWithGroupId) -> None:
+        index, partition = self._index(key), self._partition
+        if partition.is_published(index) and (
+            partition.withdraw(index) is not Claim.FREE
+        ):
+            self._hold_read(index, [key])
+        super()._forget(key)
+
+    def _hold_read(self, index: int, keys: list[BlockHashWithGroupId]) -> None:
+        if index not in self._read:
+            self._read[index] = keys
+            self.hold(_NEIGHBOURS, [index], keys)

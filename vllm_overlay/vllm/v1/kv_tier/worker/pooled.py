@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host slots of a rank in the memory of a pool, which all engines of it map."""
+
+import contextlib
+import mmap
+import socket
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm.v1.kv_tier.keeper.client import Place, join
+from vllm.v1.kv_tier.memory.buffer import HostBuffer
+from vllm.v1.kv_tier.worker.slots import EMPTY, FILLED
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """Memory of all partitions."""
+
+    bytes: torch.Tensor
+    """`[num_bytes]`, uint8."""
+
+
+@dataclass(frozen=True)
+class PooledSlots:
+    """Slots of all engines of the pool, as a rank of one of them sees them."""
+
+    buffer: HostBuffer
+    states: NDArray[np.uint8]
+    """As of `RankSlots`. What others have stored counts as filled: their schedulers let
+    find only what is complete."""
+    empty: tuple[int, ...]
+    """Slots that copy engines may be tested on."""
+    connection: socket.socket
+    """To the keeper, which gives the partition to no other engine before the process
+    of the rank has ended."""
+
+
+def join_pool(place: Place, device: torch.device) -> PooledSlots:
+    """Map the memory of the pool on a rank, and register it with the GPU driver.
+
+    Args:
+        place: Where it is.
+        device: Device of the rank.
+
+    Raises:
+        PoolRefused: The keeper cannot be reached.
+        NotShared: The driver refused to register it.
+
+    """
+    connection, memory = join(place)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    num_slots = len(memory) // place.slot_bytes
+    num_bytes = num_slots * place.slot_bytes
+    on_gpu = device.type == "cuda"
+    buffer = HostBuffer(
+        num_slots,
+        place.slot_bytes,
+        pin=on_gpu,
+        device=device if on_gpu else None,
+        shared=PoolMemory(torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]),
+    )
+    states = np.full(num_slots, FILLED, np.uint8)
+    states[list(place.empty)] = EMPTY
+    return PooledSlots(buffer, states, place.empty, connection)
