@@ -90,13 +90,13 @@ def test_busy_neighbour_costs_a_store_but_no_time(partition: Partition) -> None:
     assert slot is not None
     table.remove(slot)
     neighbour.release()
-    assert pin(partition, 3) == [slot]
+    assert pin(partition, 3) == [slot.index]
     table.unpin_all()
-    partition.unpin([slot], READER)
+    partition.unpin([slot.index], READER)
     # It is withdrawn late, and free then.
     table.share(settled=2)
     assert pin(partition, 3) == []
-    assert fill(table, 30, 1, seq=2) == [slot]
+    assert fill(table, 30, 1, seq=2) == [slot.index]
 
 
 def test_successor_has_one_copy_of_a_block(partition: Partition) -> None:
