@@ -47,6 +47,9 @@ class Setup:
     """Below the tier, an empty one that takes nothing."""
     has_hints: bool = False
     """Every request but those that fill the caches has hints."""
+    num_slots: int = NUM_SLOTS
+    num_prefilled: int = 0
+    """Blocks that went through the host before, put there without the scheduler."""
     has_pool: bool = False
     """Slots are a part of a pool, with seven neighbours that have nothing."""
     num_slots: int = NUM_SLOTS

@@ -6,7 +6,6 @@ the tier uses the first key of a slot.
 """
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from itertools import chain, islice
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -77,6 +76,10 @@ class EvictionPolicy(ABC):
 
         """
 
+    def has_evicted(self, key: Key) -> bool:
+        """Whether the policy remembers to have evicted `key`. Optional."""
+        return False
+
     def set_hint(self, key: Key, about: KeyHint) -> None:  # noqa: B027
         """Pass the hints for resident `key`, given now or before it was inserted.
 
@@ -131,11 +134,6 @@ class PartedDict(Generic[Name, Value]):
 _MANY = 4096
 
 
-def most_with_dropped(limit: int) -> int:
-    """How many keys there are at most where `drop_oldest` keeps `limit`."""
-    return limit + min(_MANY, limit // 16)
-
-
 def drop_oldest(keys: dict[Key, Any], limit: int) -> None:
     """Drop the first of `keys` beyond `limit`, once there are many of them.
 
@@ -143,17 +141,6 @@ def drop_oldest(keys: dict[Key, Any], limit: int) -> None:
     where keys come and go. But its first key is slow to find when many before it have
     left, so that it is looked for seldom.
     """
-    if len(keys) > most_with_dropped(limit):
+    if len(keys) > limit + min(_MANY, limit // 16):
         for key in list(islice(keys, len(keys) - limit)):
             del keys[key]
-
-
-def pop_oldest(
-    keys: "OrderedDict[Key, None]", is_pinned: Callable[[Key], bool]
-) -> Key | None:
-    """Remove and return the oldest of `keys` that is not pinned."""
-    for key in keys:
-        if not is_pinned(key):
-            del keys[key]
-            return key
-    return None

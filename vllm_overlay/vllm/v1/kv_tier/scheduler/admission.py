@@ -5,10 +5,11 @@ more hits in ghost caches.
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.eviction.policies import make_policy
+from vllm.v1.kv_tier.eviction.recent import RecentKeys
 from vllm.v1.kv_tier.scheduler.costs import clean_window
 from vllm.v1.kv_tier.scheduler.kv_groups import UsedBlocks
 from vllm.v1.kv_tier.tuning import SchedulingTuning
@@ -72,6 +73,9 @@ class Admission:
     def admits(self, key: Hashable) -> bool:
         return self.num_uses(key) >= self._from_use
 
+    def record_loss(self, key: Hashable) -> None:
+        """Record that the device evicts the block of `key`, which is not admitted."""
+
     def clear(self) -> None:
         """The host was emptied."""
 
@@ -85,47 +89,59 @@ class Admission:
         """
 
 
+_MAX_HITS = 1 << 16
+"""Hits that are remembered at least."""
+
+
 class SecondUses(Admission):
     """Admits keys that were used twice recently.
 
-    Knows less than `Admission`, but costs less for each block of each prompt. Keys are
-    kept in two generations. A use moves a key to the young one; when that is full, it
-    becomes the old one, and the old one is dropped.
+    Knows less than `Admission`, but costs less for each block of each prompt, and a few
+    bytes for each key. Hits are remembered apart and not as long: a block that was hit
+    is on the device, which evicts it soon or not at all. They are kept in two
+    generations. A hit moves a key to the young one; when that is full, it becomes the
+    old one, and the old one is dropped.
 
     Args:
-        num_keys: Least number of keys that are remembered; at most twice as many are.
+        num_keys: Number of computed keys that are remembered.
 
     """
 
     def __init__(self, num_keys: int) -> None:
         super().__init__(2, num_keys)
-        self._max_young = num_keys
-        # Whether keys were used a second time.
-        self._young: dict[Hashable, bool] = {}
-        self._old: dict[Hashable, bool] = {}
+        self._max_young = min(num_keys, _MAX_HITS)
+        # Keys of hits. Values mean nothing.
+        self._young: dict[Hashable, None] = {}
+        self._old: dict[Hashable, None] = {}
+        # Whether computed keys were used before that.
+        self._computed = RecentKeys(num_keys, value_bytes=1)
 
     def record_uses(self, keys: Collection[_Key]) -> Collection[_Key]:
         # A hit block was computed before, so this is at least its second use.
-        self._young.update(dict.fromkeys(keys, True))
+        self._young.update(dict.fromkeys(keys))
         if len(self._young) >= self._max_young:
-            self._grow_old()
+            self._old, self._young = self._young, {}
         return keys
 
     def record_use(self, key: Hashable) -> None:
-        young = self._young
-        young[key] = key in young or key in self._old
-        if len(young) >= self._max_young:
-            self._grow_old()
+        # No call for hits: each computed block passes here.
+        computed = self._computed
+        computed.add(
+            key,
+            computed.pop(key) is not None or key in self._young or key in self._old,
+        )
+
+    def _was_hit(self, key: Hashable) -> bool:
+        return key in self._young or key in self._old
 
     def num_uses(self, key: Hashable) -> int:
-        is_second = self._young.get(key, self._old.get(key))
+        if self._was_hit(key):
+            return 2
+        is_second = self._computed.get(key)
         return 0 if is_second is None else 1 + is_second
 
     def admits(self, key: Hashable) -> bool:
-        return self._young.get(key, False) or self._old.get(key, False)
-
-    def _grow_old(self) -> None:
-        self._old, self._young = self._young, {}
+        return self._was_hit(key) or self._computed.get(key) == 1
 
 
 def admission_from(use: int, num_keys: int) -> Admission:
@@ -245,8 +261,22 @@ class GhostDevice:
             host.release(key)
 
 
+class Host(Protocol):
+    """What the slot table knows."""
+
+    def has_room(self) -> bool:
+        """Whether a slot can be filled without evicting a block of any use."""
+
+    def has_evicted(self, key: Hashable) -> bool:
+        """Whether the eviction policy remembers to have evicted `key`."""
+
+
 class AdaptiveAdmission(SecondUses):
     """Admits all blocks, or those used twice, whichever would have had more hits.
+
+    A block that a tier has needs no memory of its use. So uses are counted for the
+    sample only, and of all other keys those are remembered that were used once and are
+    gone: here, if they were not admitted, and by the eviction policy of the host.
 
     Two ghost caches of the host simulate both, on a sample of the keys. Set dueling,
     with a sample of the real slots, does not work here: a prefix hit ends at its first
@@ -260,7 +290,7 @@ class AdaptiveAdmission(SecondUses):
         num_ahead: Number of slots whose blocks the device has too.
         eviction_policy: Name or import path.
         num_keys: Keys whose uses are remembered.
-        has_room: Whether the host has a free slot.
+        host: The slot table.
         tuning: Sizes of the ghost caches, and how often to choose.
 
     """
@@ -272,11 +302,11 @@ class AdaptiveAdmission(SecondUses):
         num_ahead: int,
         eviction_policy: str,
         num_keys: int,
-        has_room: Callable[[], bool],
+        host: "Host",
         tuning: SchedulingTuning,
     ) -> None:
         super().__init__(num_keys)
-        self._has_room = has_room
+        self._host = host
         one_in = max(1, num_slots // tuning.shadow_slots)
         # At least a quarter, or the two would not differ.
         slots = max(1, max(num_slots - num_ahead, num_slots // 4) // one_in)
@@ -298,13 +328,22 @@ class AdaptiveAdmission(SecondUses):
         self._sample(keys)
 
     def record_use(self, key: Hashable) -> None:
-        super().record_use(key)
-        # Tested here as well, since most keys are not in the sample.
+        # A hot path: each computed block. Most keys are not in the sample.
         if hash(key) % self._one_in == 0:
+            super().record_use(key)
             self._sample((key,))
 
+    def record_loss(self, key: Hashable) -> None:
+        if hash(key) % self._one_in:
+            super().record_use(key)
+
     def admits(self, key: Hashable) -> bool:
-        return self.admits_all or super().admits(key) or self._has_room()
+        if self.admits_all or self._host.has_room() or super().admits(key):
+            return True
+        # Used before, if it was computed again after both tiers had lost it.
+        return hash(key) % self._one_in != 0 and (
+            self._computed.get(key) is not None or self._host.has_evicted(key)
+        )
 
     def clear(self) -> None:
         # The choice was made for content that is gone.
@@ -344,7 +383,7 @@ def make_admission(
     layout: "KVTierLayout",
     num_blocks: int,
     num_keys: int,
-    has_room: Callable[[], bool],
+    host: "Host",
 ) -> Admission | None:
     """The admission that `store_from_use` sets; None to store every block.
 
@@ -352,7 +391,7 @@ def make_admission(
         layout: Slots and settings of the host tier.
         num_blocks: Number of device blocks.
         num_keys: Keys whose uses are remembered.
-        has_room: Whether the host has a free slot.
+        host: The slot table.
 
     """
     config, num_slots = layout.config, layout.num_slots
@@ -371,6 +410,6 @@ def make_admission(
         num_ahead,
         config.eviction_policy,
         num_keys,
-        has_room,
+        host,
         layout.tuning,
     )

@@ -48,12 +48,10 @@ class FreeBlocks:
 
     def release(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Undo `hold` or an allocation. Blocks that become free go to the end."""
-        freed = []
+        blocks = list(blocks)
         for block in blocks:
             block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                freed.append(block)
-        self.append(freed)
+        self.append([block for block in blocks if block.ref_cnt == 0])
 
     def remove(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Remove free blocks from the queue."""
@@ -95,7 +93,7 @@ class FreeBlocks:
     def leave_place(self, blocks: list[KVCacheBlock]) -> None:
         """Forget the cursor if it is one of `blocks`, which move."""
         cursor = self.cursor
-        if cursor is not None and any(block is cursor for block in blocks):
+        if cursor is not None and id(cursor) in map(id, blocks):
             self.cursor = None
 
     def pass_over(

@@ -24,7 +24,7 @@ is dirty nevertheless is stored in its own step.
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -78,12 +78,12 @@ class HostWriter:
 
     def is_clean(self, block: KVCacheBlock) -> bool:
         """Whether the host has every key of a hashed block."""
-        if self._table.get(block.block_hash) is None:  # type: ignore[arg-type]
+        if not self._table.has(block.block_hash):  # type: ignore[arg-type]
             return False
         if not self._pool.cached_block_hashes_by_block:
             return True
         others = self._pool.cached_block_hashes_by_block.get(block.block_id, ())
-        return all(self._table.get(key) is not None for key in others)
+        return all(map(self._table.has, others))
 
     @property
     def admits_all(self) -> bool:
@@ -119,8 +119,35 @@ class HostWriter:
         admits_all = admits_all and not (self.released or self.forbidden)
         if not (admits_all or self.is_admitted(block)):
             self._stats.passed_over_blocks += 1
+            if admission is not None and block.block_hash is not None:
+                admission.record_loss(block.block_hash)
         elif not self.store(block, before_eviction=False):
             self._stats.dropped_blocks += 1
+
+    def evict_first(self, num_blocks: int) -> None:
+        """Evict the content of the next victims, which have one key each.
+
+        As the pool does for each of them in `_maybe_evict_cached_block`, in less time.
+        """
+        builder, demote = self._builder, self.demote
+        parts, num_parts = self._table.places.parts, self._table.places.num_parts
+        pop = self._pool.cached_block_hash_to_block.pop
+        calls_off = builder.loads or builder.prefetches
+        blocks: list[KVCacheBlock] = []
+        block: Any = self._pool.free_block_queue.fake_free_list_head
+        for _ in range(num_blocks):
+            block = block.next_free_block
+            blocks.append(block)
+            if calls_off:
+                builder.call_off_load(block)
+            key = block.block_hash
+            if key is not None:
+                if key not in parts[hash(key) % num_parts]:
+                    demote(block)
+                pop(key, block.block_id)
+                block.reset_hash()
+        # Also of blocks without a key: copies that a reset dropped may still run.
+        builder.overwrite_all(blocks)
 
     def store(self, block: KVCacheBlock, before_eviction: bool) -> bool:
         """Store `block` in a slot in this plan, if there is room.
@@ -142,11 +169,11 @@ class HostWriter:
         if len(keys) > 1 and not self._drop_stale(keys):
             self._stats.refused_pinned += 1
             return False
-        slot = table.insert(keys, block.block_hash_num_tokens, builder.seq)
-        if slot is None:
+        index = table.insert(keys, block.block_hash_num_tokens, builder.seq)
+        if index is None:
             self._stats.refused_no_slot += 1
             return False
-        builder.store(block, slot, table.last_load(slot), before_eviction)
+        builder.store(block, index, table.last_load(index), before_eviction)
         return True
 
     def _drop_stale(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
@@ -377,13 +404,15 @@ class Cleaner:
         """
         last, num_clean = None, 0
         seq, computed_by = self._builder.seq, self._builder.computed_by
-        host_writer, has_slot = self._host_writer, self._table.get
+        host_writer, places = self._host_writer, self._table.places
+        parts, num_parts = places.parts, places.num_parts
         have_one_key = not self._pool.cached_block_hashes_by_block
         admits_all = host_writer.admits_all
         for block in blocks:
             key = block.block_hash
+            # No call: a hot path for each block that is about to be evicted.
             is_clean = key is None or (
-                has_slot(key) is not None
+                key in parts[hash(key) % num_parts]
                 if have_one_key
                 else host_writer.is_clean(block)
             )

@@ -84,7 +84,7 @@ class StepPlanBuilder:
         plan.check()
         self.in_step = False
         self.seq += 1
-        self._plan = StepPlan(self.seq)
+        self._plan = StepPlan.empty(self.seq)
         return plan
 
     # -------------------------------------------------------------- device blocks
@@ -116,6 +116,20 @@ class StepPlanBuilder:
     def prefetched_by(self, block: KVCacheBlock) -> int:
         """The last plan that prefetches `block`; 0 once a plan has waited for it."""
         return self._prefetched_by[block.block_id]
+
+    def overwrite_all(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """As `overwrite` for each of `blocks`, at least one, in less time."""
+        ids = [block.block_id for block in blocks]
+        if any(map(self._prefetched_by.__getitem__, ids)):
+            for block in blocks:
+                self.overwrite(block)
+            return
+        plan, last = self._plan, max(map(self._stored_by.__getitem__, ids))
+        plan.load_after_stores = max(plan.load_after_stores, last)
+        if not self.takes_for_loads:
+            plan.compute_after_stores = max(plan.compute_after_stores, last)
+            for block_id in ids:
+                self._stored_by[block_id] = 0
 
     def overwrite(self, block: KVCacheBlock) -> None:
         """Add the fences needed before `block` is overwritten."""
@@ -176,13 +190,13 @@ class StepPlanBuilder:
     # --------------------------------------------------------------------- copies
 
     def store(
-        self, block: KVCacheBlock, slot: HostSlot, last_load: int, before_eviction: bool
+        self, block: KVCacheBlock, slot: int, last_load: int, before_eviction: bool
     ) -> None:
         """Copy `block` to `slot`.
 
         Args:
             block: Hashed, and computed by an earlier plan.
-            slot: The slot, filled by this plan.
+            slot: Index of the slot, filled by this plan.
             last_load: Last plan that read the slot's memory.
             before_eviction: A later plan may overwrite the block; otherwise this one
                 does.
@@ -193,14 +207,14 @@ class StepPlanBuilder:
         computed = self.computed_by[block_id]
         loaded = max(last_load, self._prefetched_by[block_id])
         if before_eviction:
-            self.cleans[slot.index] = block
+            self.cleans[slot] = block
             # No `max`, since each new block of a decoding request passes here.
             if computed > plan.clean_after_compute:
                 plan.clean_after_compute = computed
             if loaded > plan.clean_after_loads:
                 plan.clean_after_loads = loaded
         else:
-            self.stores[slot.index] = block
+            self.stores[slot] = block
             plan.store_after_compute = max(plan.store_after_compute, computed)
             plan.store_after_loads = max(plan.store_after_loads, loaded)
 
@@ -226,15 +240,15 @@ class StepPlanBuilder:
         plan, seq, computed_by = self._plan, self.seq, self.computed_by
         queue = self.prefetches if prefetch else self.loads
         last_store, last_use = plan.load_after_stores, plan.load_after_compute
-        for slot, block in zip(slots, blocks, strict=True):
-            block_id = block.block_id
-            queue[block_id] = slot
+        # A hot path: each loaded block.
+        ids = [block.block_id for block in blocks]
+        queue.update(zip(ids, slots, strict=True))
+        for block_id in ids:
             computed_by[block_id] = seq
-            if slot.store_seq > last_store:
-                last_store = slot.store_seq
-            if self.used_by[block_id] > last_use:
-                last_use = self.used_by[block_id]
-            if prefetch:
+        last_store = max(last_store, *[slot.store_seq for slot in slots])
+        last_use = max(last_use, *map(self.used_by.__getitem__, ids))
+        if prefetch:
+            for block_id in ids:
                 self._prefetched_by[block_id] = seq
         plan.load_after_stores, plan.load_after_compute = last_store, last_use
 

@@ -89,13 +89,12 @@ class SharedSlotTable(SlotTable):
         used, copies = set(), set()
         for slot, raw, num_tokens in zip(*member.adopted):
             key = BlockHashWithGroupId(raw)
-            if key in self._slots:
+            if self.has(key):
                 # It was stored again before it could be withdrawn.
                 copies.add(slot)
                 continue
             used.add(slot)
-            self._slots[key] = self._filled(slot, (key,), num_tokens, store_seq=0)
-            self._policy.insert(key)
+            self._fill(slot, (key,), num_tokens, store_seq=0)
         # Neighbours may still read what it had withdrawn.
         read = {*range(self.num_own)} - used - {*member.unread} | copies
         self._free = [slot for slot in self._free if slot not in used | read]
@@ -175,7 +174,7 @@ class SharedSlotTable(SlotTable):
         looked = list(self._read)[:_MAX_LOOKS]
         for slot in self._partition.unpinned(looked) or ():
             if (
-                self._by_index[slot] is None
+                self.places.keys[slot] is None
                 and self._partition.is_published(slot)
                 and self._partition.withdraw(slot) is not Claim.FREE
             ):
@@ -219,20 +218,21 @@ class SharedSlotTable(SlotTable):
 
     def _evict(self) -> int | None:
         while self._released:
-            slot = self._slots[next(reversed(self._released))]
-            claim = self._claim(slot)
+            key = next(reversed(self._released))
+            index = self._index(key)
+            claim = self._claim(index)
             if claim is Claim.BUSY:
                 return None
             if claim is Claim.FREE:
                 break
             if claim is Claim.PINNED:
-                self._hold_read(slot.index, [slot.keys[0]])
+                self._hold_read(index, [key])
         return super()._evict()
 
     def _victim(self) -> BlockHashWithGroupId | None:
         while (victim := super()._victim()) is not None:
-            slot = self._slots[victim]
-            claim = self._claim(slot)
+            index = self._index(victim)
+            claim = self._claim(index)
             if claim is Claim.FREE:
                 return victim
             if claim is Claim.BUSY:
@@ -243,25 +243,30 @@ class SharedSlotTable(SlotTable):
                 self._policy.insert(victim)
                 self._policy.hit(victim)
             else:
-                self._hold_read(slot.index, [victim])
+                self._hold_read(index, [victim])
                 self._passed[victim] = None
             if self._num_refused >= _MAX_REFUSED:
                 return None
         return None
 
-    def _claim(self, slot: HostSlot) -> Claim:
-        partition = self._partition
-        if not partition.is_published(slot.index):
-            return Claim.FREE
-        return partition.claim(slot.index)
+    def _index(self, key: BlockHashWithGroupId) -> int:
+        index = self.places.find(key)
+        assert index is not None, "what is evicted is in a slot"
+        return index
 
-    def _forget(self, slot: HostSlot) -> None:
-        index, partition = slot.index, self._partition
+    def _claim(self, index: int) -> Claim:
+        partition = self._partition
+        if not partition.is_published(index):
+            return Claim.FREE
+        return partition.claim(index)
+
+    def _forget(self, key: BlockHashWithGroupId) -> None:
+        index, partition = self._index(key), self._partition
         if partition.is_published(index) and (
             partition.withdraw(index) is not Claim.FREE
         ):
-            self._hold_read(index, [slot.keys[0]])
-        super()._forget(slot)
+            self._hold_read(index, [key])
+        super()._forget(key)
 
     def _hold_read(self, index: int, keys: list[BlockHashWithGroupId]) -> None:
         if index not in self._read:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slot table: which KV block is in which host slot."""
 
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+from vllm.v1.kv_tier.eviction.places import PlacedPolicy, Places
 
 Policy = TypeVar("Policy", bound=EvictionPolicy)
 
@@ -37,8 +39,8 @@ class Placeholder(KVCacheBlock):
 class HostSlot(Placeholder):
     """A filled host slot, and the placeholder for it.
 
-    When a slot is filled again, the object is reused with other keys, so do not keep it
-    beyond `SlotListener.on_forgotten`.
+    It is a value, made when it is asked for, and says nothing of the slot beyond
+    `SlotListener.on_forgotten`.
 
     Args:
         index: Number of the slot in host memory.
@@ -66,6 +68,18 @@ class HostSlot(Placeholder):
     def block_hash(self) -> BlockHashWithGroupId:
         return self.keys[0]
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is HostSlot and (
+            (self.index, self.keys, self.store_seq)
+            == (other.index, other.keys, other.store_seq)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.index, self.keys))
+
+    def __repr__(self) -> str:
+        return f"HostSlot({self.index}, {self.keys}, {self.num_tokens})"
+
 
 class SlotListener(Protocol):
     """Notified of changes of the host's content."""
@@ -92,6 +106,9 @@ function, since it is called for each victim."""
 class SlotTable:
     """The keys of the host tier, and their order of eviction.
 
+    What is known of a slot lies in arrays at its index, since there may be millions.
+    Nothing here makes objects for Python's garbage collector.
+
     Args:
         num_slots: Number of slots in host memory.
         policy: Order of eviction; holds the primary key of every filled slot.
@@ -108,20 +125,24 @@ class SlotTable:
         """Number of evicted slots, since the reader reset this."""
         self.listeners: list[SlotListener] = []
         self._policy = policy
-        self._slots: dict[BlockHashWithGroupId, HostSlot] = {}
-        # Not a method, since it is called for every block of every prefix, and every
-        # victim.
-        self.get: Callable[[BlockHashWithGroupId], HostSlot | None] = self._slots.get
-        self._by_index: list[HostSlot | None] = [None] * num_slots
-        # Allocated at the start, so that filling slots makes no objects for the garbage
-        # collector; vLLM exempts those of the start.
-        self._objects = [HostSlot(i, (), None, 0) for i in range(num_slots)]
+        self.places = Places(num_slots)
+        """Slots by key, and keys by slot. Public, for those who look up every block."""
+        # The policy, if it takes places instead of keys.
+        self._placed = policy if isinstance(policy, PlacedPolicy) else None
+        if self._placed is not None:
+            self._placed.use_places(self.places)
+        # All keys of slots with several, by index.
+        self._several: dict[int, tuple[BlockHashWithGroupId, ...]] = {}
+        # Prefix tokens of the primary key, 0 if unknown.
+        self._num_tokens = array("i", [0]) * num_slots
         self._num_filled = 0
         self._free = list(range(self.num_slots - 1, -1, -1))
         # When each slot was last read and last stored to. Both outlive its content,
-        # since copies for the next content must wait for these.
-        self._load_seq = [0] * num_slots
-        self._store_seq = [0] * num_slots
+        # since copies for the next content must wait for these. What a secondary tier
+        # has filled counts as stored by plan 0: that began after all copies before it,
+        # and has ended on all ranks.
+        self._load_seq = array("q", [0]) * num_slots
+        self._store_seq = array("q", [0]) * num_slots
         self._pinned: set[BlockHashWithGroupId] = set()
         # Pinned keys that the policy evicted. It gets them back when the plan is
         # complete, so that no victim needs a search through pinned keys.
@@ -151,18 +172,46 @@ class SlotTable:
     def __len__(self) -> int:
         return self._num_filled
 
+    def get(self, key: BlockHashWithGroupId) -> HostSlot | None:
+        """The slot of `key`."""
+        # A hot path: each block of each prefix that the device lacks. No calls.
+        places = self.places
+        index = places.parts[hash(key) % places.num_parts].get(key)
+        if index is None:
+            return None
+        keys = self._several.get(index, (key,)) if self._several else (key,)
+        num_tokens = self._num_tokens[index] or None
+        return HostSlot(index, keys, num_tokens, self._store_seq[index])
+
+    def has(self, key: BlockHashWithGroupId) -> bool:
+        """Whether a slot has `key`."""
+        return key in self.places.parts[hash(key) % self.places.num_parts]
+
     def at(self, index: int) -> HostSlot | None:
         """The content of slot `index`, if it is filled, and one of this table."""
-        return self._by_index[index] if index < self.num_slots else None
+        key = self.places.keys[index] if index < self.num_slots else None
+        return None if key is None else self.get(key)
+
+    def changed_since(self, seq: int) -> list[HostSlot]:
+        """Slots with a block that plan `seq` or a later one stores or loads."""
+        return [
+            slot
+            for index, seqs in enumerate(zip(self._store_seq, self._load_seq))
+            if max(seqs) >= seq and (slot := self.at(index)) is not None
+        ]
 
     def has_room(self) -> bool:
         """Whether a slot can be filled without evicting a block of any use."""
         return bool(self._free or self._released)
 
-    def filled_slots(self) -> list[HostSlot]:
-        return [slot for slot in self._by_index if slot is not None]
+    def has_evicted(self, key: Hashable) -> bool:
+        """Whether the policy remembers to have evicted `key`."""
+        return self._policy.has_evicted(key)
 
-    def pin(self, slots: Iterable[HostSlot]) -> None:
+    def filled_slots(self) -> list[HostSlot]:
+        return [self.get(key) for key in self.places.keys if key is not None]  # type: ignore[misc]
+
+    def pin(self, slots: Collection[HostSlot]) -> None:
         """Keep `slots` until `unpin_all`, since the current plan reads them.
 
         Also counts as a use for the policy.
@@ -172,8 +221,10 @@ class SlotTable:
         self._pinned.update(keys)
         self.keep_passed(keys)
         aside, released = self._aside, self._released
-        ordered = [key for key in keys if key not in aside] if aside else keys
-        self._policy.hits(ordered)
+        if self._placed is not None and not aside:
+            self._placed.hit_places([slot.index for slot in slots])
+        else:
+            self._policy.hits([key for key in keys if key not in aside])
         for marked in (released, self._released_later):
             if marked:
                 for key in keys:
@@ -199,13 +250,13 @@ class SlotTable:
 
     def wrap_policy(self, wrap: Callable[[EvictionPolicy], Policy]) -> Policy:
         """Replace the policy by `wrap(policy)`, which must hold the same keys."""
-        self._policy = wrapped = wrap(self._policy)
+        self._policy, self._placed = (wrapped := wrap(self._policy)), None
         return wrapped
 
     def is_ordered(self, key: BlockHashWithGroupId) -> bool:
         """Whether the policy has `key` now."""
-        slot = self._slots.get(key)
-        if slot is None or slot.keys[0] != key:
+        index = self.places.find(key)
+        if index is None or self.places.keys[index] != key:
             return False
         return not (key in self._aside or key in self._passed or key in self._next)
 
@@ -220,9 +271,9 @@ class SlotTable:
         for listener in self.listeners:
             listener.on_loaded(slots)
 
-    def last_load(self, slot: HostSlot) -> int:
-        """Last plan that read the memory of `slot`, whatever its content was."""
-        return self._load_seq[slot.index]
+    def last_load(self, index: int) -> int:
+        """Last plan that read the memory of slot `index`, whatever its content was."""
+        return self._load_seq[index]
 
     def last_copies(self, indices: Sequence[int]) -> tuple[int, int]:
         """Last plans that stored to any of these slots, and that loaded from any.
@@ -239,7 +290,7 @@ class SlotTable:
         keys: tuple[BlockHashWithGroupId, ...],
         num_tokens: int | None,
         seq: int,
-    ) -> HostSlot | None:
+    ) -> int | None:
         """Fill a slot, and evict another block if none is free. The slot is pinned.
 
         Args:
@@ -248,35 +299,46 @@ class SlotTable:
             seq: Plan that stores the block.
 
         Returns:
-            The slot, or None if the plan uses every slot.
+            The index of the slot, or None if the plan uses every slot.
 
         """
         # A hot path: each store.
         index = self._free.pop() if self._free else self._evict()
         if index is None:
             return None
-        self._store_seq[index] = seq
-        slot, slots = self._filled(index, keys, num_tokens, seq), self._slots
-        for key in keys:
-            assert key not in slots
-            slots[key] = slot
-        self._policy.insert(keys[0])
         self._pinned.add(keys[0])
-        for listener in self.listeners:
-            listener.on_filled(slot)
-        return slot
+        self._fill(index, keys, num_tokens, seq)
+        return index
 
-    def _filled(
+    def _fill(
         self,
         index: int,
         keys: tuple[BlockHashWithGroupId, ...],
         num_tokens: int | None,
         store_seq: int,
-    ) -> HostSlot:
-        self._by_index[index] = slot = self._objects[index]
-        slot.keys, slot.num_tokens, slot.store_seq = keys, num_tokens, store_seq
+    ) -> None:
+        places, key = self.places, keys[0]
+        part = places.parts[hash(key) % places.num_parts]
+        assert key not in part
+        part[key] = index
+        if len(keys) > 1:
+            self._several[index] = keys
+            for other in keys[1:]:
+                part = places.parts[hash(other) % places.num_parts]
+                assert other not in part
+                part[other] = index
+        places.keys[index] = key
         self._num_filled += 1
-        return slot
+        self._num_tokens[index] = num_tokens or 0
+        self._store_seq[index] = store_seq
+        if self._placed is not None:
+            self._placed.insert_at(index, key)
+        else:
+            self._policy.insert(key)
+        if self.listeners:
+            slot = HostSlot(index, keys, num_tokens, store_seq)
+            for listener in self.listeners:
+                listener.on_filled(slot)
 
     def _evict(self) -> int | None:
         """Evict a block. Returns its slot's index, or None if all slots are in use."""
@@ -285,30 +347,25 @@ class SlotTable:
             return None
         if self._released:
             return self._evict_released()
-        victim = self._victim()
-        if victim is None:
+        if (victim := self._victim()) is None:
             return None
         self.num_evicted += 1
-        slot = self._slots[victim]  # type: ignore[index]
-        self._unlist(slot)
-        return slot.index
+        return self._unlist(victim)
 
     def _victim(self) -> BlockHashWithGroupId | None:
         """The policy's next victim that is not in use."""
-        held, passed = self._held_keys, self._passed
         while self._next:
             del self._next[victim := next(iter(self._next))]
-            if victim not in held:
+            if victim not in self._held_keys:
                 return victim
-            passed[victim] = None
-        pinned, evict = self._pinned, self._policy.evict
+            self._passed[victim] = None
         while self._num_passed < _MAX_PASSED:
-            victim = evict(_is_pinned)  # type: ignore[assignment]
-            if victim in pinned:
+            victim = self._policy.evict(_is_pinned)  # type: ignore[assignment]
+            if victim in self._pinned:
                 self._aside[victim] = None
-            elif victim in held:
+            elif victim in self._held_keys:
                 self._num_passed += 1
-                passed[victim] = None
+                self._passed[victim] = None
             else:
                 return victim
         return None
@@ -327,7 +384,7 @@ class SlotTable:
     def _evict_released(self) -> int:
         key, _ = self._released.popitem()
         self.num_evicted += 1
-        self.remove(self._slots[key])
+        self._remove(key)
         return self._free.pop()
 
     # ----------------------------------------------------------- secondary tiers
@@ -391,12 +448,8 @@ class SlotTable:
         self, index: int, key: BlockHashWithGroupId, num_tokens: int | None
     ) -> None:
         """Make reserved slot `index` the slot of `key`, which must have no other."""
-        assert key not in self._slots
         self._reserved.remove(index)
-        slot = self._slots[key] = self._filled(index, (key,), num_tokens, store_seq=0)
-        self._policy.insert(key)
-        for listener in self.listeners:
-            listener.on_filled(slot)
+        self._fill(index, (key,), num_tokens, store_seq=0)
 
     def unreserve(self, index: int) -> None:
         """Free reserved slot `index`."""
@@ -416,18 +469,20 @@ class SlotTable:
 
     def keep(self, key: BlockHashWithGroupId) -> None:
         """Undo `release`: `key` is evicted in the policy's order."""
-        if (slot := self._slots.get(key)) is not None:
+        if (index := self.places.find(key)) is not None:
             for marked in (self._released, self._released_later):
-                marked.pop(slot.keys[0], None)
+                marked.pop(self.places.keys[index], None)
 
     def remove(self, slot: HostSlot) -> None:
         """Remove `slot`, whose content must not be served any more."""
-        key = slot.keys[0]
+        self._remove(slot.keys[0])
+
+    def _remove(self, key: BlockHashWithGroupId) -> None:
         if key in self._aside:
             del self._aside[key]
         elif not self._forget_passed(key):
             self._policy.remove(key)
-        self._forget(slot)
+        self._forget(key)
 
     def by_value(self) -> list[HostSlot]:
         """All filled slots, in reverse order of eviction.
@@ -440,7 +495,8 @@ class SlotTable:
         while (key := self._policy.evict(_is_pinned)) is not None:
             order[key] = None  # type: ignore[index]
         order.update(self._aside)
-        return [self._slots[key] for key in reversed(order) if key in self._slots]
+        slots = map(self.get, reversed(order))
+        return [slot for slot in slots if slot is not None]
 
     def open(self, num_slots: int) -> None:
         """Let the first `num_slots` slots be filled: as many as now, or more."""
@@ -471,10 +527,10 @@ class SlotTable:
                 break
             if num_free < len(free) and free[num_free] == index:
                 num_free += 1
-            elif (slot := self._by_index[index]) is not None:
+            elif (key := self.places.keys[index]) is not None:
                 self.num_evicted += 1
                 # Now it is the last one of those that are free.
-                self.remove(slot)
+                self._remove(key)
                 free.pop()
             else:
                 # Freed since `begin_closing`, so one of the last.
@@ -485,16 +541,18 @@ class SlotTable:
 
     def close(self) -> None:
         """Remove all slots, and fill none from now on."""
-        for slot in self.filled_slots():
-            self.remove(slot)
+        for key in self.places.keys:
+            if key is not None:
+                self._remove(key)
         self.num_slots = 0
         self._free.clear()
         self._free_after_plan.clear()
         self._free_after_hold.clear()
 
-    def _forget(self, slot: HostSlot) -> None:
-        """Remove `slot` from lookups, and free its memory as soon as possible."""
-        key, index = slot.keys[0], slot.index
+    def _forget(self, key: BlockHashWithGroupId) -> None:
+        """Remove the slot of primary `key` from lookups, and free its memory as soon as
+        possible."""
+        index = self._unlist(key)
         is_pinned = key in self._pinned
         if is_pinned:
             self._pinned.remove(key)
@@ -504,16 +562,22 @@ class SlotTable:
             self._free_after_plan.append(index)
         else:
             self._free.append(index)
-        self._unlist(slot)
 
-    def _unlist(self, slot: HostSlot) -> None:
-        """Remove `slot` from lookups."""
-        for key in slot.keys:
-            del self._slots[key]
-        for marked in (self._released, self._released_later):
-            if marked:
-                marked.pop(slot.keys[0], None)
-        self._by_index[slot.index] = None
+    def _unlist(self, key: BlockHashWithGroupId) -> int:
+        """Remove the slot of primary `key` from lookups. Returns its index."""
+        places = self.places
+        slot = self.get(key) if self.listeners else None
+        index = places.parts[hash(key) % places.num_parts].pop(key)
+        if self._several:
+            for other in self._several.pop(index, ())[1:]:
+                del places.parts[hash(other) % places.num_parts][other]
+        if self._released:
+            self._released.pop(key, None)
+        if self._released_later:
+            self._released_later.pop(key, None)
+        places.keys[index] = None
         self._num_filled -= 1
-        for listener in self.listeners:
-            listener.on_forgotten(slot)
+        if slot is not None:
+            for listener in self.listeners:
+                listener.on_forgotten(slot)
+        return index

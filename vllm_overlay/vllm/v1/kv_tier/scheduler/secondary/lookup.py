@@ -81,7 +81,7 @@ class PromptLookup:
         end = begin + max(num_tokens, self._hash_size)
         end = min(end, self.num_tokens(request))
         missing, num_looks = [], 0
-        on_host, on_device = self._table.get, self._is_cached
+        on_host, on_device = self._table.has, self._is_cached
         for group_id, size in enumerate(self._block_sizes):
             suffix = make_block_hash_with_group_id(BlockHash(b""), group_id)
             hashes = hashes_of_blocks(request, self._hash_size, size)
@@ -91,7 +91,7 @@ class PromptLookup:
             missing += [
                 (BlockHashWithGroupId(key), num_blocks * size)
                 for num_blocks, block_hash in enumerate(hashes[first:last], first + 1)
-                if on_host(key := block_hash + suffix) is None  # type: ignore[arg-type]
+                if not on_host(key := block_hash + suffix)  # type: ignore[arg-type]
                 and not on_device(key)  # type: ignore[arg-type]
             ]
         if loadable is not None and (may_be := loadable(request)) is not None:
