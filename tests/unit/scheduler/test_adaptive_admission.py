@@ -24,28 +24,15 @@ from vllm.v1.kv_tier.tuning import SchedulingTuning
 from ..tier import Tier
 
 
-class FullHost:
-    """A host without room, and the keys that it has evicted."""
-
-    def __init__(self) -> None:
-        self.evicted: set[object] = set()
-
-    def has_room(self) -> bool:
-        return False
-
-    def has_evicted(self, key: object) -> bool:
-        return key in self.evicted
-
-
 def chosen(num_slots: int = 64, **tuning: float) -> AdaptiveAdmission:
     numbers = SchedulingTuning(**tuning)  # type: ignore[arg-type]
-    host = FullHost()
-    return AdaptiveAdmission(16, num_slots, 0, "lru", 1000, host, numbers)
+    return AdaptiveAdmission(16, num_slots, 0, "lru", 1000, bool, numbers)
 
 
 def use(admission: Admission, keys: Iterable[int]) -> None:
     for key in keys:
-        admission.record_use(key)
+        # Keys of these tests lie in device blocks in turn.
+        admission.record_use(key, key % 16)
 
 
 def once_and_again(first: int, rounds: int) -> list[int]:
@@ -74,7 +61,7 @@ def test_as_many_keys_are_remembered_at_least() -> None:
     admission = SecondUses(num_keys=10)
     use(admission, range(100))
     assert [admission.num_uses(key) for key in (89, 90, 99)] == [0, 1, 1]
-    assert len(admission._computed) <= 10
+    assert len(admission._young) + len(admission._old) <= 20
     # Each use makes a key young.
     for key in range(200, 300):
         use(admission, [90, key])
@@ -136,32 +123,33 @@ def test_what_comes_once_is_left_out_where_that_pays() -> None:
     use(admission, once_and_again(0, rounds=20))
     assert not admission.admits_all
     # At once, since uses were counted all the time.
-    assert admission.admits(5) and not admission.admits("never used")
+    use(admission, [5, 10**6])
+    assert admission.admits(5, 5) and not admission.admits(10**6, 0)
 
 
-@pytest.mark.parametrize("key", range(8))
-def test_a_use_is_remembered_when_no_tier_has_the_block_any_more(key: int) -> None:
-    """Whether the key is in the sample of every fourth or not."""
+def test_a_block_was_used_before_if_its_key_was() -> None:
     admission = chosen(4096)
     assert admission._one_in == 4
     admission.admits_all = False
-    admission.record_use(key)
-    # Its first use, as often as it is asked.
-    assert not admission.admits(key) and not admission.admits(key)
-    admission.record_loss(key)
-    admission.record_use(key)
-    assert admission.admits(key)
+    # In the sample or not.
+    for key in (40, 41):
+        admission.record_use(key, 3)
+        # Its first use, as often as it is asked.
+        assert not admission.admits(key, 3) and not admission.admits(key, 3)
+        admission.record_use(key + 2, 3)
+        admission.record_use(key, 5)
+        assert admission.admits(key, 5) and not admission.admits(key + 2, 3)
 
 
-def test_what_the_host_has_evicted_was_used_before() -> None:
-    admission = chosen(4096)
+def test_other_keys_of_a_block_do_not_count_for_it() -> None:
+    admission = chosen()
     admission.admits_all = False
-    host = admission._host
-    assert isinstance(host, FullHost)
-    host.evicted.add(1)
-    admission.record_use(1)
-    admission.record_use(2)
-    assert admission.admits(1) and not admission.admits(2)
+    for key, block_id in (("a", 3), ("b", -1), ("a", 4), ("b", -1)):
+        admission.record_use(key, block_id)
+    assert not admission.admits("a", 3) and admission.admits("a", 4)
+    admission.record_use("c", 4)
+    admission.record_use("b", -1)
+    assert not admission.admits("c", 4)
 
 
 def test_all_is_stored_again_when_work_shifts() -> None:
@@ -235,9 +223,8 @@ def test_all_is_stored_above_a_tier_below() -> None:
     config = KVTierConfig(8)
     alone = KVTierLayout(config, 8, 1)
     below: Any = object()
-    host = FullHost()
-    assert make_admission(replace(alone, secondary=below), 4, 16, host) is None
-    assert isinstance(make_admission(alone, 4, 16, host), AdaptiveAdmission)
+    assert make_admission(replace(alone, secondary=below), 4, 16, bool) is None
+    assert isinstance(make_admission(alone, 4, 16, bool), AdaptiveAdmission)
 
 
 def told_to_wait(policy: str, num_slots: int) -> list[str]:

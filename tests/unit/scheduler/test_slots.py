@@ -129,13 +129,13 @@ def test_all_keys_of_an_evicted_slot_are_gone() -> None:
 def test_the_last_load_outlives_the_content() -> None:
     host = table(1)
     a = inserted(host, "a")
-    assert host.last_load(a.index) == 0
+    assert host.last_load([a.index]) == 0
     host.mark_loaded([a], 5)
-    assert host.last_load(a.index) == 5
+    assert host.last_load([a.index]) == 5
     b = insert(host, "b", seq=6)
     assert b.index == a.index
     # The new content was never loaded, but a store must wait for that load.
-    assert host.last_load(b.index) == 5
+    assert host.last_load([b.index]) == 5
 
 
 def test_no_slot_leaks() -> None:

@@ -32,6 +32,10 @@ class KeyHint(NamedTuple):
     """Turn, counted from 1, of the conversation whose request used it last."""
 
 
+pins_none = frozenset[Key]().__contains__
+"""No key is pinned. Not a Python function, since it is called for each victim."""
+
+
 class EvictionPolicy(ABC):
     """Order of eviction of the resident keys.
 
@@ -76,9 +80,12 @@ class EvictionPolicy(ABC):
 
         """
 
-    def has_evicted(self, key: Key) -> bool:
-        """Whether the policy remembers to have evicted `key`. Optional."""
-        return False
+    def evict_all(self, num_keys: int) -> list[Key]:
+        """Call `evict` for `num_keys` keys, or all there are. None is pinned."""
+        victims: list[Key] = []
+        while len(victims) < num_keys and (key := self.evict(pins_none)) is not None:
+            victims.append(key)
+        return victims
 
     def set_hint(self, key: Key, about: KeyHint) -> None:  # noqa: B027
         """Pass the hints for resident `key`, given now or before it was inserted.

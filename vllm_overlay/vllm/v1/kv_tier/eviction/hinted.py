@@ -442,9 +442,6 @@ class Hinted(EvictionPolicy):
         else:
             super().hits(keys)
 
-    def has_evicted(self, key: Key) -> bool:
-        return self._policy.has_evicted(key)
-
     def remove(self, key: Key) -> None:
         if key in self.kept:
             self._discard(key)

@@ -7,7 +7,7 @@ place, and its state lies in arrays at that number.
 """
 
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy, Key
@@ -132,9 +132,10 @@ class PlacedPolicy(EvictionPolicy):
         """
         self._own, self._places = None, places
 
-    def insert_at(self, place: int, key: Key) -> None:
-        """As `insert`, for a key whose place the caller knows."""
-        self.insert(key)
+    def insert_at(self, places: Sequence[int], keys: Sequence[Key]) -> None:
+        """As `insert` for each of `keys`, whose places the caller knows."""
+        for key in keys:
+            self.insert(key)
 
     def hit_places(self, places: Collection[int]) -> None:
         """As `hits`, for the keys at `places`."""

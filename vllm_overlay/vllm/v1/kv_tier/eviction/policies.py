@@ -4,7 +4,7 @@
 import inspect
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy, Key
@@ -105,9 +105,6 @@ class ARC(PlacedPolicy):
             return key
         return None
 
-    def has_evicted(self, key: Key) -> bool:
-        return key in self._once_ghosts or key in self._again_ghosts
-
     def _trim_ghosts(self) -> None:
         while self._num_once + len(self._once_ghosts) > self.num_slots:
             if not self._once_ghosts:
@@ -153,7 +150,7 @@ class AdaptiveSLRU(PlacedPolicy):
         self._num_proven = 0
         # The insertion count at the last use of the key at each place.
         self._used = array("I", [0]) * num_slots
-        self._ghosts = RecentKeys(num_slots, value_bytes=4)
+        self._ghosts = RecentKeys(num_slots)
         self._num_insertions = 0
         self._credit = 0.0
         self._after, self._before = self._queues.after, self._queues.before
@@ -161,30 +158,32 @@ class AdaptiveSLRU(PlacedPolicy):
     # Hot paths with few calls: each stored block, each loaded one and each victim.
 
     def insert(self, key: Key) -> None:
-        self.insert_at(self._entered(key), key)
+        self.insert_at((self._entered(key),), (key,))
 
-    def insert_at(self, place: int, key: Key) -> None:
-        self._num_insertions = now = (self._num_insertions + 1) % self._WAS_PROVEN
-        if self._credit > 0 and now % self._INSERTIONS_PER_CREDIT == 0:
-            self._credit = max(0.0, self._credit - 1)
-        self._used[place] = now
-        used = self._ghosts.pop(key)
-        if used is None:
-            self._is_proven[place] = False
-            queue = self._new
-        else:
-            if used == self._WAS_PROVEN:
-                self._earn(1)
-            elif (now - used) % self._WAS_PROVEN < self.num_slots:
-                self._earn(-1)
-            self._num_proven += 1
-            self._is_proven[place] = True
-            queue = self._proven
-        # As `Queues.append`.
-        before, after = self._before, self._after
-        before[place] = last = before[queue]
-        after[last] = before[queue] = place
-        after[place] = queue
+    def insert_at(self, places: Sequence[int], keys: Sequence[Key]) -> None:
+        before, after, used = self._before, self._after, self._used
+        is_proven, now = self._is_proven, self._num_insertions
+        for place, last_use in zip(places, self._ghosts.pop(keys), strict=True):
+            now = (now + 1) % self._WAS_PROVEN
+            if self._credit > 0 and now % self._INSERTIONS_PER_CREDIT == 0:
+                self._credit = max(0.0, self._credit - 1)
+            used[place] = now
+            if last_use is None:
+                is_proven[place] = False
+                queue = self._new
+            else:
+                if last_use == self._WAS_PROVEN:
+                    self._earn(1)
+                elif (now - last_use) % self._WAS_PROVEN < self.num_slots:
+                    self._earn(-1)
+                self._num_proven += 1
+                is_proven[place] = True
+                queue = self._proven
+            # As `Queues.append`.
+            before[place] = last = before[queue]
+            after[last] = before[queue] = place
+            after[place] = queue
+        self._num_insertions = now
 
     def hit(self, key: Key) -> None:
         self.hit_places((self._place(key),))
@@ -221,43 +220,82 @@ class AdaptiveSLRU(PlacedPolicy):
         self._num_proven -= self._is_proven[place]
 
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        new, proven, keys = self._new, self._proven, self._places.keys
-        after, protects = self._after, self._credit > 0
-        from_new = not self._num_proven
-        if not from_new and after[new] != new:
-            if protects and self._num_proven <= self._PROVEN * self.num_slots:
-                from_new = True
-            else:
-                # Hits do not count as insertions: of two keys of equal age, the hit is
-                # more recent.
-                from_new = self._age(after[new]) >= self._age(after[proven])
+        new, proven = self._new, self._proven
+        from_new = self._evicts_new(self._after[new], self._after[proven])
         for queue in (new, proven) if from_new else (proven, new):
-            place = after[queue]
-            while place != queue and is_pinned(keys[place]):
-                place = after[place]
-            if place == queue:
-                continue
-            # As `Queues.remove`.
-            key, one = keys[place], self._before[place]
-            after[one] = other = after[place]
-            self._before[other] = one
-            if self._own is not None:
-                self._own.leave(key)
-            if queue == new:
-                self._ghosts.add(key, self._used[place])
-            else:
-                self._num_proven -= 1
-                if not protects:
-                    self._ghosts.add(key, self._WAS_PROVEN)
-            return key
+            if (place := self._first(queue, is_pinned)) is not None:
+                key = self._places.keys[place]
+                self._queues.remove(place)
+                self._gone([key], [place])
+                return key
         return None
 
-    def has_evicted(self, key: Key) -> bool:
-        return self._ghosts.get(key) is not None
+    def evict_all(self, num_keys: int) -> list[Key]:
+        new, proven, keys = self._new, self._proven, self._places.keys
+        before, after, used = self._before, self._after, self._used
+        now, modulus = self._num_insertions, self._WAS_PROVEN
+        num_proven = self._num_proven
+        # Among few proven keys, new ones go first.
+        num_few = self._PROVEN * self.num_slots if self._credit > 0 else 0
+        victims, places = [], []
+        for _ in range(num_keys):
+            # As `_evicts_new`, `_first` and `Queues.remove`.
+            place, other = after[new], after[proven]
+            if place == new:
+                if other == proven:
+                    break
+                queue, place = proven, other
+            elif (
+                num_proven <= num_few
+                or (now - used[place]) % modulus >= (now - used[other]) % modulus
+            ):
+                queue = new
+            else:
+                queue, place = proven, other
+            num_proven -= queue == proven
+            after[queue] = other = after[place]
+            before[other] = queue
+            victims.append(keys[place])
+            places.append(place)
+        self._gone(victims, places)
+        return victims
+
+    def _evicts_new(self, new: int, proven: int) -> bool:
+        """Whether the first key of `_new` goes before that of `_proven`.
+
+        Args:
+            new: Its place.
+            proven: That of the other one.
+
+        """
+        is_few = self._credit > 0 and (
+            self._num_proven <= self._PROVEN * self.num_slots
+        )
+        if new == self._new or proven == self._proven or is_few:
+            return new != self._new
+        # Hits do not count as insertions: of two keys of equal age, the hit is more
+        # recent.
+        return self._age(new) >= self._age(proven)
 
     def _age(self, place: int) -> int:
         """Insertions since the last use of the key at `place`."""
         return (self._num_insertions - self._used[place]) % self._WAS_PROVEN
+
+    def _gone(self, keys: list[Key], places: list[int]) -> None:
+        """Remember `keys`, which were evicted from `places`."""
+        used, is_proven = self._used, self._is_proven
+        for key in keys if self._own is not None else ():
+            self._left(key)
+        num_proven = sum(map(is_proven.__getitem__, places))
+        self._num_proven -= num_proven
+        if num_proven == 0:
+            self._ghosts.add(keys, map(used.__getitem__, places))
+        elif self._credit > 0:
+            new = [i for i, place in enumerate(places) if not is_proven[place]]
+            self._ghosts.add([keys[i] for i in new], [used[places[i]] for i in new])
+        else:
+            values = [self._WAS_PROVEN if is_proven[i] else used[i] for i in places]
+            self._ghosts.add(keys, values)
 
     def _earn(self, credit: int) -> None:
         most = self._MAX_CREDIT * self.num_slots
@@ -359,9 +397,6 @@ class S3FIFO(PlacedPolicy):
         order.append(victim)
         if len(order) > self.num_slots:
             self._ghosts.discard(order.popleft())
-
-    def has_evicted(self, key: Key) -> bool:
-        return key in self._ghosts
 
     def _evict_main(self, is_pinned: Callable[[Key], bool]) -> Key | None:
         keys, queues, main = self._places.keys, self._queues, self._main

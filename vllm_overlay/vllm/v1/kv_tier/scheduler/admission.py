@@ -5,11 +5,12 @@ more hits in ghost caches.
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeVar
 
-from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy, pins_none
 from vllm.v1.kv_tier.eviction.policies import make_policy
-from vllm.v1.kv_tier.eviction.recent import RecentKeys
+from vllm.v1.kv_tier.eviction.recent import SeenKeys
 from vllm.v1.kv_tier.scheduler.costs import clean_window
 from vllm.v1.kv_tier.scheduler.kv_groups import UsedBlocks
 from vllm.v1.kv_tier.tuning import SchedulingTuning
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_tier.layout import KVTierLayout
 
 _Key = TypeVar("_Key", bound=Hashable)
+# No Python code for each block of a hit.
+_block_id_of = attrgetter("block_id")
 
 
 class Admission:
@@ -62,19 +65,29 @@ class Admission:
             uses.popitem(last=False)
         return admitted
 
-    def record_use(self, key: Hashable) -> None:
-        """Record that the block of `key` is computed."""
+    def record_use(self, key: Hashable, block_id: int = -1) -> None:
+        """Record that a block of `key` is computed.
+
+        Args:
+            key: A key of the block.
+            block_id: Of the device block, if it is its primary key.
+
+        """
         self.record_uses((key,))
 
     def num_uses(self, key: Hashable) -> int:
         """Number of remembered uses of `key`."""
         return self._uses.get(key, 0)
 
-    def admits(self, key: Hashable) -> bool:
-        return self.num_uses(key) >= self._from_use
+    def admits(self, key: Hashable, block_id: int = -1) -> bool:
+        """Whether a block is worth a slot.
 
-    def record_loss(self, key: Hashable) -> None:
-        """Record that the device evicts the block of `key`, which is not admitted."""
+        Args:
+            key: Its primary key.
+            block_id: Of the device block that has it.
+
+        """
+        return self.num_uses(key) >= self._from_use
 
     def clear(self) -> None:
         """The host was emptied."""
@@ -89,68 +102,52 @@ class Admission:
         """
 
 
-_MAX_HITS = 1 << 16
-"""Hits that are remembered at least."""
-
-
 class SecondUses(Admission):
     """Admits keys that were used twice recently.
 
-    Knows less than `Admission`, but costs less for each block of each prompt, and a few
-    bytes for each key. Hits are remembered apart and not as long: a block that was hit
-    is on the device, which evicts it soon or not at all. They are kept in two
-    generations. A hit moves a key to the young one; when that is full, it becomes the
-    old one, and the old one is dropped.
+    Knows less than `Admission`, but costs less for each block of each prompt. Keys are
+    kept in two generations. A use moves a key to the young one; when that is full, it
+    becomes the old one, and the old one is dropped.
 
     Args:
-        num_keys: Number of computed keys that are remembered.
+        num_keys: Least number of keys that are remembered; at most twice as many are.
 
     """
 
     def __init__(self, num_keys: int) -> None:
         super().__init__(2, num_keys)
-        self._max_young = min(num_keys, _MAX_HITS)
-        # Keys of hits. Values mean nothing.
-        self._young: dict[Hashable, None] = {}
-        self._old: dict[Hashable, None] = {}
-        # Whether computed keys were used before that.
-        self._computed = RecentKeys(num_keys, value_bytes=1)
+        self._max_young = num_keys
+        # Whether keys were used a second time.
+        self._young: dict[Hashable, bool] = {}
+        self._old: dict[Hashable, bool] = {}
 
     def record_uses(self, keys: Collection[_Key]) -> Collection[_Key]:
         # A hit block was computed before, so this is at least its second use.
-        self._young.update(dict.fromkeys(keys))
+        self._young.update(dict.fromkeys(keys, True))
         if len(self._young) >= self._max_young:
-            self._old, self._young = self._young, {}
+            self._grow_old()
         return keys
 
-    def record_use(self, key: Hashable) -> None:
-        # No call for hits: each computed block passes here.
-        computed = self._computed
-        computed.add(
-            key,
-            computed.pop(key) is not None or key in self._young or key in self._old,
-        )
-
-    def _was_hit(self, key: Hashable) -> bool:
-        return key in self._young or key in self._old
+    def record_use(self, key: Hashable, block_id: int = -1) -> None:
+        young = self._young
+        young[key] = key in young or key in self._old
+        if len(young) >= self._max_young:
+            self._grow_old()
 
     def num_uses(self, key: Hashable) -> int:
-        if self._was_hit(key):
-            return 2
-        is_second = self._computed.get(key)
+        is_second = self._young.get(key, self._old.get(key))
         return 0 if is_second is None else 1 + is_second
 
-    def admits(self, key: Hashable) -> bool:
-        return self._was_hit(key) or self._computed.get(key) == 1
+    def admits(self, key: Hashable, block_id: int = -1) -> bool:
+        return self._young.get(key, False) or self._old.get(key, False)
+
+    def _grow_old(self) -> None:
+        self._old, self._young = self._young, {}
 
 
 def admission_from(use: int, num_keys: int) -> Admission:
     """Admit keys from use number `use` on, of those used recently."""
     return SecondUses(num_keys) if use == 2 else Admission(use, num_keys)
-
-
-_is_pinned = frozenset[object]().__contains__
-"""No key is pinned."""
 
 
 class GhostCache:
@@ -190,7 +187,7 @@ class GhostCache:
         if len(keys) == self.num_slots:
             if self._admits is not None and not self._admits(key):
                 return
-            keys.remove(self._policy.evict(_is_pinned))
+            keys.remove(self._policy.evict(pins_none))
         self._policy.insert(key)
         keys.add(key)
 
@@ -261,36 +258,23 @@ class GhostDevice:
             host.release(key)
 
 
-class Host(Protocol):
-    """What the slot table knows."""
-
-    def has_room(self) -> bool:
-        """Whether a slot can be filled without evicting a block of any use."""
-
-    def has_evicted(self, key: Hashable) -> bool:
-        """Whether the eviction policy remembers to have evicted `key`."""
-
-
-class AdaptiveAdmission(SecondUses):
+class AdaptiveAdmission(Admission):
     """Admits all blocks, or those used twice, whichever would have had more hits.
-
-    A block that a tier has needs no memory of its use. So uses are counted for the
-    sample only, and of all other keys those are remembered that were used once and are
-    gone: here, if they were not admitted, and by the eviction policy of the host.
 
     Two ghost caches of the host simulate both, on a sample of the keys. Set dueling,
     with a sample of the real slots, does not work here: a prefix hit ends at its first
     missing block, so each half would break the other's hits. Uses of all keys are
-    counted all the time, so that a change takes effect at once. Free slots are given to
-    all blocks in any case, as in the ghost caches.
+    counted all the time, so that a change takes effect at once: whether a block was
+    used before is known when it is computed, and by its device block from then on. Free
+    slots are given to all blocks in any case, as in the ghost caches.
 
     Args:
         num_blocks: Number of device blocks.
         num_slots: Number of host slots.
         num_ahead: Number of slots whose blocks the device has too.
         eviction_policy: Name or import path.
-        num_keys: Keys whose uses are remembered.
-        host: The slot table.
+        num_keys: Computed keys that are remembered.
+        has_room: Whether the host has a free slot.
         tuning: Sizes of the ghost caches, and how often to choose.
 
     """
@@ -302,48 +286,55 @@ class AdaptiveAdmission(SecondUses):
         num_ahead: int,
         eviction_policy: str,
         num_keys: int,
-        host: "Host",
+        has_room: Callable[[], bool],
         tuning: SchedulingTuning,
     ) -> None:
-        super().__init__(num_keys)
-        self._host = host
+        super().__init__(2, num_keys)
+        self._has_room = has_room
         one_in = max(1, num_slots // tuning.shadow_slots)
         # At least a quarter, or the two would not differ.
         slots = max(1, max(num_slots - num_ahead, num_slots // 4) // one_in)
+        self._uses_of_sample = SecondUses(max(1, num_keys // one_in))
         self._all = GhostCache(slots, make_policy(eviction_policy, slots))
-        # `super()`, since the method of this class returns what was chosen.
         self._again = GhostCache(
-            slots, make_policy(eviction_policy, slots), super().admits
+            slots, make_policy(eviction_policy, slots), self._uses_of_sample.admits
         )
         blocks = max(1, num_blocks // one_in)
         self._ghosts = GhostDevice(blocks, (self._all, self._again))
         self._one_in = one_in
         self._tuning = tuning
         self._num_sampled = 0
+        # As many as two generations have in the mean.
+        self._seen = SeenKeys(3 * num_keys // 2)
+        # Ids of device blocks whose content was used twice.
+        self._second: set[int] = set()
         # A new tier has room, which waiting for second uses would leave empty.
         self.admits_all = True
 
-    def record_hit(self, keys: Collection[Hashable]) -> None:
-        super().record_hit(keys)
-        self._sample(keys)
+    def on_hit(self, request: Request, used: UsedBlocks) -> None:
+        # What is hit was computed before.
+        self._second.update(map(_block_id_of, used.blocks))
+        self.record_hit(used.keys)
 
-    def record_use(self, key: Hashable) -> None:
+    def record_hit(self, keys: Collection[Hashable]) -> None:
+        # Only the scheduler chooses, so hashes may differ between processes.
+        one_in = self._one_in
+        if sample := [key for key in keys if hash(key) % one_in == 0]:
+            self._uses_of_sample.record_hit(sample)
+            self._sample(sample)
+
+    def record_use(self, key: Hashable, block_id: int = -1) -> None:
         # A hot path: each computed block. Most keys are not in the sample.
+        if self._seen.add(key):
+            self._second.add(block_id)
+        else:
+            self._second.discard(block_id)
         if hash(key) % self._one_in == 0:
-            super().record_use(key)
+            self._uses_of_sample.record_use(key)
             self._sample((key,))
 
-    def record_loss(self, key: Hashable) -> None:
-        if hash(key) % self._one_in:
-            super().record_use(key)
-
-    def admits(self, key: Hashable) -> bool:
-        if self.admits_all or self._host.has_room() or super().admits(key):
-            return True
-        # Used before, if it was computed again after both tiers had lost it.
-        return hash(key) % self._one_in != 0 and (
-            self._computed.get(key) is not None or self._host.has_evicted(key)
-        )
+    def admits(self, key: Hashable, block_id: int = -1) -> bool:
+        return self.admits_all or block_id in self._second or self._has_room()
 
     def clear(self) -> None:
         # The choice was made for content that is gone.
@@ -361,12 +352,9 @@ class AdaptiveAdmission(SecondUses):
             host.wrap_policy(wrap)
 
     def _sample(self, keys: Iterable[Hashable]) -> None:
-        # Only the scheduler chooses, so hashes may differ between processes.
-        one_in = self._one_in
         for key in keys:
-            if hash(key) % one_in == 0:
-                self._ghosts.access(key)
-                self._num_sampled += 1
+            self._ghosts.access(key)
+            self._num_sampled += 1
         if self._num_sampled >= self._tuning.uses_per_choice:
             self._num_sampled = 0
             self._choose()
@@ -383,7 +371,7 @@ def make_admission(
     layout: "KVTierLayout",
     num_blocks: int,
     num_keys: int,
-    host: "Host",
+    has_room: Callable[[], bool],
 ) -> Admission | None:
     """The admission that `store_from_use` sets; None to store every block.
 
@@ -391,7 +379,7 @@ def make_admission(
         layout: Slots and settings of the host tier.
         num_blocks: Number of device blocks.
         num_keys: Keys whose uses are remembered.
-        host: The slot table.
+        has_room: Whether the host has a free slot.
 
     """
     config, num_slots = layout.config, layout.num_slots
@@ -410,6 +398,6 @@ def make_admission(
         num_ahead,
         config.eviction_policy,
         num_keys,
-        host,
+        has_room,
         layout.tuning,
     )

@@ -90,7 +90,7 @@ class TieredBlockPool(BlockPool):
         # As many keys as both tiers hold, plus as many evicted ones.
         num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
         self.admission = make_admission(
-            layout, self.num_gpu_blocks, num_keys, self.host
+            layout, self.num_gpu_blocks, num_keys, self.host.has_room
         )
         self.host_writer = writer = self._make_writer(
             self, self.host, builder, self.admission, stats
@@ -386,7 +386,7 @@ class TieredBlockPool(BlockPool):
         if key is not None and (
             several or key not in places.parts[hash(key) % places.num_parts]
         ):
-            self.host_writer.demote(block)
+            self.host_writer.demote((block,))
         if several or self._publishes_evictions:
             return super()._maybe_evict_cached_block(block)
         # Same result for blocks of one key without listeners, in half the time.
@@ -453,13 +453,15 @@ class TieredBlockPool(BlockPool):
         if block.block_hash is None:
             block.set_block_hash(key, num_tokens)
             cached.insert(key, block)
+            block_id = block.block_id
         elif cached.contain(key, block.block_id):
             return
         else:
             super()._insert_block_hash(key, block, num_tokens)
+            block_id = -1
         self._builder.mark_hashed(block)
         if self.admission is not None:
-            self.admission.record_use(key)
+            self.admission.record_use(key, block_id)
         if self._write_through is not None:
             self._write_through.record_hashed(block)
 

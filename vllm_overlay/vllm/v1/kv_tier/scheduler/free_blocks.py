@@ -27,12 +27,10 @@ class FreeBlocks:
     def __len__(self) -> int:
         return self._pool.free_block_queue.num_free_blocks
 
-    def first(
-        self, num_blocks: int, after: KVCacheBlock | None = None
-    ) -> Iterator[KVCacheBlock]:
-        """The first free blocks, or those after `after`; next victim first."""
+    def first(self, num_blocks: int) -> Iterator[KVCacheBlock]:
+        """The first free blocks, next victim first."""
         queue = self._pool.free_block_queue
-        block = (after or queue.fake_free_list_head).next_free_block
+        block = queue.fake_free_list_head.next_free_block
         for _ in range(num_blocks):
             if block is None or block is queue.fake_free_list_tail:
                 return

@@ -192,7 +192,7 @@ def take_apart(
         for i, block in enumerate(group[first:], first):
             if type(block) is HostSlot:
                 targets.append((group, i, block))
-                if len(targets) == end:
+                if end is not None and len(targets) == end:
                     break
             elif not block.is_null:
                 on_device.append(block)

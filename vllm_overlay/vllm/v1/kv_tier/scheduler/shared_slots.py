@@ -11,7 +11,7 @@ is finding and pinning it for a neighbour.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
@@ -94,7 +94,7 @@ class SharedSlotTable(SlotTable):
                 copies.add(slot)
                 continue
             used.add(slot)
-            self._fill(slot, (key,), num_tokens, store_seq=0)
+            self._fill((slot,), (key,), (num_tokens,), store_seq=0)
         # Neighbours may still read what it had withdrawn.
         read = {*range(self.num_own)} - used - {*member.unread} | copies
         self._free = [slot for slot in self._free if slot not in used | read]
@@ -204,7 +204,7 @@ class SharedSlotTable(SlotTable):
 
     # ------------------------------------------------------------------ of neighbours
 
-    def pin(self, slots: Iterable[HostSlot]) -> None:
+    def pin(self, slots: Collection[HostSlot]) -> None:
         """As `SlotTable.pin`; slots of neighbours are pinned since they were found."""
         super().pin([slot for slot in slots if self.is_own(slot)])
 
@@ -216,28 +216,42 @@ class SharedSlotTable(SlotTable):
         super().unpin_all()
         self._num_refused = 0
 
-    def _evict(self) -> int | None:
+    def _evict(self, num_slots: int) -> list[int]:
+        if not self._released:
+            return super()._evict(num_slots)
+        indices: list[int] = []
+        while len(indices) < num_slots and self._claim_released():
+            if not (evicted := super()._evict(1)):
+                break
+            indices += evicted
+        return indices
+
+    def _claim_released(self) -> bool:
+        """Claim the next released slot, if there is any. False if that must wait."""
         while self._released:
             key = next(reversed(self._released))
             index = self._index(key)
             claim = self._claim(index)
             if claim is Claim.BUSY:
-                return None
+                return False
             if claim is Claim.FREE:
                 break
             if claim is Claim.PINNED:
                 self._hold_read(index, [key])
-        return super()._evict()
+        return True
 
-    def _victim(self) -> BlockHashWithGroupId | None:
-        while (victim := super()._victim()) is not None:
+    def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
+        victims: list[BlockHashWithGroupId] = []
+        while len(victims) < num_keys and (found := super()._victims(1)):
+            (victim,) = found
             index = self._index(victim)
             claim = self._claim(index)
             if claim is Claim.FREE:
-                return victim
+                victims.append(victim)
+                continue
             if claim is Claim.BUSY:
                 self._aside[victim] = None
-                return None
+                break
             self._num_refused += 1
             if claim is Claim.USED:
                 self._policy.insert(victim)
@@ -246,8 +260,8 @@ class SharedSlotTable(SlotTable):
                 self._hold_read(index, [victim])
                 self._passed[victim] = None
             if self._num_refused >= _MAX_REFUSED:
-                return None
-        return None
+                break
+        return victims
 
     def _index(self, key: BlockHashWithGroupId) -> int:
         index = self.places.find(key)

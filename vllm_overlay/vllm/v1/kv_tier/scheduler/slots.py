@@ -2,11 +2,14 @@
 """The slot table: which KV block is in which host slot."""
 
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
-from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy, pins_none
 from vllm.v1.kv_tier.eviction.places import PlacedPolicy, Places
 
 Policy = TypeVar("Policy", bound=EvictionPolicy)
@@ -81,6 +84,10 @@ class HostSlot(Placeholder):
         return f"HostSlot({self.index}, {self.keys}, {self.num_tokens})"
 
 
+index_of = attrgetter("index")
+"""Of a slot. No Python code for each loaded block."""
+
+
 class SlotListener(Protocol):
     """Notified of changes of the host's content."""
 
@@ -97,10 +104,6 @@ class SlotListener(Protocol):
 _MAX_PASSED = 8_192
 """Most slots in writes that the victims of one plan skip. Each takes a microsecond, and
 the next plan continues after them."""
-
-_is_pinned = frozenset[object]().__contains__
-"""Passed to the policy, which sees no key as pinned (`SlotTable._evict`). Not a Python
-function, since it is called for each victim."""
 
 
 class SlotTable:
@@ -127,6 +130,7 @@ class SlotTable:
         self._policy = policy
         self.places = Places(num_slots)
         """Slots by key, and keys by slot. Public, for those who look up every block."""
+        self._parts, self._num_parts = self.places.parts, self.places.num_parts
         # The policy, if it takes places instead of keys.
         self._placed = policy if isinstance(policy, PlacedPolicy) else None
         if self._placed is not None:
@@ -175,8 +179,7 @@ class SlotTable:
     def get(self, key: BlockHashWithGroupId) -> HostSlot | None:
         """The slot of `key`."""
         # A hot path: each block of each prefix that the device lacks. No calls.
-        places = self.places
-        index = places.parts[hash(key) % places.num_parts].get(key)
+        index = self._parts[hash(key) % self._num_parts].get(key)
         if index is None:
             return None
         keys = self._several.get(index, (key,)) if self._several else (key,)
@@ -185,7 +188,7 @@ class SlotTable:
 
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether a slot has `key`."""
-        return key in self.places.parts[hash(key) % self.places.num_parts]
+        return key in self._parts[hash(key) % self._num_parts]
 
     def at(self, index: int) -> HostSlot | None:
         """The content of slot `index`, if it is filled, and one of this table."""
@@ -194,19 +197,15 @@ class SlotTable:
 
     def changed_since(self, seq: int) -> list[HostSlot]:
         """Slots with a block that plan `seq` or a later one stores or loads."""
-        return [
-            slot
-            for index, seqs in enumerate(zip(self._store_seq, self._load_seq))
-            if max(seqs) >= seq and (slot := self.at(index)) is not None
-        ]
+        stored, loaded = (
+            np.frombuffer(s, np.int64) for s in (self._store_seq, self._load_seq)
+        )
+        slots = map(self.at, np.flatnonzero(np.maximum(stored, loaded) >= seq).tolist())
+        return [slot for slot in slots if slot is not None]
 
     def has_room(self) -> bool:
         """Whether a slot can be filled without evicting a block of any use."""
         return bool(self._free or self._released)
-
-    def has_evicted(self, key: Hashable) -> bool:
-        """Whether the policy remembers to have evicted `key`."""
-        return self._policy.has_evicted(key)
 
     def filled_slots(self) -> list[HostSlot]:
         return [self.get(key) for key in self.places.keys if key is not None]  # type: ignore[misc]
@@ -222,7 +221,7 @@ class SlotTable:
         self.keep_passed(keys)
         aside, released = self._aside, self._released
         if self._placed is not None and not aside:
-            self._placed.hit_places([slot.index for slot in slots])
+            self._placed.hit_places([*map(index_of, slots)])
         else:
             self._policy.hits([key for key in keys if key not in aside])
         for marked in (released, self._released_later):
@@ -266,14 +265,14 @@ class SlotTable:
     def mark_loaded(self, slots: Sequence[HostSlot], seq: int) -> None:
         """Record that plan `seq` loads the blocks of `slots`, which are pinned."""
         load_seq = self._load_seq
-        for slot in slots:
-            load_seq[slot.index] = seq
+        for index in map(index_of, slots):
+            load_seq[index] = seq
         for listener in self.listeners:
             listener.on_loaded(slots)
 
-    def last_load(self, index: int) -> int:
-        """Last plan that read the memory of slot `index`, whatever its content was."""
-        return self._load_seq[index]
+    def last_load(self, indices: Iterable[int]) -> int:
+        """Last plan that read the memory of any of these slots, whatever it was."""
+        return max(map(self._load_seq.__getitem__, indices))
 
     def last_copies(self, indices: Sequence[int]) -> tuple[int, int]:
         """Last plans that stored to any of these slots, and that loaded from any.
@@ -282,7 +281,7 @@ class SlotTable:
         """
         return (
             max(map(self._store_seq.__getitem__, indices)),
-            max(map(self._load_seq.__getitem__, indices)),
+            self.last_load(indices),
         )
 
     def insert(
@@ -302,73 +301,117 @@ class SlotTable:
             The index of the slot, or None if the plan uses every slot.
 
         """
-        # A hot path: each store.
-        index = self._free.pop() if self._free else self._evict()
-        if index is None:
+        indices = self._take(1)
+        if not indices:
             return None
+        for other in keys[1:]:
+            part = self._parts[hash(other) % self._num_parts]
+            assert other not in part
+            part[other] = indices[0]
+        if len(keys) > 1:
+            self._several[indices[0]] = keys
         self._pinned.add(keys[0])
-        self._fill(index, keys, num_tokens, seq)
-        return index
+        self._fill(indices, keys[:1], (num_tokens,), seq)
+        return indices[0]
+
+    def insert_all(
+        self,
+        keys: Sequence[BlockHashWithGroupId],
+        num_tokens: Sequence[int | None],
+        seq: int,
+    ) -> list[int]:
+        """As `insert` for blocks of one key each, the first ones if there are too few
+        slots. Returns the indices of their slots."""
+        indices = self._take(len(keys))
+        keys = keys[: len(indices)]
+        self._pinned.update(keys)
+        self._fill(indices, keys, num_tokens, seq)
+        return indices
 
     def _fill(
         self,
-        index: int,
-        keys: tuple[BlockHashWithGroupId, ...],
-        num_tokens: int | None,
+        indices: Sequence[int],
+        keys: Sequence[BlockHashWithGroupId],
+        num_tokens: Sequence[int | None],
         store_seq: int,
     ) -> None:
-        places, key = self.places, keys[0]
-        part = places.parts[hash(key) % places.num_parts]
-        assert key not in part
-        part[key] = index
-        if len(keys) > 1:
-            self._several[index] = keys
-            for other in keys[1:]:
-                part = places.parts[hash(other) % places.num_parts]
-                assert other not in part
-                part[other] = index
-        places.keys[index] = key
-        self._num_filled += 1
-        self._num_tokens[index] = num_tokens or 0
-        self._store_seq[index] = store_seq
+        """Fill free slots with blocks of these primary keys."""
+        # A hot path: each store.
+        parts, num_parts = self._parts, self._num_parts
+        of_slots, tokens, seqs = self.places.keys, self._num_tokens, self._store_seq
+        for index, key, number in zip(indices, keys, num_tokens):
+            part = parts[hash(key) % num_parts]
+            assert key not in part
+            part[key] = index
+            of_slots[index] = key
+            tokens[index] = number or 0
+            seqs[index] = store_seq
+        self._num_filled += len(indices)
         if self._placed is not None:
-            self._placed.insert_at(index, key)
+            self._placed.insert_at(indices, keys)
         else:
-            self._policy.insert(key)
+            for key in keys:
+                self._policy.insert(key)
         if self.listeners:
-            slot = HostSlot(index, keys, num_tokens, store_seq)
-            for listener in self.listeners:
-                listener.on_filled(slot)
+            for key in keys:
+                slot = self.get(key)
+                for listener in self.listeners:
+                    listener.on_filled(slot)  # type: ignore[arg-type]
 
-    def _evict(self) -> int | None:
-        """Evict a block. Returns its slot's index, or None if all slots are in use."""
-        # Called for every victim of a plan, so avoid a futile search.
-        if len(self._pinned) >= self._num_filled:
-            return None
-        if self._released:
-            return self._evict_released()
-        if (victim := self._victim()) is None:
-            return None
-        self.num_evicted += 1
-        return self._unlist(victim)
+    def _take(self, num_slots: int) -> list[int]:
+        """Take free slots, and evict for the rest; fewer if others are in use."""
+        free = self._free
+        indices = [free.pop() for _ in range(min(num_slots, len(free)))]
+        if len(indices) < num_slots:
+            indices += self._evict(num_slots - len(indices))
+        return indices
 
-    def _victim(self) -> BlockHashWithGroupId | None:
-        """The policy's next victim that is not in use."""
-        while self._next:
+    def _evict(self, num_slots: int) -> list[int]:
+        """Evict blocks. Returns the indices of their slots, fewer if others are in
+        use."""
+        indices: list[int] = []
+        while (num_left := num_slots - len(indices)) > 0:
+            # Called for the victims of a plan, so avoid a futile search.
+            num_unpinned = self._num_filled - len(self._pinned)
+            if num_unpinned <= 0:
+                break
+            if self._released:
+                indices.append(self._evict_released())
+                continue
+            victims = self._victims(min(num_left, num_unpinned))
+            if not victims:
+                break
+            self.num_evicted += len(victims)
+            indices += self._unlist(victims)
+        return indices
+
+    def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
+        """The policy's next victims that are not in use."""
+        victims: list[BlockHashWithGroupId] = []
+        pinned, held = self._pinned, self._held_keys
+        while self._next and len(victims) < num_keys:
             del self._next[victim := next(iter(self._next))]
-            if victim not in self._held_keys:
-                return victim
-            self._passed[victim] = None
-        while self._num_passed < _MAX_PASSED:
-            victim = self._policy.evict(_is_pinned)  # type: ignore[assignment]
-            if victim in self._pinned:
-                self._aside[victim] = None
-            elif victim in self._held_keys:
-                self._num_passed += 1
+            if victim in held:
                 self._passed[victim] = None
             else:
-                return victim
-        return None
+                victims.append(victim)
+        while len(victims) < num_keys and self._num_passed < _MAX_PASSED:
+            evicted: list[BlockHashWithGroupId]
+            evicted = self._policy.evict_all(num_keys - len(victims))  # type: ignore[assignment]
+            if not evicted:
+                break
+            if pinned.isdisjoint(evicted) and held.isdisjoint(evicted):
+                victims += evicted
+                break
+            for victim in evicted:
+                if victim in pinned:
+                    self._aside[victim] = None
+                elif victim in held:
+                    self._num_passed += 1
+                    self._passed[victim] = None
+                else:
+                    victims.append(victim)
+        return victims
 
     def _forget_passed(self, key: BlockHashWithGroupId) -> bool:
         """Remove `key` from the evicted keys that are still written.
@@ -435,12 +478,7 @@ class SlotTable:
 
         They cannot be found until `fill`; `unreserve` frees them.
         """
-        indices: list[int] = []
-        while len(indices) < num_slots:
-            index = self._free.pop() if self._free else self._evict()
-            if index is None:
-                break
-            indices.append(index)
+        indices = self._take(num_slots)
         self._reserved.update(indices)
         return indices
 
@@ -449,7 +487,7 @@ class SlotTable:
     ) -> None:
         """Make reserved slot `index` the slot of `key`, which must have no other."""
         self._reserved.remove(index)
-        self._fill(index, (key,), num_tokens, store_seq=0)
+        self._fill((index,), (key,), (num_tokens,), store_seq=0)
 
     def unreserve(self, index: int) -> None:
         """Free reserved slot `index`."""
@@ -492,7 +530,7 @@ class SlotTable:
         order = dict.fromkeys(reversed(self._released))
         order.update(self._released_later)
         order.update({**self._next, **self._passed})
-        while (key := self._policy.evict(_is_pinned)) is not None:
+        while (key := self._policy.evict(pins_none)) is not None:
             order[key] = None  # type: ignore[index]
         order.update(self._aside)
         slots = map(self.get, reversed(order))
@@ -552,7 +590,7 @@ class SlotTable:
     def _forget(self, key: BlockHashWithGroupId) -> None:
         """Remove the slot of primary `key` from lookups, and free its memory as soon as
         possible."""
-        index = self._unlist(key)
+        (index,) = self._unlist((key,))
         is_pinned = key in self._pinned
         if is_pinned:
             self._pinned.remove(key)
@@ -563,21 +601,23 @@ class SlotTable:
         else:
             self._free.append(index)
 
-    def _unlist(self, key: BlockHashWithGroupId) -> int:
-        """Remove the slot of primary `key` from lookups. Returns its index."""
-        places = self.places
-        slot = self.get(key) if self.listeners else None
-        index = places.parts[hash(key) % places.num_parts].pop(key)
+    def _unlist(self, keys: Sequence[BlockHashWithGroupId]) -> list[int]:
+        """Remove the slots of primary `keys` from lookups. Returns their indices."""
+        slots = list(map(self.get, keys)) if self.listeners else ()
+        parts, num_parts = self._parts, self._num_parts
+        indices = [parts[hash(key) % num_parts].pop(key) for key in keys]
+        for index in indices:
+            self.places.keys[index] = None
         if self._several:
-            for other in self._several.pop(index, ())[1:]:
-                del places.parts[hash(other) % places.num_parts][other]
-        if self._released:
-            self._released.pop(key, None)
-        if self._released_later:
-            self._released_later.pop(key, None)
-        places.keys[index] = None
-        self._num_filled -= 1
-        if slot is not None:
+            for index in indices:
+                for other in self._several.pop(index, ())[1:]:
+                    del parts[hash(other) % num_parts][other]
+        for marked in (self._released, self._released_later):
+            if marked:
+                for key in keys:
+                    marked.pop(key, None)
+        self._num_filled -= len(indices)
+        for slot in slots:
             for listener in self.listeners:
-                listener.on_forgotten(slot)
-        return index
+                listener.on_forgotten(slot)  # type: ignore[arg-type]
+        return indices
