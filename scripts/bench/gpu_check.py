@@ -3,8 +3,10 @@
 
     python scripts/bench/gpu_check.py --out DIR
 
-Makes a random-weight Llama, then runs the same greedy conversations, which
-outgrow the device cache, in one process for each configuration. The reference is
+Makes a random-weight Llama (with `--size 1b-window` a Gemma-3, all of whose layers but
+every sixth have windows; with `1b-mla` a DeepSeek), then runs the same greedy
+conversations, which outgrow the device cache, in one process for each configuration.
+The reference is
 `large`: no tier, but a device cache that holds everything. Its prompts are
 computed in the same pieces as the tier's, so that outputs must be equal token by
 token; against `none` rounding alone flips near-ties in bf16.
@@ -36,7 +38,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from suite.model import DEEPSEEK, INDEX, LLAMA, SHAPES, write_model
+from suite.model import INDEX, SHAPES, family_of, write_model
 from suite.options import add_parallel_options, parallel
 from suite.plants import (
     delay_copies,
@@ -337,8 +339,7 @@ def main() -> int:
 
     if not (args.model / INDEX).exists():
         shape = SHAPES[args.size]
-        family = DEEPSEEK if shape.latent else LLAMA
-        write_model(args.model, shape, args.device, family)
+        write_model(args.model, shape, args.device, family_of(shape))
     good = True
     right: list[dict[str, Any] | None] = []
     runs = []

@@ -33,6 +33,8 @@ class Shape:
     latent: int = 0
     """Rank of the latent that MLA keeps of a token instead of keys and values, beside
     `ROPE_DIM` elements that all heads share; 0: no MLA."""
+    window: int = 0
+    """Tokens that all layers see but every sixth, which sees all; 0: all see all."""
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that one token takes in the KV cache of all layers."""
@@ -75,6 +77,8 @@ SHAPES = {
     "1b": Shape(2048, 8192, 16, 16, 8, 128, 32000),
     "1b-one-kv-head": Shape(2048, 8192, 16, 16, 1, 128, 32000),
     "1b-mla": Shape(2048, 8192, 16, 16, 16, 128, 32000, latent=512),
+    "1b-window": Shape(2048, 8192, 18, 16, 8, 128, 32000, window=512),
+    "tiny-window": Shape(128, 256, 6, 4, 2, 32, 1024, window=64),
     "8b": Shape(4096, 14336, 32, 32, 8, 128, 32000),
     "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128, 128256),
 }
@@ -95,6 +99,12 @@ class Family:
     """By projection, in units of its input's standard deviation; 1 if not named."""
     head_norm: float | None = None
     """Weight of the norms of queries and keys; None: there are none."""
+    norm: float = 1.0
+    """Weight of all other norms."""
+    more_norms: tuple[str, ...] = ()
+    """Further norms of a layer, by name."""
+    scales_embeddings: bool = False
+    """Whether the model multiplies its embeddings by sqrt(hidden)."""
     logit_std: float = 4.0
 
 
@@ -133,6 +143,28 @@ QWEN3 = Family(
     head_norm=1.5,
     logit_std=3.0,
 )
+GEMMA3 = Family(
+    {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "rope_theta": 10000.0,
+        "rope_local_base_freq": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    # Its norms multiply by their weight plus 1.
+    head_norm=0.5,
+    norm=0.0,
+    more_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    scales_embeddings=True,
+)
+
+
+def family_of(shape: Shape) -> Family:
+    """The architecture that has what the shape asks for."""
+    if shape.latent:
+        return DEEPSEEK
+    return GEMMA3 if shape.window else LLAMA
 
 
 def weights(
@@ -154,7 +186,7 @@ def weights(
         w = torch.randn(rows, columns, generator=g, device=device, dtype=dtype)
         return w.mul_(gain / columns**0.5)
 
-    ones = torch.ones(shape.hidden, device=device, dtype=dtype)
+    norm = torch.full((shape.hidden,), family.norm, device=device, dtype=dtype)
     hidden, inner = shape.hidden, shape.inner
     projections = {
         **{f"self_attn.{name}": size for name, size in shape.attention.items()},
@@ -168,16 +200,17 @@ def weights(
             gain = family.gains.get(name.partition(".")[2], 1.0)
             yield f"{p}{name}.weight", normal(rows, columns, gain)
         if family.head_norm is not None:
-            norm = torch.full_like(ones[: shape.head_dim], family.head_norm)
-            yield p + "self_attn.q_norm.weight", norm
-            yield p + "self_attn.k_norm.weight", norm
+            sharp = torch.full_like(norm[: shape.head_dim], family.head_norm)
+            yield p + "self_attn.q_norm.weight", sharp
+            yield p + "self_attn.k_norm.weight", sharp
         if shape.latent:
             latent = torch.ones(shape.latent, device=device, dtype=dtype)
             yield p + "self_attn.kv_a_layernorm.weight", latent
-        yield p + "input_layernorm.weight", ones
-        yield p + "post_attention_layernorm.weight", ones
-    yield "model.embed_tokens.weight", normal(shape.vocab, hidden, hidden**0.5)
-    yield "model.norm.weight", ones
+        for name in ("input_layernorm", "post_attention_layernorm", *family.more_norms):
+            yield f"{p}{name}.weight", norm
+    gain = 1.0 if family.scales_embeddings else hidden**0.5
+    yield "model.embed_tokens.weight", normal(shape.vocab, hidden, gain)
+    yield "model.norm.weight", norm
     yield "lm_head.weight", normal(shape.vocab, hidden, family.logit_std)
 
 
@@ -206,6 +239,13 @@ def write_config(
             "kv_lora_rank": shape.latent,
             "qk_nope_head_dim": shape.head_dim,
             "v_head_dim": shape.head_dim,
+        }
+    if shape.window:
+        kinds = [*5 * ["sliding_attention"], "full_attention"]
+        config |= {
+            "sliding_window": shape.window,
+            "layer_types": shape.layers // 6 * kinds,
+            "query_pre_attn_scalar": shape.head_dim,
         }
     (folder / "config.json").write_text(json.dumps(config))
 

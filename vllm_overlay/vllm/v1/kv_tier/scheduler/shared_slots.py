@@ -242,25 +242,26 @@ class SharedSlotTable(SlotTable):
 
     def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
         victims: list[BlockHashWithGroupId] = []
-        while len(victims) < num_keys and (found := super()._victims(1)):
-            (victim,) = found
-            index = self._index(victim)
-            claim = self._claim(index)
-            if claim is Claim.FREE:
-                victims.append(victim)
-                continue
-            if claim is Claim.BUSY:
-                self._aside[victim] = None
-                break
-            self._num_refused += 1
-            if claim is Claim.USED:
-                self._policy.insert(victim)
-                self._policy.hit(victim)
-            else:
-                self._hold_read(index, [victim])
-                self._passed[victim] = None
-            if self._num_refused >= _MAX_REFUSED:
-                break
+        while found := super()._victims(num_keys - len(victims)):
+            for i, victim in enumerate(found):
+                index = self._index(victim)
+                claim = self._claim(index)
+                if claim is Claim.FREE:
+                    victims.append(victim)
+                    continue
+                if claim is Claim.BUSY:
+                    self._aside[victim] = None
+                elif claim is Claim.USED:
+                    self._policy.insert(victim)
+                    self._policy.hit(victim)
+                else:
+                    self._hold_read(index, [victim])
+                    self._passed[victim] = None
+                self._num_refused += claim is not Claim.BUSY
+                if claim is Claim.BUSY or self._num_refused >= _MAX_REFUSED:
+                    # The others are the next victims still.
+                    self._next.update(dict.fromkeys(found[i + 1 :]))
+                    return victims
         return victims
 
     def _index(self, key: BlockHashWithGroupId) -> int:
