@@ -117,21 +117,20 @@ class HostWriter:
         """
         # A hot path with few calls: each block of a long prefix.
         computed_by, seq = self._builder.computed_by, self._builder.seq
-        several, together = (
-            self._pool.cached_block_hashes_by_block,
-            self.stores_together,
-        )
+        together = self.stores_together
         due: dict[Any, KVCacheBlock] = {}
         for block in blocks:
-            if computed_by[block.block_id] >= seq or (several and self.is_clean(block)):
+            if computed_by[block.block_id] >= seq:
                 continue
-            if not (together or self.is_admitted(block)):
+            if together:
+                due[block.block_hash] = block
+            # Another one of `blocks` may have had the same key.
+            elif self.is_clean(block):
+                continue
+            elif self.is_admitted(block):
+                self._store_victims({block.block_hash: block})
+            else:
                 self._stats.passed_over_blocks += 1
-                continue
-            due[block.block_hash] = block
-            if not together:
-                self._store_victims(due)
-                due.clear()
         self._store_victims(due)
 
     def _store_victims(self, due: dict[Any, KVCacheBlock]) -> None:

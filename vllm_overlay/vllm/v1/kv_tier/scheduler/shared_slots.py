@@ -117,10 +117,10 @@ class SharedSlotTable(SlotTable):
             return False
         stores = []
         for index in (*plan.store_slots, *plan.clean_slots):
-            slot = self.at(index)
+            key = self.places.keys[index]
             # Others do not look for blocks with several keys.
-            if slot is not None and len(slot.keys) == 1:
-                stores.append((index, slot.keys[0]))
+            if key is not None and index not in self._several:
+                stores.append((index, key))
         if stores:
             self._unended[plan.seq] = stores
             self._num_unasked += 1
@@ -149,21 +149,19 @@ class SharedSlotTable(SlotTable):
         self._end_reads()
 
     def _publish(self, settled: int) -> None:
-        batch: list[HostSlot] = []
+        slots: list[int] = []
+        keys: list[BlockHashWithGroupId] = []
         last = 0
         for seq, index, key in self._to_publish:
-            if seq > settled or len(batch) == _MAX_PUBLISHED:
+            if seq > settled or len(slots) == _MAX_PUBLISHED:
                 break
             last += 1
-            slot = self.at(index)
-            is_same = slot is not None and slot.keys == (key,) and slot.store_seq == seq
-            if slot is not None and is_same:
-                batch.append(slot)
-        if batch and not self._partition.publish(
-            [slot.index for slot in batch],
-            [slot.keys[0] for slot in batch],
-            [slot.num_tokens for slot in batch],
-        ):
+            is_same = self.places.keys[index] == key and self._store_seq[index] == seq
+            if is_same and index not in self._several:
+                slots.append(index)
+                keys.append(key)
+        num_tokens = [self._num_tokens[index] or None for index in slots]
+        if slots and not self._partition.publish(slots, keys, num_tokens):
             return
         for _ in range(last):
             self._to_publish.popleft()
