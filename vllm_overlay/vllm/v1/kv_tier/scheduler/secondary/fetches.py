@@ -120,7 +120,7 @@ class Fetches:
     def _end(self, block: SecondaryBlock, index: int, is_there: bool) -> None:
         key, tier = block.key, block.tier
         del self.by_key[key]
-        if is_there and not self._jobs.is_detached and self._table.get(key) is None:
+        if is_there and not self._jobs.is_detached and not self._table.has(key):
             tier.presence.mark_present(key)
             self._came_from[key] = tier
             if len(self._came_from) > self._table.num_slots:

@@ -56,7 +56,7 @@ class PoolView:
 
     def is_there(self, key: BlockHashWithGroupId | None) -> bool:
         """Whether the device or the host has a block; False without a key."""
-        return bool(key and (self.table.get(key) or self.is_cached(key)))
+        return bool(key and (self.table.has(key) or self.is_cached(key)))
 
 
 class PresenceIndex:
