@@ -3,9 +3,10 @@
 
     python scripts/bench/gpu_check.py --out DIR
 
-Makes a random-weight Llama (with `--size 1b-window` a Gemma-3, whose layers have windows
-but every sixth; with `1b-mla` a DeepSeek), then runs the same greedy conversations, which
-outgrow the device cache, in one process for each configuration. The reference is
+Makes a random-weight Llama (with `--size 1b-window` a Gemma-3, all of whose layers but
+every sixth have windows; with `1b-mla` a DeepSeek), then runs the same greedy
+conversations, which outgrow the device cache, in one process for each configuration.
+The reference is
 `large`: no tier, but a device cache that holds everything. Its prompts are
 computed in the same pieces as the tier's, so that outputs must be equal token by
 token; against `none` rounding alone flips near-ties in bf16.

@@ -7,10 +7,12 @@ Conversations of 16 turns that grow to 32k tokens take turns on one engine: upst
 planning of a release makes groups of the layers of each shape (`sizing.shapes`), its
 scheduler runs the requests, and the tier plans the copies. Only the copies themselves
 and the forward pass are left out. Between turns others take the whole device. Each
-shape has three figures:
+shape has four figures:
 
 - link: bytes of all loads and stores, to the bytes that the groups of their blocks
   need; and the same if all blocks were copied whole.
+- asked: keys that secondary tiers are asked for, for such a prompt that neither device
+  nor host has any of, to those of all its blocks.
 - costs: blocks that such a hit loads, to those that the tier expects at start.
 - host: for hosts of several sizes, in slots that the next turns of all conversations
   can use, the tokens of prompts from the cache, in % of those with an unlimited host;
@@ -22,9 +24,11 @@ import dataclasses
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from scheduler_setup import sampled
@@ -39,8 +43,10 @@ from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.scheduler.kv_groups import (
     group_blocks,
     prefix_ends,
+    reachable_blocks,
     tokens_per_block,
 )
+from vllm.v1.kv_tier.scheduler.secondary.lookup import PromptLookup
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -157,6 +163,25 @@ class Engine:
         return len(plan.load_slots) + len(plan.ahead_slots)
 
 
+def asked(planned: Planned, num_tokens: int = TOKENS) -> tuple[list[int], list[int]]:
+    """For each group, how many keys secondary tiers are asked for, for a prompt that is
+    nowhere else; and the number of its blocks."""
+    groups = group_blocks(planned.vllm_config, planned.kv_cache_config)
+    sizes = [group.block_size for group in groups]
+    nothing: Any = SimpleNamespace(get=lambda key: None)
+    hashes = [i.to_bytes(32, "big") for i in range(num_tokens // planned.hash_size)]
+    request: Any = SimpleNamespace(block_hashes=hashes)
+    found = []
+    for reachable in (reachable_blocks(groups, False), ()):
+        lookup = PromptLookup(
+            sizes, planned.hash_size, nothing, lambda key: None, reachable
+        )
+        _, _, missing = lookup.find_missing(request, 0, 1 << 30, None)
+        counts = Counter(get_group_id(key) for key, _ in missing)
+        found.append([counts[i] for i in range(len(sizes))])
+    return found[0], found[1]
+
+
 def prompts(
     num_conversations: int, branches: float, seed: int, num_tokens: int
 ) -> list[tuple[int, list[int]]]:
@@ -217,6 +242,7 @@ def measure(
     linear = prompts(conversations, 0.0, 1, num_tokens)
     free = run(planned, many, linear, policy)
     useful = free.last_loads / conversations
+    keys, blocks = map(sum, asked(planned, num_tokens))
     result: dict[str, Any] = {
         "shape": shape.name,
         "slot_bytes": planned.slot_bytes,
@@ -225,6 +251,8 @@ def measure(
         "link": free.link_bytes / free.needed_bytes,
         "link_whole": free.whole_bytes / free.needed_bytes,
         "cost": free.last_tokens / free.last_loads / tokens_per_block(groups),
+        "asked": keys,
+        "blocks": blocks,
         "hits": {},
     }
     for part in branches:
@@ -264,7 +292,8 @@ def main() -> None:
             f"{one['shape']}: kept {one['kept']:.2f} of what the next turn can use, "
             f"link {one['link']:.3f} of what is needed (whole blocks: "
             f"{one['link_whole']:.3f}), cost {one['cost']:.3f} of the "
-            f"expected ({time.monotonic() - begun:.0f} s)"
+            f"expected, {one['asked']} keys asked for of {one['blocks']} "
+            f"({time.monotonic() - begun:.0f} s)"
         )
         for part, hits in one["hits"].items():
             cells = [f"{size:g}: {100 * hit:.1f}" for size, hit in hits.items() if size]

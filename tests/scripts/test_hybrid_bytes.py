@@ -41,6 +41,27 @@ def test_costs_are_those_of_a_real_hit(shape: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_tiers_are_asked_for_the_blocks_that_upstream_keeps(shape: Any) -> None:
+    planned = plan(shape, TOKENS)
+    asked, blocks = hybrid_bytes.asked(planned, TOKENS)
+    engine = hybrid_bytes.Engine(planned, 16, "lru")
+    kept = []
+    managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+    for manager, num_blocks in zip(managers, blocks):
+        mask = manager.reachable_block_mask(
+            0,
+            num_blocks,
+            manager.cache_hit_alignment_tokens,
+            manager.kv_cache_spec,
+            manager.use_eagle,
+        )
+        kept.append(num_blocks if mask is None else sum(mask))
+    assert asked == kept
+    if shape.name.startswith("DeepSeek-V4"):
+        assert sum(asked) < 0.25 * sum(blocks)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_ranks_find_what_groups_need_in_memory(shape: Any) -> None:
     """With tensors as upstream lays them out. Groups with less begin at byte 0."""
     planned = plan(shape, 1024)

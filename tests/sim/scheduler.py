@@ -28,7 +28,11 @@ from vllm.v1.kv_tier.layout import (
     SecondaryLayout,
     SecondaryTier,
 )
-from vllm.v1.kv_tier.scheduler.kv_groups import group_blocks, prefix_ends
+from vllm.v1.kv_tier.scheduler.kv_groups import (
+    group_blocks,
+    prefix_ends,
+    reachable_blocks,
+)
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -274,6 +278,7 @@ def make_scheduler(
     if setup.retention is not None and layout.can_retain_less:
         retention = setup.retention * layout.block_size
     groups = SimpleNamespace(kv_cache_groups=layout.kv_cache_groups())
+    blocks = group_blocks(config, groups)
     kv_cache_config = upstream.kv_cache_config(
         retention,
         num_blocks=setup.num_blocks,
@@ -290,7 +295,8 @@ def make_scheduler(
             tuning=setup.tuning,
             secondary=None if below is None else _secondary(layout, below, max_known),
             elastic=_elastic(setup, device),
-            prefix_ends=prefix_ends(group_blocks(config, groups)),
+            prefix_ends=prefix_ends(blocks),
+            reachable=reachable_blocks(blocks, bool(setup.speculates)),
             can_jump=setup.model_can_jump,
             pool=_pool(setup),
         ),

@@ -158,6 +158,41 @@ class PrefixEnd(NamedTuple):
     EAGLE look at one more."""
 
 
+class ReachableBlocks(NamedTuple):
+    """Which blocks of a KV cache group a hit can use.
+
+    Hits end where all groups have whole blocks. Between two such places a hit uses none
+    but the end of a window, or a state.
+    """
+
+    period: int = 1
+    """Blocks from one end to the next."""
+    before: int = 1
+    """Blocks before each end; 0 for a group that is never cached."""
+    behind: int = 0
+    """Blocks behind each end: drafts of EAGLE look at one more."""
+
+    @property
+    def part(self) -> float:
+        """Part of all blocks."""
+        return min(1.0, (self.before + self.behind) / self.period)
+
+    def indices(self, begin: int, end: int) -> Sequence[int]:
+        """Those of the blocks `begin` to `end`, without `end`, by their index in a
+        prompt."""
+        period, before, behind = self
+        if before + behind >= period:
+            return range(begin, end)
+        if not before:
+            return ()
+        first = (begin - behind) // period * period + period
+        return [
+            index
+            for place in range(max(first, period), end + before, period)
+            for index in range(max(place - before, begin), min(place + behind, end))
+        ]
+
+
 @dataclass(frozen=True)
 class PoolLayout:
     """Describes the engine's part of a machine's pool to the scheduler."""
@@ -230,6 +265,8 @@ class KVTierLayout:
     prefix_ends: tuple[PrefixEnd | None, ...] = ()
     """By KV cache group; None for groups of which a hit needs all blocks. Empty where
     no group has ends."""
+    reachable: tuple[ReachableBlocks, ...] = ()
+    """By KV cache group; empty where hits can use all blocks."""
     copies_groups: bool = False
     """Whether ranks copy of a block what its KV cache group needs, which is less than
     all for some groups."""

@@ -407,6 +407,12 @@ def are_tokens_shared(spec: Any) -> bool:
     return getattr(spec, "dcp_sharded", True)
 
 
+def is_prefix_cacheable(spec: Any) -> bool:
+    """Whether blocks of a `KVCacheSpec` are hashed: `prefix_cacheable`, since v0.30.0.
+    Some hold what is of use to one request only."""
+    return getattr(spec, "prefix_cacheable", True)
+
+
 def spec_of_layer(spec: Any) -> Any:
     """A `KVCacheSpec`, or that of one layer where the layers of a group have a spec
     each (`UniformTypeKVCacheSpecs`, since v0.11.0)."""

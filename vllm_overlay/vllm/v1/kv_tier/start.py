@@ -41,6 +41,7 @@ from vllm.v1.kv_tier.scheduler.kv_groups import (
     GroupBlocks,
     group_blocks,
     prefix_ends,
+    reachable_blocks,
     tokens_per_block,
 )
 from vllm.v1.kv_tier.scheduler.secondary.lookup import AsyncLookup
@@ -143,6 +144,7 @@ def start_kv_tier(
         secondary=_open_secondary(*engine, groups, num_slots, states),
         elastic=open_elastic(*engine, per_rank),
         prefix_ends=prefix_ends(groups),
+        reachable=reachable_blocks(groups, vllm_config.speculative_config is not None),
         copies_groups=any(less for *_, less, _ in ranks),
         pool=pool,
         can_jump=_requests_meet(config, vllm_config, kv_cache_config),

@@ -5,6 +5,7 @@ A request has hashes for the smallest unit of tokens of which all groups' blocks
 multiples.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_tier import releases
-from vllm.v1.kv_tier.layout import PrefixEnd
+from vllm.v1.kv_tier.layout import PrefixEnd, ReachableBlocks
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ class GroupBlocks:
     """Tokens of the longest prompt."""
     end: PrefixEnd | None = None
     """What a hit needs of a window or a state; None for all others."""
+    is_state: bool = False
+    is_cached: bool = True
+    """Whether its blocks have keys."""
 
 
 def group_blocks(vllm_config: "VllmConfig", kv_cache_config: Any) -> list[GroupBlocks]:
@@ -92,7 +96,16 @@ def group_blocks(vllm_config: "VllmConfig", kv_cache_config: Any) -> list[GroupB
         num_tokens = max(vllm_config.model_config.max_model_len, size)
         num_blocks = -(-num_tokens // size)
         num_kept = min(num_blocks, _kept(spec, size))
-        found.append(GroupBlocks(size, num_kept, num_tokens, _end(spec, size)))
+        found.append(
+            GroupBlocks(
+                size,
+                num_kept,
+                num_tokens,
+                _end(spec, size),
+                isinstance(releases.spec_of_layer(spec), MambaSpec),
+                releases.is_prefix_cacheable(spec),
+            )
+        )
     return found
 
 
@@ -109,6 +122,32 @@ def prefix_ends(groups: Sequence[GroupBlocks]) -> tuple[PrefixEnd | None, ...]:
     """The end of each group; empty where none has one."""
     ends = tuple(group.end for group in groups)
     return ends if any(ends) else ()
+
+
+def reachable_blocks(
+    groups: Sequence[GroupBlocks], has_drafts: bool
+) -> tuple[ReachableBlocks, ...]:
+    """The blocks of each group that a hit can use; empty if that is all.
+
+    Args:
+        groups: All groups.
+        has_drafts: Whether EAGLE or the like may look one block further.
+
+    """
+    # Hits on states may end inside blocks, and so anywhere.
+    if any(group.is_state for group in groups):
+        return ()
+    alignment = math.lcm(*(group.block_size for group in groups if group.is_cached))
+    found = []
+    for group in groups:
+        period = alignment // group.block_size
+        if not group.is_cached:
+            found.append(ReachableBlocks(before=0))
+        elif group.end is None:
+            found.append(ReachableBlocks())
+        else:
+            found.append(ReachableBlocks(period, group.end.needed, int(has_drafts)))
+    return tuple(found) if any(each.part < 1 for each in found) else ()
 
 
 def _end(spec: Any, size: int) -> PrefixEnd | None:

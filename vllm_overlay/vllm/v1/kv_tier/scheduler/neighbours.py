@@ -89,7 +89,7 @@ class Neighbours:
             if wanted:
                 num_found, was_busy = self._find(wanted)
                 is_busy |= was_busy
-            if num_found == 0 and len(wanted) == num:
+            if num and num_found == 0 and len(wanted) == num:
                 break
         self._num_busy = self._num_busy + 1 if is_busy else 0
         return is_busy and self._num_busy <= _MAX_BUSY

@@ -46,6 +46,7 @@ class SharedBlockPool(TieredBlockPool):
             self.hash_block_size or min(sizes),
             self.host,
             self.cached_block_hash_to_block.get_one_block,
+            layout.reachable,
         )
         max_looks = layout.tuning.max_looks
         self.neighbours = Neighbours(layout.pool.member, lookup, max_looks)

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.kv_tier.gil import fast_switching
-from vllm.v1.kv_tier.layout import Answer
+from vllm.v1.kv_tier.layout import Answer, ReachableBlocks
 from vllm.v1.kv_tier.scheduler.kv_groups import hashes_of_blocks
 from vllm.v1.kv_tier.scheduler.secondary.tier import Wanted
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
@@ -38,6 +38,7 @@ class PromptLookup:
         hash_size: Tokens of a block hash of a request.
         table: The slot table.
         is_cached: Whether the device has a block.
+        reachable: By group, the blocks that a hit can use; empty for all.
 
     """
 
@@ -47,8 +48,13 @@ class PromptLookup:
         hash_size: int,
         table: SlotTable,
         is_cached: Callable[[BlockHashWithGroupId], object],
+        reachable: Sequence[ReachableBlocks] = (),
     ) -> None:
         self._block_sizes = block_sizes
+        self._reachable = reachable or [ReachableBlocks()] * len(block_sizes)
+        self._looks_per_token = sum(
+            each.part / size for each, size in zip(self._reachable, block_sizes)
+        )
         self._hash_size = hash_size
         self._table = table
         self._is_cached = is_cached
@@ -66,6 +72,8 @@ class PromptLookup:
     ) -> tuple[int, int, list[Wanted]]:
         """Look up about as many more blocks of a request as the step may.
 
+        Blocks that no hit can use are left out.
+
         Args:
             request: The request.
             begin: Tokens whose blocks were looked up before.
@@ -77,20 +85,26 @@ class PromptLookup:
             were, and the missing ones, in the order of the prompt.
 
         """
-        num_tokens = int(most / sum(1 / size for size in self._block_sizes))
+        num_tokens = int(most / self._looks_per_token)
         end = begin + max(num_tokens, self._hash_size)
         end = min(end, self.num_tokens(request))
         missing, num_looks = [], 0
         on_host, on_device = self._table.get, self._is_cached
-        for group_id, size in enumerate(self._block_sizes):
+        groups = zip(self._block_sizes, self._reachable)
+        for group_id, (size, reachable) in enumerate(groups):
             suffix = make_block_hash_with_group_id(BlockHash(b""), group_id)
             hashes = hashes_of_blocks(request, self._hash_size, size)
             first, last = begin // size, end // size
-            num_looks += last - first
+            indices = reachable.indices(first, last)
+            num_looks += len(indices)
+            if len(indices) == last - first:
+                some = hashes[first:last]
+            else:
+                some = [hashes[index] for index in indices]
             # A hot path: every block of every prompt.
             missing += [
-                (BlockHashWithGroupId(key), num_blocks * size)
-                for num_blocks, block_hash in enumerate(hashes[first:last], first + 1)
+                (BlockHashWithGroupId(key), (index + 1) * size)
+                for index, block_hash in zip(indices, some)
                 if on_host(key := block_hash + suffix) is None  # type: ignore[arg-type]
                 and not on_device(key)  # type: ignore[arg-type]
             ]

@@ -67,6 +67,7 @@ def make_secondary_manager(
         pool.cached_block_hash_to_block.get_one_block,
         layout.tuning,
         layout.can_jump,
+        layout.reachable,
     )
     return SecondaryTierManager(view)
 

@@ -96,7 +96,11 @@ class SecondaryReader:
         self._tuning = tuning = pool.tuning
         self._fetches = fetches
         self._lookup = PromptLookup(
-            pool.layout.block_sizes, pool.hash_size, pool.table, pool.is_cached
+            pool.layout.block_sizes,
+            pool.hash_size,
+            pool.table,
+            pool.is_cached,
+            pool.reachable,
         )
         self._timeout_s = max(tier.settings.deadline_s for tier in tiers)
         # Weak, since the tier is not notified of aborted requests.

@@ -13,7 +13,7 @@ from statistics import median_high
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-from vllm.v1.kv_tier.layout import SecondaryLayout, SecondaryTier
+from vllm.v1.kv_tier.layout import ReachableBlocks, SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.secondary.jobs import object_keys
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
@@ -43,6 +43,8 @@ class PoolView:
     tuning: SchedulingTuning
     can_jump: bool
     """Whether requests may compute while they are read for."""
+    reachable: tuple[ReachableBlocks, ...] = ()
+    """As in `KVTierLayout`."""
 
     def is_there(self, key: BlockHashWithGroupId | None) -> bool:
         """Whether the device or the host has a block; False without a key."""
