@@ -108,6 +108,8 @@ class Setup:
     """They hold the same, in slots that they share."""
     member: Membership | None = None
     """The engine's part of a pool with others."""
+    num_ranks: int = 1
+    """Of an engine with such a part, each with memory of its own."""
     pools: bool = False
     """The model pools: requests end with their prompts."""
     opens: int | None = None
@@ -212,7 +214,7 @@ def _pool(setup: Setup) -> PoolLayout | None:
     if setup.member is None:
         return None
     sizes = tuple(group.block_size for group in setup.layout.groups)
-    return PoolLayout(setup.member, sizes, num_ranks=1)
+    return PoolLayout(setup.member, sizes, setup.num_ranks)
 
 
 def _vllm_config(setup: Setup) -> tuple[Any, Any]:

@@ -57,7 +57,7 @@ from vllm.v1.kv_tier.stores.settings import ALWAYS
 from vllm.v1.kv_tier.worker.group_bytes import bytes_of_groups, group_bytes
 from vllm.v1.kv_tier.worker.host_tier import HostTier
 from vllm.v1.kv_tier.worker.layers import make_layer_waits, set_layer_waits
-from vllm.v1.kv_tier.worker.pooled import join_pool, take_early
+from vllm.v1.kv_tier.worker.pooled import join_pool
 from vllm.v1.kv_tier.worker.report import StepReportAggregator
 from vllm.v1.kv_tier.worker.secondary import common_objects, name_of_rank, open_rank
 from vllm.v1.kv_tier.worker.sharing import (
@@ -206,9 +206,15 @@ def _join_pool(
     names = executor.collective_rpc(
         name_of_rank, args=(space, 0, kv_cache_config.num_blocks)
     )
-    slot_bytes = sum(num_bytes for _, num_bytes in per_rank)
-    identity = hashlib.sha256(json.dumps([names, slot_bytes]).encode()).digest()
-    member = Member(config.pool, identity, slot_bytes)
+    rank_bytes = [num_bytes for _, num_bytes in per_rank]
+    if not all(rank_bytes):
+        raise ValueError(
+            "--kv-offloading-config: pool needs KV memory on every rank, but they have "
+            f"{rank_bytes} bytes for a block. Change the number of ranks, or remove "
+            "pool."
+        )
+    identity = hashlib.sha256(json.dumps([names, rank_bytes]).encode()).digest()
+    member = Member(config.pool, identity, rank_bytes)
     logger.info(
         "KV tier: partition %d of the pool at %s, with %d blocks of an earlier engine.",
         member.membership.number,
@@ -531,9 +537,7 @@ def _start_rank(
         as_file=as_file,
         group_bytes=needs,
         first_bytes=FIRST_BYTES,
-        pooled=None
-        if place is None
-        else join_pool(place, runner.device, take_early(wrapper)),
+        pooled=place and join_pool(place, wrapper.rpc_rank, runner.device),
     )
     if shared is not None:
         shared.memory.close()
