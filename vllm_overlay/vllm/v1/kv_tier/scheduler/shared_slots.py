@@ -12,7 +12,7 @@ is finding and pinning it for a neighbour.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
@@ -20,7 +20,7 @@ from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.keeper.partition import Claim
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable, index_of
+from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
 
 # Stands for all neighbours among those for whom slots are held.
 _NEIGHBOURS = -1
@@ -201,7 +201,7 @@ class SharedSlotTable(SlotTable):
 
     def pin(self, slots: Iterable[HostSlot]) -> None:
         """As `SlotTable.pin`; slots of neighbours are pinned since they were found."""
-        super().pin(self._own(slots))
+        super().pin(self._own([*slots]))
 
     def mark_loaded(self, slots: Sequence[HostSlot], seq: int) -> None:
         """As `SlotTable.mark_loaded`, without slots of neighbours."""
@@ -210,7 +210,7 @@ class SharedSlotTable(SlotTable):
     def _own(self, slots: Collection[HostSlot]) -> Sequence[HostSlot]:
         """Those of `slots` that are not of neighbours."""
         # A hot path: each block of each prefix. Mostly all are.
-        indices = list(map(index_of, slots))
+        indices = [slot.index for slot in slots]
         if not indices or 0 <= min(indices) <= max(indices) < self.num_own:
             return [*slots]
         return [slot for slot in slots if self.is_own(slot)]

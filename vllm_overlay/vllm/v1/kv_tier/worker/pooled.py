@@ -140,8 +140,6 @@ def join_pool(
     """
     connection, mapped = join(place)
     buffer = early.take(place, mapped.file) if early is not None else None
-    # Memory of an early attempt is released before other memory is registered.
-    del early
     if buffer is None:
         buffer = _buffer(mapped, place.slot_bytes, device)
     states = np.full(len(buffer.slots), FILLED, np.uint8)
