@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from .jobs import WITH_RANKS
 from .model import make_llama, make_tokenizer
+from .pipeline_cpu import STAGES
 from .pool import KeeperProcess, ask, keeping, serve
 from .secondary import HIT, NEEDS_KEYS, counted, prompts
 from .server import Server
@@ -23,6 +25,8 @@ PROMPTS = prompts(700, 6)
 NUM_BLOCKS = 5 * len(PROMPTS)
 NUM_ENGINES = 3
 """Of `pool_crowd`, which only a process of its own imports."""
+HALF = 7 << 20
+"""Bytes of the first of two ranks in a partition of `keeper`."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def answers(server: Server) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, two servers")
+@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, TP=2, PP=2")
 def test_neighbours_and_successors_hit_what_an_engine_has_computed(
     model: Path, keeper: KeeperProcess, tmp_path: Path
 ) -> None:
@@ -86,7 +90,7 @@ def test_neighbours_and_successors_hit_what_an_engine_has_computed(
 
 
 @pytest.mark.pairs("DP", "OP")
-@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, two servers")
+@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, TP=2, PP=2")
 def test_engines_of_one_server_are_neighbours(
     model: Path, keeper: KeeperProcess, tmp_path: Path
 ) -> None:
@@ -123,6 +127,47 @@ def test_bytes_come_from_the_pool_and_only_from_there(
         assert answers(alone) == [(text, 0) for text in texts]
     finally:
         alone.kill()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(
+            ["--tensor-parallel-size", "2"],
+            id="tensor",
+            marks=pytest.mark.pairs("TP", "OP"),
+        ),
+        pytest.param(
+            STAGES, id="pipeline", marks=[WITH_RANKS, pytest.mark.pairs("PP", "OP")]
+        ),
+    ],
+)
+@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, TP=2, PP=2")
+def test_ranks_load_from_the_same_rank_of_a_neighbour(
+    model: Path, keeper: KeeperProcess, tmp_path: Path, flags: list[str]
+) -> None:
+    started: list[Server] = []
+
+    def start(name: str) -> Server:
+        started.append(serve(model, tmp_path / name, keeper.socket, *flags))
+        return started[-1]
+
+    try:
+        one = start("one")
+        texts = [text for text, _ in answers(one)]
+        assert len({*texts}) == len(PROMPTS)
+        two = start("two")
+        assert answers(two) == [(text, HIT) for text in texts]
+        assert counted(two, "neighbour_blocks") == NUM_BLOCKS
+        one.kill()
+        # What the second rank has left: the second half of each partition.
+        keeper.spoil(1, slice(HALF, None))
+        found = answers(start("heir"))
+        assert [cached for _, cached in found] == [HIT] * len(PROMPTS)
+        assert [text for text, _ in found] != texts
+    finally:
+        for server in started:
+            server.kill()
 
 
 @pytest.mark.compat("faults", "SIGKILL of engines that share a pool")

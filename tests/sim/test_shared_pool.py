@@ -4,11 +4,13 @@
 `KV_TIER_POOL_EXAMPLES` sets how many, `KV_TIER_SIM_SEED` draws others.
 """
 
+import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from vllm.v1.kv_tier.keeper.partition import Partition, Published, Rows, Slots
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.scheduler.neighbours import Neighbours
 from vllm.v1.kv_tier.scheduler.shared_pool import SharedBlockPool
-from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
+from vllm.v1.kv_tier.scheduler.shared_slots import PlanEnds, SharedSlotTable
 
 from .content import Violation
 from .scripts import Action, Add, Reset, Steps, random_action, random_setup
@@ -28,9 +30,35 @@ EXAMPLES = int(os.environ.get("KV_TIER_POOL_EXAMPLES", "120"))
 SEED = int(os.environ.get("KV_TIER_SIM_SEED", "0"))
 
 
+@pytest.fixture(autouse=True)
+def _without_logs() -> Iterator[None]:
+    """Traces of the failures that are simulated take as long as the scripts."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 def play_random(
-    seed: int, make: type[Partition] = Partition, is_pressed: bool | None = None
+    seed: int,
+    make: type[Partition] = Partition,
+    is_pressed: bool | None = None,
+    make_machine: type[Machine] = Machine,
+    num_ranks: int | None = None,
+    num_kills: int | None = None,
+    fails: float | None = None,
 ) -> Counter[str]:
+    """Play a script. What is given is not drawn.
+
+    Args:
+        seed: Of what is drawn.
+        make: The class of partitions.
+        is_pressed: Slots are reused while neighbours load them.
+        make_machine: The class of machines.
+        num_ranks: Of each engine.
+        num_kills: How many engines die.
+        fails: Part of the steps whose loads fail.
+
+    """
     rng = Random(seed)
     drawn = random_setup(rng)
     tuning = replace(
@@ -40,7 +68,13 @@ def play_random(
         # Of prompts, so that a step has looked enough.
         max_looks=rng.choice([1, 4, 8192, 8192]),
     )
-    setup = replace(drawn, quotas=(), num_slots=rng.randint(1, 24), tuning=tuning)
+    setup = replace(
+        drawn,
+        quotas=(),
+        num_slots=rng.randint(1, 24),
+        tuning=tuning,
+        num_ranks=num_ranks or rng.choice([1, 1, 2, 3]),
+    )
     if is_pressed is None:
         is_pressed = rng.random() < 0.7
     if is_pressed:
@@ -65,12 +99,19 @@ def play_random(
         # After a reset an engine shares nothing.
         keeps = rng.random() < 0.8
         script = [a for a in script if not (keeps and isinstance(a, Reset))]
-        scripts.append(single_steps(rng, script, is_pressed))
-    machine = Machine(setup, num_engines, make, busy, rng)
-    return play(machine, turns(rng, scripts, num_kills=rng.choice([0, 1, 3])))
+        part = rng.choice([0, 0, 0.2]) if fails is None else fails
+        scripts.append(single_steps(rng, script, is_pressed, part))
+    machine = make_machine(setup, num_engines, make, busy, rng)
+    deaths = rng.choice([0, 1, 3]) if num_kills is None else num_kills
+    events = play(machine, turns(rng, scripts, deaths))
+    events[f"{setup.num_ranks} ranks"] += 1
+    events[f"{tuning.plans_per_report} plans a report"] += 1
+    return events
 
 
-def single_steps(rng: Random, script: list[Action], is_pressed: bool) -> list[Action]:
+def single_steps(
+    rng: Random, script: list[Action], is_pressed: bool, fails: float
+) -> list[Action]:
     """The script with one action for each step, so that others act between them."""
     actions: list[Action] = []
     for action in script:
@@ -81,7 +122,8 @@ def single_steps(rng: Random, script: list[Action], is_pressed: bool) -> list[Ac
                 action = replace(action, base=base, hints=None, has_salt=False)
             if isinstance(action, Steps):
                 rush = action.rush and not is_pressed
-                action = replace(action, count=1, rush=rush)
+                fail = "load" if rng.random() < fails else action.fail
+                action = replace(action, count=1, rush=rush, fail=fail)
             actions.append(action)
     return actions
 
@@ -94,7 +136,8 @@ def test_scripts_of_engines_that_share_a_pool() -> None:
         except BaseException as e:
             e.add_note(f"play_random({seed})")
             raise
-    for event in ("from neighbours", "adopted", "read", "stored", "loaded", "failed"):
+    some = ["from neighbours", "adopted", "read", "stored", "loaded", "failed"]
+    for event in (*some, "2 ranks", "3 ranks", "8 plans a report"):
         assert events[event], event
     print(dict(events))
 
@@ -169,6 +212,27 @@ def publish_unsettled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedBlockPool, "_settled", lambda self, seq: seq)
 
 
+def count_one_rank(patch: pytest.MonkeyPatch) -> None:
+    """A plan has ended when one rank says so."""
+    patch.setattr(PlanEnds, "take", lambda self, seqs: [*dict.fromkeys(seqs)])
+
+
+class _HeirAtOnce(Machine):
+    """A partition has another engine while a rank of the last one still runs."""
+
+    def kill(self, number: int, keeps_stores: bool) -> None:
+        super().kill(number, keeps_stores)
+        dead = self.engines[number]
+        self._dying[number] = True
+        self._replace(number)
+        self._left = dead
+
+    def act(self, number: int, action: Action) -> None:
+        if dead := vars(self).get("_left"):
+            self._run_left(dead)
+        super().act(number, action)
+
+
 def unpin_at_once(patch: pytest.MonkeyPatch) -> None:
     """Before the ranks have ended the loads."""
     patch.setattr(Neighbours, "record_plan", lambda self, plan, num_own: 0)
@@ -188,30 +252,35 @@ Plant = Callable[[pytest.MonkeyPatch], None]
     ids=lambda make: make.__name__,
 )
 def test_bug_of_a_partition_is_found(make: type[Partition]) -> None:
-    assert finds(make)
+    assert finds(make=make)
 
 
 @pytest.mark.parametrize(
-    "plant",
+    "plant, sure",
     [
-        publish_at_once,
-        publish_later_plans,
-        publish_unsettled,
-        unpin_at_once,
-        share_after_reset,
+        (publish_at_once, {}),
+        (publish_later_plans, {}),
+        (publish_unsettled, {"num_ranks": 1, "fails": 0.3, "num_kills": 0}),
+        (count_one_rank, {}),
+        (unpin_at_once, {"num_ranks": 1, "fails": 0.0, "num_kills": 0}),
+        (share_after_reset, {}),
     ],
 )
 def test_bug_of_an_engine_is_found(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch
+    plant: Plant, sure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    assert finds(Partition)
+    assert finds(**sure)
 
 
-def finds(make: type[Partition], max_scripts: int = 1000) -> bool:
-    for seed in range(max_scripts):
+def test_heir_of_an_engine_that_still_copies_is_found() -> None:
+    assert finds(make_machine=_HeirAtOnce, num_ranks=2, num_kills=4)
+
+
+def finds(**sure: Any) -> bool:
+    for seed in range(1000):
         try:
-            play_random(seed, make, is_pressed=True)
+            play_random(seed, is_pressed=True, **sure)
         except Violation:
             return True
     return False

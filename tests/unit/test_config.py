@@ -588,9 +588,13 @@ def test_pool_takes_the_place_of_the_size(model: str) -> None:
             {},
         ),
         (
-            "2 ranks",
+            "--decode-context-parallel-size",
             {},
-            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+            {
+                "tensor_parallel_size": 2,
+                "decode_context_parallel_size": 2,
+                "distributed_executor_backend": "mp",
+            },
         ),
         ("--enable-lora", {}, {"enable_lora": True}),
         (

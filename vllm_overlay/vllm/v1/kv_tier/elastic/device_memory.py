@@ -20,7 +20,6 @@ from vllm.v1.kv_tier.layout import ElasticLayout
 from vllm.v1.kv_tier.memory.limits import HostMemory
 from vllm.v1.kv_tier.memory.pages import blocks_per_page
 from vllm.v1.kv_tier.memory.regions import build_regions
-from vllm.v1.kv_tier.worker.pooled import begin_early
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,8 +71,6 @@ def new_kv_cache(num_bytes: int, device: torch.device) -> torch.Tensor:
 def kv_cache_memory(wrapper: Any, kv_cache_config: Any) -> Iterator[None]:
     """While a rank makes its KV caches, give them elastic memory if that is set.
 
-    Then begins with the memory of a pool, if it has one.
-
     Args:
         wrapper: The `WorkerWrapperBase`; gets `kv_pages`.
         kv_cache_config: KV cache configuration of the rank.
@@ -85,8 +82,6 @@ def kv_cache_memory(wrapper: Any, kv_cache_config: Any) -> Iterator[None]:
     config = tier_config(wrapper.vllm_config)
     if config is None or config.shrink_after_s is None or not _on_gpu(wrapper):
         yield
-        if config is not None and config.pool is not None and _on_gpu(wrapper):
-            begin_early(wrapper, config.pool, kv_cache_config.num_blocks)
         return
     made: list[KvcachedMemory] = []
 

@@ -30,9 +30,6 @@ from vllm.v1.kv_tier.memory.shared import NotShared, SharedMemory
 
 logger = init_logger(__name__)
 
-# `CU_STREAM_CAPTURE_MODE_RELAXED`.
-_CAPTURE_RELAXED = 2
-
 
 def allocate_pinned(num_bytes: int) -> torch.Tensor:
     """Allocate pinned memory. It is freed with its last view.
@@ -68,20 +65,6 @@ def _check(lib: Any, function: str, *args: Any) -> None:
     code = lib[function](*args)
     if code:
         raise OSError(f"{function} failed with error {code}")
-
-
-def allow_during_capture() -> None:
-    """Let the calling thread register memory while another one captures a CUDA graph.
-
-    Raises:
-        OSError: There is no such driver, or it refused.
-
-    """
-    _check(
-        _driver(),
-        "cuThreadExchangeStreamCaptureMode",
-        ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)),
-    )
 
 
 def _free(lib: Any, context: ctypes.c_void_p, address: ctypes.c_void_p) -> None:
@@ -290,8 +273,6 @@ class HostBuffer:
         if self._device:
             # Without this, the thread's first call would create a context on GPU 0.
             torch.cuda.set_device(self._device)
-            with contextlib.suppress(OSError):
-                allow_during_capture()
 
     def _touched(self, size: tuple[int, int, int], register: bool) -> torch.Tensor:
         """Memory with all its pages touched, and registered if `register`.

@@ -231,9 +231,3 @@ class SharedHostWriter(HostWriter):
                 return False
             del self._elsewhere[block.block_id]
         return super().is_admitted(block)
-
-    def demote(self, block: KVCacheBlock) -> None:
-        if self._elsewhere and not self.is_admitted(block):
-            self._stats.passed_over_blocks += 1
-        else:
-            super().demote(block)

@@ -91,13 +91,12 @@ class SharedSlotTable(SlotTable):
         used, copies = set(), set()
         for slot, raw, num_tokens in zip(*member.adopted):
             key = BlockHashWithGroupId(raw)
-            if key in self._slots:
+            if self.has(key):
                 # It was stored again before it could be withdrawn.
                 copies.add(slot)
                 continue
             used.add(slot)
-            self._slots[key] = self._filled(slot, (key,), num_tokens, store_seq=0)
-            self._policy.insert(key)
+            self._fill((slot,), (key,), (num_tokens,), store_seq=0)
         # Neighbours may still read what it had withdrawn.
         read = {*range(self.num_own)} - used - {*member.unread} | copies
         self._free = [slot for slot in self._free if slot not in used | read]
@@ -148,17 +147,18 @@ class SharedSlotTable(SlotTable):
         num_settled = bisect_left(self._to_publish, (settled + 1,))
         due = self._to_publish[: min(num_settled, _MAX_PUBLISHED)]
         # Of what a plan has stored, others do not look for blocks with several keys.
-        batch = [
-            slot
+        keys = self.places.keys
+        slots = [
+            index
             for seq, index in due
-            if (slot := self._by_index[index]) is not None
-            and slot.store_seq == seq
-            and len(slot.keys) == 1
+            if keys[index] is not None
+            and self._store_seq[index] == seq
+            and index not in self._several
         ]
-        if batch and not self._partition.publish(
-            [slot.index for slot in batch],
-            [slot.keys[0] for slot in batch],
-            [slot.num_tokens for slot in batch],
+        if slots and not self._partition.publish(
+            slots,
+            [keys[index] for index in slots],
+            [self._num_tokens[index] or None for index in slots],
         ):
             return
         del self._to_publish[: len(due)]
@@ -169,7 +169,7 @@ class SharedSlotTable(SlotTable):
         looked = list(self._read)[:_MAX_LOOKS]
         for slot in self._partition.unpinned(looked) or ():
             if (
-                self._by_index[slot] is None
+                self.places.keys[slot] is None
                 and self._partition.is_published(slot)
                 and self._partition.withdraw(slot) is not Claim.FREE
             ):
@@ -199,7 +199,7 @@ class SharedSlotTable(SlotTable):
 
     # ------------------------------------------------------------------ of neighbours
 
-    def pin(self, slots: Iterable[HostSlot]) -> None:
+    def pin(self, slots: Collection[HostSlot]) -> None:
         """As `SlotTable.pin`; slots of neighbours are pinned since they were found."""
         super().pin(self._own([*slots]))
 
@@ -219,45 +219,66 @@ class SharedSlotTable(SlotTable):
         super().unpin_all()
         self._num_refused = 0
 
-    def _evict(self) -> int | None:
+    def _evict(self, num_slots: int) -> list[int]:
+        if not self._released:
+            return super()._evict(num_slots)
+        indices: list[int] = []
+        while len(indices) < num_slots and self._claim_released():
+            if not (evicted := super()._evict(1)):
+                break
+            indices += evicted
+        return indices
+
+    def _claim_released(self) -> bool:
+        """Claim the next released slot, if there is any. False if that must wait."""
         while self._released:
-            slot = self._slots[next(reversed(self._released))]
-            claim = self._partition.claim(slot.index)
+            key = next(reversed(self._released))
+            index = self._index(key)
+            claim = self._partition.claim(index)
             if claim is Claim.BUSY:
-                return None
+                return False
             if claim is Claim.FREE:
                 break
             if claim is Claim.PINNED:
-                self._hold_read(slot.index, [slot.keys[0]])
-        return super()._evict()
+                self._hold_read(index, [key])
+        return True
 
-    def _victim(self) -> BlockHashWithGroupId | None:
-        while (victim := super()._victim()) is not None:
-            slot = self._slots[victim]
-            claim = self._partition.claim(slot.index)
-            if claim is Claim.FREE:
-                return victim
-            if claim is Claim.BUSY:
-                self._aside[victim] = None
-                return None
-            self._num_refused += 1
-            if claim is Claim.USED:
-                self._policy.insert(victim)
-                self._policy.hit(victim)
-            else:
-                self._hold_read(slot.index, [victim])
-                self._passed[victim] = None
-            if self._num_refused >= _MAX_REFUSED:
-                return None
-        return None
+    def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
+        victims: list[BlockHashWithGroupId] = []
+        while found := super()._victims(num_keys - len(victims)):
+            for i, victim in enumerate(found):
+                index = self._index(victim)
+                claim = self._partition.claim(index)
+                if claim is Claim.FREE:
+                    victims.append(victim)
+                    continue
+                if claim is Claim.BUSY:
+                    self._aside[victim] = None
+                elif claim is Claim.USED:
+                    self._policy.insert(victim)
+                    self._policy.hit(victim)
+                else:
+                    self._hold_read(index, [victim])
+                    self._passed[victim] = None
+                self._num_refused += claim is not Claim.BUSY
+                if claim is Claim.BUSY or self._num_refused >= _MAX_REFUSED:
+                    # The others are the next victims still.
+                    self._next.update(dict.fromkeys(found[i + 1 :]))
+                    return victims
+        return victims
 
-    def _forget(self, slot: HostSlot) -> None:
-        index, partition = slot.index, self._partition
+    def _index(self, key: BlockHashWithGroupId) -> int:
+        index = self.places.find(key)
+        assert index is not None, "what is evicted is in a slot"
+        return index
+
+    def _forget(self, key: BlockHashWithGroupId) -> None:
+        index, partition = self._index(key), self._partition
         if partition.is_published(index) and (
             partition.withdraw(index) is not Claim.FREE
         ):
-            self._hold_read(index, [slot.keys[0]])
-        super()._forget(slot)
+            self._hold_read(index, [key])
+        super()._forget(key)
 
     def _hold_read(self, index: int, keys: list[BlockHashWithGroupId]) -> None:
         if index not in self._read:
