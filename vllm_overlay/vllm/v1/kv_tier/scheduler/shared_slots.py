@@ -12,6 +12,7 @@ is finding and pinning it for a neighbour.
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
@@ -69,7 +70,7 @@ class SharedSlotTable(SlotTable):
     ) -> None:
         super().__init__(member.num_slots, policy)
         self._plans_per_report = plans_per_report
-        self.num_own = member.num_slots
+        self.num_own, self.first_slot = member.num_slots, member.first_slot
         self._partition = member.own
         self.has_left = False
         """Whether nothing is published any more."""
@@ -80,6 +81,8 @@ class SharedSlotTable(SlotTable):
         # Stores by plan, until it has ended: (slot, key). Then (plan, slot, key).
         self._unended: dict[int, list[tuple[int, BlockHashWithGroupId]]] = {}
         self._to_publish: deque[tuple[int, int, BlockHashWithGroupId]] = deque()
+        # What came from a secondary tier and is to be published, by slot.
+        self._fetched: dict[int, BlockHashWithGroupId] = {}
         # Slots that neighbours read, with the keys under which they are held.
         self._read: dict[int, list[BlockHashWithGroupId]] = {}
         self._adopt(member)
@@ -147,7 +150,17 @@ class SharedSlotTable(SlotTable):
         if self._is_leaving:
             self._leave()
         self._publish(settled)
+        if self._fetched:
+            self._publish_fetched()
         self._end_reads()
+
+    def fill(
+        self, index: int, key: BlockHashWithGroupId, num_tokens: int | None
+    ) -> None:
+        """As `SlotTable.fill`: all ranks have the block, so others may find it."""
+        super().fill(index, key, num_tokens)
+        if not self.has_left:
+            self._fetched[index] = key
 
     def _publish(self, settled: int) -> None:
         batch: list[HostSlot] = []
@@ -160,14 +173,32 @@ class SharedSlotTable(SlotTable):
             is_same = slot is not None and slot.keys == (key,) and slot.store_seq == seq
             if slot is not None and is_same:
                 batch.append(slot)
-        if batch and not self._partition.publish(
+        if self._has_published(batch):
+            for _ in range(last):
+                self._to_publish.popleft()
+
+    def _publish_fetched(self) -> None:
+        some = list(islice(self._fetched.items(), _MAX_PUBLISHED))
+        there = ((self.at(index), index, key) for index, key in some)
+        batch = [
+            slot
+            for slot, index, key in there
+            if slot is not None
+            and slot.keys == (key,)
+            # Else it was stored since, maybe not to its end.
+            and slot.store_seq == 0
+            and not self._partition.is_published(index)
+        ]
+        if self._has_published(batch):
+            for index, _ in some:
+                del self._fetched[index]
+
+    def _has_published(self, batch: Sequence[HostSlot]) -> bool:
+        return not batch or self._partition.publish(
             [slot.index for slot in batch],
             [slot.keys[0] for slot in batch],
             [slot.num_tokens for slot in batch],
-        ):
-            return
-        for _ in range(last):
-            self._to_publish.popleft()
+        )
 
     def _end_reads(self) -> None:
         if not self._read:
@@ -190,7 +221,8 @@ class SharedSlotTable(SlotTable):
     @property
     def is_sharing(self) -> bool:
         """Whether further steps publish something."""
-        return bool(self._unended or self._to_publish or self._is_leaving)
+        waiting = self._unended or self._to_publish or self._fetched
+        return bool(waiting or self._is_leaving)
 
     def leave(self) -> None:
         """Publish nothing from now on, and withdraw everything."""
@@ -198,6 +230,7 @@ class SharedSlotTable(SlotTable):
             self.has_left = self._is_leaving = True
             self._unended.clear()
             self._to_publish.clear()
+            self._fetched.clear()
             self._leave()
 
     def _leave(self) -> None:
