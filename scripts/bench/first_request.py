@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--size", default="1b", choices=list(SHAPES))
     add("--repeats", type=int, default=2)
+    add("--only", choices=["none", "core"])
     add("--watch-s", type=float, default=120, help="seconds of streams, at most")
     add("--still-s", type=float, default=5, help="seconds of streams without opening")
     add("--tier", type=json.loads, default={}, metavar="JSON", help="its settings")
@@ -183,7 +184,7 @@ async def drain(answers: Any) -> None:
 def runs(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
     for repeat in range(-1, args.repeats):
         pair = ("none", "core") if repeat % 2 == 0 else ("core", "none")
-        yield from ((name, repeat) for name in pair)
+        yield from ((name, repeat) for name in pair if args.only in (None, name))
 
 
 def start(args: argparse.Namespace, name: str, repeat: int) -> dict[str, Any] | None:

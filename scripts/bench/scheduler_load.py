@@ -47,11 +47,11 @@ class Setup:
     """Below the tier, an empty one that takes nothing."""
     has_hints: bool = False
     """Every request but those that fill the caches has hints."""
-    has_pool: bool = False
-    """Slots are a part of a pool, with seven neighbours that have nothing."""
     num_slots: int = NUM_SLOTS
     num_prefilled: int = 0
     """Blocks that went through the host before, put there without the scheduler."""
+    has_pool: bool = False
+    """Slots are a part of a pool, with seven neighbours that have nothing."""
 
     @property
     def has_host(self) -> bool:
@@ -118,11 +118,12 @@ class Load:
         draw = Random(0).randbytes
         for first in range(0, num_blocks, 256):
             pool.begin_step()
-            for i in range(first, min(first + 256, num_blocks)):
-                key = draw(32) + bytes(4)
-                if pool.admission is not None:
-                    pool.admission.record_use(key)
-                pool.host.insert((key,), i % 1024 * BLOCK_SIZE, pool._builder.seq)
+            numbers = range(first, min(first + 256, num_blocks))
+            keys = [draw(32) + bytes(4) for _ in numbers]
+            for key in keys if pool.admission is not None else ():
+                pool.admission.record_use(key)
+            num_tokens = [i % 1024 * BLOCK_SIZE for i in numbers]
+            pool.host.insert_all(keys, num_tokens, pool._builder.seq)
             pool.take_plan()
 
     # --------------------------------------------------------------- workloads

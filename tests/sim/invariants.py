@@ -131,7 +131,7 @@ class Invariants:
         if sorted([*filled, *free, *below]) != list(range(host.num_slots)):
             raise Violation("slots", f"filled: {filled}, free: {free}, below: {below}")
         keys = [(key, slot.index) for slot in host.filled_slots() for key in slot.keys]
-        table = [(key, slot.index) for key, slot in host._slots.items()]
+        table = list(host.places.items())
         if sorted(keys) != sorted(table):
             raise Violation("slots", f"slots have {keys}, the table {table}")
 
@@ -161,7 +161,7 @@ class Invariants:
         for block_id in pool.host_writer.released:
             if pool.blocks[block_id].ref_cnt:
                 raise Violation("released", f"{pool.blocks[block_id]} is in use")
-        if gone := pool.host._released.keys() - pool.host._slots.keys():
+        if gone := pool.host._released.keys() - dict(pool.host.places.items()).keys():
             raise Violation("released", f"{gone} are in no slot")
 
     def check_hints(self) -> None:

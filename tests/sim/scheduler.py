@@ -249,6 +249,12 @@ def _vllm_config(setup: Setup) -> tuple[Any, Any]:
     return config, structured_output_manager
 
 
+def _group_bytes(setup: Setup) -> tuple[int, ...]:
+    """Each group but the first needs less than a slot, as far as plans say it."""
+    num_groups = len(setup.layout.groups)
+    return tuple(SLOT_BYTES - i for i in range(num_groups)) if num_groups > 1 else ()
+
+
 def make_scheduler(
     setup: Setup,
     below: Below | None = None,
@@ -296,6 +302,7 @@ def make_scheduler(
             secondary=None if below is None else _secondary(layout, below, max_known),
             elastic=_elastic(setup, device),
             prefix_ends=prefix_ends(blocks),
+            group_bytes=_group_bytes(setup),
             reachable=reachable_blocks(blocks, bool(setup.speculates)),
             can_jump=setup.model_can_jump,
             pool=_pool(setup),

@@ -117,7 +117,7 @@ class FollowedEngine(Engine):
                     self._check_truth(event)
         pool, follower = self.pool, self.follower
         device = {key: 1 for key, _ in upstream.cached_blocks(pool)}
-        host = {key: 1 for key in pool.host._slots}
+        host = {key: 1 for key, _ in pool.host.places.items()}
         below = self._known_below()
         for medium, keys in (("GPU", device), ("CPU", host), ("STORAGE", below)):
             held = Counter(

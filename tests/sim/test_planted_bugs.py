@@ -53,7 +53,7 @@ def demote_invalid_content(patch: pytest.MonkeyPatch) -> None:
 
     def demote(self: HostWriter, block: KVCacheBlock) -> None:
         if block.block_hash is not None and not self.is_clean(block):
-            self.demote(block)
+            self.demote([block])
 
     patch.setattr(HostWriter, "invalidate", demote)
 

@@ -235,7 +235,7 @@ def publish_later_plans(patch: pytest.MonkeyPatch) -> None:
 
     def record(self: SharedSlotTable, seqs: Iterable[int]) -> None:
         for seq, stores in self._unended.items():
-            self._to_publish += [(seq, index, key) for index, key in stores]
+            self._to_publish += [(seq, index) for index in stores]
         self._unended.clear()
 
     patch.setattr(SharedSlotTable, "record_ended", record)
@@ -274,7 +274,7 @@ def move_slots_of_others(patch: pytest.MonkeyPatch) -> None:
 
 def unpin_at_once(patch: pytest.MonkeyPatch) -> None:
     """Before the ranks have ended the loads."""
-    patch.setattr(Neighbours, "record_plan", lambda self, plan, is_own: 0)
+    patch.setattr(Neighbours, "record_plan", lambda self, plan, num_own: 0)
 
 
 def share_after_reset(patch: pytest.MonkeyPatch) -> None:

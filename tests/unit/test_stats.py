@@ -120,10 +120,8 @@ def test_tiers_below_are_told_apart(published: Published) -> None:
         f.name: i + 1 for i, f in enumerate(fields(SecondaryStats)) if f.default == 0
     }
     some = SecondaryStats(**counts, times=[("get", 3, 0.5)])  # type: ignore[arg-type]
-    other = SecondaryStats(stored_blocks=7)
-    published.observe(
-        KVTierStats(slot_bytes=10, secondary={"fs": some, "redis": other})
-    )
+    other = SecondaryStats(stored_blocks=7, stored_bytes=70)
+    published.observe(KVTierStats(secondary={"fs": some, "redis": other}))
     for name, count in counts.items():
         found = published.tier(f"secondary_{name}_total", store="fs")
         if found is None:

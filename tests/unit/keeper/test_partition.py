@@ -104,6 +104,18 @@ def test_successor_finds_what_was_published(partition: Partition) -> None:
     assert sorted(zip(*found)) == [(3, KEYS[0], 16), (7, KEYS[2], 48)]
 
 
+def test_successor_with_less_room_drops_ends_of_prefixes(partition: Partition) -> None:
+    tokens = [32, 16, 48, 64, None]
+    assert partition.publish([3, 5, 7, 8, 9], KEYS[:5], tokens)
+    found = partition.take_over(3)
+    assert found is not None
+    # The end comes first, which the successor evicts first.
+    assert found.slots == [3, 5, 9]
+    assert found.num_tokens == [32, 16, None]
+    assert partition.find(ROWS[:5])[1].tolist() == [3, 5, 9]
+    assert [partition.is_published(slot) for slot in (7, 8)] == [False, False]
+
+
 def test_full_bucket_leaves_slots_unpublished() -> None:
     class OneBucket(Partition):
         def _hashed(self, rows, mixed=None):  # type: ignore[no-untyped-def]

@@ -31,7 +31,8 @@ def chosen(num_slots: int = 64, **tuning: float) -> AdaptiveAdmission:
 
 def use(admission: Admission, keys: Iterable[int]) -> None:
     for key in keys:
-        admission.record_use(key)
+        # Keys of these tests lie in device blocks in turn.
+        admission.record_use(key, key % 16)
 
 
 def once_and_again(first: int, rounds: int) -> list[int]:
@@ -122,7 +123,33 @@ def test_what_comes_once_is_left_out_where_that_pays() -> None:
     use(admission, once_and_again(0, rounds=20))
     assert not admission.admits_all
     # At once, since uses were counted all the time.
-    assert admission.admits(5) and not admission.admits("never used")
+    use(admission, [5, 10**6])
+    assert admission.admits(5, 5) and not admission.admits(10**6, 0)
+
+
+def test_a_block_was_used_before_if_its_key_was() -> None:
+    admission = chosen(4096)
+    assert admission._one_in == 4
+    admission.admits_all = False
+    # In the sample or not.
+    for key in (40, 41):
+        admission.record_use(key, 3)
+        # Its first use, as often as it is asked.
+        assert not admission.admits(key, 3) and not admission.admits(key, 3)
+        admission.record_use(key + 2, 3)
+        admission.record_use(key, 5)
+        assert admission.admits(key, 5) and not admission.admits(key + 2, 3)
+
+
+def test_other_keys_of_a_block_do_not_count_for_it() -> None:
+    admission = chosen()
+    admission.admits_all = False
+    for key, block_id in (("a", 3), ("b", -1), ("a", 4), ("b", -1)):
+        admission.record_use(key, block_id)
+    assert not admission.admits("a", 3) and admission.admits("a", 4)
+    admission.record_use("c", 4)
+    admission.record_use("b", -1)
+    assert not admission.admits("c", 4)
 
 
 def test_all_is_stored_again_when_work_shifts() -> None:

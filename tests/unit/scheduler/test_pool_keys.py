@@ -72,7 +72,7 @@ def test_all_keys_of_a_block_share_its_slot() -> None:
     assert len(stores(tier.end())) == 1
     slot = tier.host.filled_slots()[0]
     assert slot.keys == (key, make_block_hash_with_group_id(hash_of("a"), 0))
-    assert tier.where("a") == "host" and tier.slot("a") is slot
+    assert tier.where("a") == "host" and tier.slot("a") == slot
     # Back on the device, both keys find it again.
     tier.free(tier.pool.blocks[1:])
     tier.begin()

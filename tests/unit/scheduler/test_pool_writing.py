@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the pool stores before its block is taken: write_through, and the cleaner."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -83,14 +82,17 @@ def dirty(num_blocks: int, **tuning: Any) -> tuple[Tier, list[KVCacheBlock]]:
 def looked_at(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> list[KVCacheBlock]:
     """The free blocks that are looked at from now on."""
     seen: list[KVCacheBlock] = []
-    free_blocks = tier.pool.free.first
+    cleaner: Any = tier.pool.store_timing
+    clean = cleaner._clean
 
-    def look(*args: Any) -> Iterator[KVCacheBlock]:
-        for block in free_blocks(*args):
+    def look(after: KVCacheBlock | None, num_looks: int, max_stores: int) -> Any:
+        block = after or tier.pool.free_block_queue.fake_free_list_head
+        for _ in range(num_looks):
+            assert (block := block.next_free_block) is not None
             seen.append(block)
-            yield block
+        return clean(after, num_looks, max_stores)
 
-    monkeypatch.setattr(tier.pool.free, "first", look)
+    monkeypatch.setattr(cleaner, "_clean", look)
     return seen
 
 

@@ -29,7 +29,7 @@ def fill(table: SharedSlotTable, first: int, num: int, seq: int) -> list[int]:
     """Store blocks in a plan, which ends and is published."""
     keys = [BlockHashWithGroupId(KEYS[i]) for i in range(first, first + num)]
     slots = [table.insert((key,), 16, seq) for key in keys]
-    stored = [slot.index for slot in slots if slot is not None]
+    stored = [slot for slot in slots if slot is not None]
     table.record_stores(StepPlan(seq, clean_slots=stored), is_idle=False)
     table.unpin_all()
     table.record_ended([seq])
@@ -48,7 +48,7 @@ def test_nothing_is_found_before_it_is_complete(partition: Partition) -> None:
     table = table_of(partition)
     slot = table.insert((BlockHashWithGroupId(KEYS[0]),), 16, 1)
     assert slot is not None
-    plan = StepPlan(1, store_slots=[slot.index])
+    plan = StepPlan(1, store_slots=[slot])
     assert not table.record_stores(plan, is_idle=False)
     # It waits for others, but not longer than there are any.
     assert table.record_stores(StepPlan(2), is_idle=True)
@@ -59,7 +59,7 @@ def test_nothing_is_found_before_it_is_complete(partition: Partition) -> None:
     table.share(settled=0)
     assert pin(partition, 0) == []
     table.share(settled=1)
-    assert pin(partition, 0) == [slot.index]
+    assert pin(partition, 0) == [slot]
     assert not table.is_sharing
 
 
@@ -79,10 +79,11 @@ def test_what_was_stored_over_it_is_not_found_with_it(partition: Partition) -> N
     table, key = table_of(partition), BlockHashWithGroupId(KEYS[0])
     (index,) = table.reserve(1)
     table.fill(index, key, 16)
-    table.remove(table._slots[key])
+    slot = table.get(key)
+    assert slot is not None
+    table.remove(slot)
     # The same block in the same slot, whose store has not ended.
-    slot = table.insert((key,), 16, 1)
-    assert slot is not None and slot.index == index
+    assert table.insert((key,), 16, 1) == index
     table.record_stores(StepPlan(1, store_slots=[index]), is_idle=False)
     table.share(settled=1)
     assert pin(partition, 0) == []

@@ -32,6 +32,8 @@ class SecondaryJob(NamedTuple):
     """Stores of plans up to this `seq` fill these slots, or filled them before."""
     after_loads: int
     """Loads of plans up to this `seq` read the slots' earlier content."""
+    groups: tuple[int, ...] = ()
+    """KV cache group by slot, where groups need less than all of some; else empty."""
 
 
 class HostAim(NamedTuple):
@@ -120,6 +122,17 @@ class StepPlan:
     """(first, end) of device blocks whose memory is given back before the rest of the
     plan. No copy or forward pass in flight uses them."""
 
+    @classmethod
+    def empty(cls, seq: int) -> "StepPlan":
+        """As `StepPlan(seq)` in a tenth of the time, since every step makes one.
+
+        The caller must assign the slots and blocks of copies, which plans made here
+        have in common.
+        """
+        plan: StepPlan = object.__new__(cls)
+        plan.__dict__.update(_EMPTY.__dict__, seq=seq, secondary=[], jumped=set())
+        return plan
+
     def check(self) -> None:
         """Assert the invariants of every plan that take constant time.
 
@@ -166,6 +179,9 @@ class StepPlan:
             (self.load_slots, self.load_blocks),
             (self.ahead_slots, self.ahead_blocks),
         )
+
+
+_EMPTY = StepPlan(0)
 
 
 class CopyTime(NamedTuple):

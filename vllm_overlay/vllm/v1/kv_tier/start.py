@@ -54,7 +54,7 @@ from vllm.v1.kv_tier.stores.identity import (
     youngest_s,
 )
 from vllm.v1.kv_tier.stores.settings import ALWAYS
-from vllm.v1.kv_tier.worker.group_bytes import group_bytes
+from vllm.v1.kv_tier.worker.group_bytes import bytes_of_groups, group_bytes
 from vllm.v1.kv_tier.worker.host_tier import HostTier
 from vllm.v1.kv_tier.worker.layers import make_layer_waits, set_layer_waits
 from vllm.v1.kv_tier.worker.pooled import join_pool
@@ -66,6 +66,8 @@ from vllm.v1.kv_tier.worker.sharing import (
     may_share,
     share_slots,
     take_shared,
+    tell_no_effect,
+    why_no_replicas,
 )
 
 if TYPE_CHECKING:
@@ -145,7 +147,9 @@ def start_kv_tier(
         elastic=open_elastic(*engine, per_rank),
         prefix_ends=prefix_ends(groups),
         reachable=reachable_blocks(groups, vllm_config.speculative_config is not None),
-        copies_groups=any(less for *_, less, _ in ranks),
+        group_bytes=bytes_of_groups(
+            [needs for *_, needs, _ in ranks], [size for _, size in per_rank], replicas
+        ),
         pool=pool,
         can_jump=_requests_meet(config, vllm_config, kv_cache_config),
     )
@@ -325,6 +329,8 @@ def _take_slots(
     told: int | None = 1
     if len(per_rank) > 1 and config.share_replicas:
         told = kv_replicas(vllm_config, kv_cache_config)
+        if told == 1:
+            tell_no_effect(why_no_replicas(vllm_config))
     found = None
     if told != 1:
         one_machine, below = is_one_machine(vllm_config), bool(config.secondary_tiers)
@@ -498,12 +504,13 @@ def _start_rank(
     as_file: bool,
     check_memory: bool,
     place: Place | None,
-) -> tuple[float, bool, bool, int]:
+) -> tuple[float, bool, list[int], int]:
     """Allocate a rank's part of the tier.
 
     Returns:
-        Seconds to load a slot, whether layers wait for their own loads, whether some
-        groups need less than whole blocks, and the number of slots that are open.
+        Seconds to load a slot, whether layers wait for their own loads, how many bytes
+        of a slot each KV cache group needs, or none if all need all, and the number of
+        slots that are open.
 
     """
     runner = wrapper.worker.model_runner
@@ -552,7 +559,7 @@ def _start_rank(
         )
         load_s += check_s
     # A rank without KV memory never delays a step.
-    return load_s, waits is not None or not regions, bool(needs), num_open
+    return load_s, waits is not None or not regions, needs, num_open
 
 
 def _group_bytes(worker: Any, regions: Sequence[Region], num_blocks: int) -> list[int]:

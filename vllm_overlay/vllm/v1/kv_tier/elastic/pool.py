@@ -322,7 +322,7 @@ class ElasticDevice:
                     for block in dirty:
                         # Blocks of the page may share a key.
                         if self._is_due(block):
-                            self._host_writer.store(block, before_eviction=True)
+                            self._host_writer.store([block], before_eviction=True)
                     self._stored.add(page)
                     visited.append(page)
                     continue

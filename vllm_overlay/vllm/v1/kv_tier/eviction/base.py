@@ -6,7 +6,6 @@ the tier uses the first key of a slot.
 """
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from itertools import chain, islice
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -31,6 +30,10 @@ class KeyHint(NamedTuple):
     """Tenant whose requests use the key; None if unknown."""
     turn: int
     """Turn, counted from 1, of the conversation whose request used it last."""
+
+
+pins_none = frozenset[Key]().__contains__
+"""No key is pinned. Not a Python function, since it is called for each victim."""
 
 
 class EvictionPolicy(ABC):
@@ -76,6 +79,13 @@ class EvictionPolicy(ABC):
             The evicted key, or None if every key is pinned.
 
         """
+
+    def evict_all(self, num_keys: int) -> list[Key]:
+        """Call `evict` for `num_keys` keys, or all there are. None is pinned."""
+        victims: list[Key] = []
+        while len(victims) < num_keys and (key := self.evict(pins_none)) is not None:
+            victims.append(key)
+        return victims
 
     def set_hint(self, key: Key, about: KeyHint) -> None:  # noqa: B027
         """Pass the hints for resident `key`, given now or before it was inserted.
@@ -131,11 +141,6 @@ class PartedDict(Generic[Name, Value]):
 _MANY = 4096
 
 
-def most_with_dropped(limit: int) -> int:
-    """How many keys there are at most where `drop_oldest` keeps `limit`."""
-    return limit + min(_MANY, limit // 16)
-
-
 def drop_oldest(keys: dict[Key, Any], limit: int) -> None:
     """Drop the first of `keys` beyond `limit`, once there are many of them.
 
@@ -143,17 +148,6 @@ def drop_oldest(keys: dict[Key, Any], limit: int) -> None:
     where keys come and go. But its first key is slow to find when many before it have
     left, so that it is looked for seldom.
     """
-    if len(keys) > most_with_dropped(limit):
+    if len(keys) > limit + min(_MANY, limit // 16):
         for key in list(islice(keys, len(keys) - limit)):
             del keys[key]
-
-
-def pop_oldest(
-    keys: "OrderedDict[Key, None]", is_pinned: Callable[[Key], bool]
-) -> Key | None:
-    """Remove and return the oldest of `keys` that is not pinned."""
-    for key in keys:
-        if not is_pinned(key):
-            del keys[key]
-            return key
-    return None

@@ -2,40 +2,38 @@
 """The eviction policies, and policies by name or import path."""
 
 import inspect
+from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.kv_tier.eviction.base import (
-    EvictionPolicy,
-    Key,
-    drop_oldest,
-    most_with_dropped,
-    pop_oldest,
-)
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy, Key
+from vllm.v1.kv_tier.eviction.places import PlacedPolicy
+from vllm.v1.kv_tier.eviction.recent import RecentKeys
 
 
-class LRU(EvictionPolicy):
+class LRU(PlacedPolicy):
     """Evicts the least recently used key."""
 
     def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots)
-        self._keys: OrderedDict[Key, None] = OrderedDict()
+        super().__init__(num_slots, num_queues=1)
+        (self._all,) = self._queues.queues
 
     def insert(self, key: Key) -> None:
-        self._keys[key] = None
+        self._queues.append(self._all, self._entered(key))
 
     def hit(self, key: Key) -> None:
-        self._keys.move_to_end(key)
+        self._queues.move(self._all, self._place(key))
 
     def remove(self, key: Key) -> None:
-        del self._keys[key]
+        self._queues.remove(self._place(key))
+        self._left(key)
 
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        return pop_oldest(self._keys, is_pinned)
+        return self._pop_first(self._all, is_pinned)
 
 
-class ARC(EvictionPolicy):
+class ARC(PlacedPolicy):
     """Adaptive replacement: balances keys used once against keys used again.
 
     Keeps two resident lists (`_once`, `_again`), and ghosts of the keys that each
@@ -45,9 +43,10 @@ class ARC(EvictionPolicy):
     """
 
     def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots)
-        self._once: OrderedDict[Key, None] = OrderedDict()
-        self._again: OrderedDict[Key, None] = OrderedDict()
+        super().__init__(num_slots, num_queues=2)
+        self._once, self._again = self._queues.queues
+        self._is_again = bytearray(num_slots)
+        self._num_once = self._num_again = 0
         self._once_ghosts: OrderedDict[Key, None] = OrderedDict()
         self._again_ghosts: OrderedDict[Key, None] = OrderedDict()
         self._once_target = 0.0
@@ -58,49 +57,67 @@ class ARC(EvictionPolicy):
             step = max(1.0, len(again_ghosts) / len(once_ghosts))
             self._once_target = min(self._once_target + step, self.num_slots)
             del once_ghosts[key]
-            self._again[key] = None
         elif key in again_ghosts:
             step = max(1.0, len(once_ghosts) / len(again_ghosts))
             self._once_target = max(self._once_target - step, 0)
             del again_ghosts[key]
-            self._again[key] = None
         else:
-            self._once[key] = None
+            place = self._entered(key)
+            self._is_again[place] = False
+            self._num_once += 1
+            self._queues.append(self._once, place)
+            return
+        place = self._entered(key)
+        self._is_again[place] = True
+        self._num_again += 1
+        self._queues.append(self._again, place)
 
     def hit(self, key: Key) -> None:
-        self._once.pop(key, None)
-        self._again[key] = None
-        self._again.move_to_end(key)
+        place = self._place(key)
+        self._queues.move(self._again, place)
+        if not self._is_again[place]:
+            self._is_again[place] = True
+            self._num_once -= 1
+            self._num_again += 1
 
     def remove(self, key: Key) -> None:
-        if key in self._once:
-            del self._once[key]
+        place = self._place(key)
+        self._queues.remove(place)
+        self._left(key)
+        if self._is_again[place]:
+            self._num_again -= 1
         else:
-            del self._again[key]
+            self._num_once -= 1
 
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        once, again = (self._once, self._once_ghosts), (self._again, self._again_ghosts)
-        over_target = len(self._once) > self._once_target or not self._again
-        for resident, ghosts in (once, again) if over_target else (again, once):
-            if (key := pop_oldest(resident, is_pinned)) is not None:
-                ghosts[key] = None
-                self._trim_ghosts()
-                return key
+        over_target = self._num_once > self._once_target or not self._num_again
+        for from_once in (over_target, not over_target):
+            queue = self._once if from_once else self._again
+            if (key := self._pop_first(queue, is_pinned)) is None:
+                continue
+            if from_once:
+                self._num_once -= 1
+                self._once_ghosts[key] = None
+            else:
+                self._num_again -= 1
+                self._again_ghosts[key] = None
+            self._trim_ghosts()
+            return key
         return None
 
     def _trim_ghosts(self) -> None:
-        while len(self._once) + len(self._once_ghosts) > self.num_slots:
+        while self._num_once + len(self._once_ghosts) > self.num_slots:
             if not self._once_ghosts:
                 break
             self._once_ghosts.popitem(last=False)
-        resident = len(self._once) + len(self._again)
+        resident = self._num_once + self._num_again
         while resident + len(self._once_ghosts) + len(self._again_ghosts) > (
             2 * self.num_slots
         ):
             (self._again_ghosts or self._once_ghosts).popitem(last=False)
 
 
-class AdaptiveSLRU(EvictionPolicy):
+class AdaptiveSLRU(PlacedPolicy):
     """Protects keys that were used again for as long as that brings hits.
 
     `_new` has keys that were used once, `_proven` those used again, while resident or
@@ -122,80 +139,170 @@ class AdaptiveSLRU(EvictionPolicy):
     """Part of the number of slots."""
     _INSERTIONS_PER_CREDIT = 128
     """Insertions after which one credit decays."""
+    _WAS_PROVEN = (1 << 32) - 1
+    """Of a ghost: LRU evicted it from `_proven`. Insertions are counted modulo this
+    number, so that they take four bytes."""
 
     def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots)
-        # Keys with the insertion count at their last use.
-        self._new: OrderedDict[Key, int] = OrderedDict()
-        self._proven: OrderedDict[Key, int] = OrderedDict()
-        # The same for evicted keys; None for proven keys that LRU evicted.
-        self._ghosts: dict[Key, int | None] = {}
-        self._max_ghosts = most_with_dropped(num_slots)
+        super().__init__(num_slots, num_queues=2)
+        self._new, self._proven = self._queues.queues
+        self._is_proven = bytearray(num_slots)
+        self._num_proven = 0
+        # The insertion count at the last use of the key at each place.
+        self._used = array("I", [0]) * num_slots
+        self._ghosts = RecentKeys(num_slots)
         self._num_insertions = 0
         self._credit = 0.0
+        self._after, self._before = self._queues.after, self._queues.before
+
+    # Hot paths with few calls: each stored block, each loaded one and each victim.
 
     def insert(self, key: Key) -> None:
-        self._num_insertions = now = self._num_insertions + 1
-        if now % self._INSERTIONS_PER_CREDIT == 0 and self._credit > 0:
-            self._credit = max(0.0, self._credit - 1)
-        if key not in self._ghosts:
-            self._new[key] = now
-            return
-        used = self._ghosts.pop(key)
-        if used is None:
-            self._earn(1)
-        elif now - used < self.num_slots:
-            self._earn(-1)
-        self._proven[key] = now
+        self.insert_at((self._entered(key),), (key,))
+
+    def insert_at(self, places: Sequence[int], keys: Sequence[Key]) -> None:
+        before, after, used = self._before, self._after, self._used
+        is_proven, now = self._is_proven, self._num_insertions
+        for place, last_use in zip(places, self._ghosts.pop(keys), strict=True):
+            now = (now + 1) % self._WAS_PROVEN
+            if self._credit > 0 and now % self._INSERTIONS_PER_CREDIT == 0:
+                self._credit = max(0.0, self._credit - 1)
+            used[place] = now
+            if last_use is None:
+                is_proven[place] = False
+                queue = self._new
+            else:
+                if last_use == self._WAS_PROVEN:
+                    self._earn(1)
+                elif (now - last_use) % self._WAS_PROVEN < self.num_slots:
+                    self._earn(-1)
+                self._num_proven += 1
+                is_proven[place] = True
+                queue = self._proven
+            # As `Queues.append`.
+            before[place] = last = before[queue]
+            after[last] = before[queue] = place
+            after[place] = queue
+        self._num_insertions = now
 
     def hit(self, key: Key) -> None:
-        proven, now = self._proven, self._num_insertions
-        if key in self._new:
-            del self._new[key]
-        else:
-            if now - proven[key] >= self.num_slots:
+        self.hit_places((self._place(key),))
+
+    def hits(self, keys: Collection[Key]) -> None:
+        self.hit_places([self._place(key) for key in keys])
+
+    def hit_places(self, places: Collection[int]) -> None:
+        after, before = self._after, self._before
+        used, is_proven, modulus = self._used, self._is_proven, self._WAS_PROVEN
+        now, last = self._num_insertions, before[self._proven]
+        num_new = 0
+        for place in places:
+            if not is_proven[place]:
+                is_proven[place] = True
+                num_new += 1
+            elif (now - used[place]) % modulus >= self.num_slots:
                 self._earn(1)
-            proven.move_to_end(key)
-        proven[key] = now
+            used[place] = now
+            if place != last:
+                # As `Queues.move`, but the queue's own end is set once.
+                one, other = before[place], after[place]
+                after[one], before[other] = other, one
+                after[last], before[place] = place, last
+                last = place
+        after[last] = self._proven
+        before[self._proven] = last
+        self._num_proven += num_new
 
     def remove(self, key: Key) -> None:
-        del (self._new if key in self._new else self._proven)[key]
+        place = self._place(key)
+        self._queues.remove(place)
+        self._left(key)
+        self._num_proven -= self._is_proven[place]
 
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
         new, proven = self._new, self._proven
-        protects = self._credit > 0
-        if not new or not proven:
-            from_new = not proven
-        elif protects and len(proven) <= self._PROVEN * self.num_slots:
-            from_new = True
-        else:
-            # Hits do not count as insertions: of two keys of equal age, the hit is more
-            # recent.
-            from_new = next(iter(new.values())) <= next(iter(proven.values()))
-        for keys in (new, proven) if from_new else (proven, new):
-            for key, used in keys.items():
-                if is_pinned(key):
-                    continue
-                del keys[key]
-                if keys is new:
-                    self._remember(key, used)
-                elif not protects:
-                    self._remember(key, None)
+        from_new = self._evicts_new(self._after[new], self._after[proven])
+        for queue in (new, proven) if from_new else (proven, new):
+            if (place := self._first(queue, is_pinned)) is not None:
+                key = self._places.keys[place]
+                self._queues.remove(place)
+                self._gone([key], [place])
                 return key
         return None
 
-    def _remember(self, key: Key, used: int | None) -> None:
-        self._ghosts[key] = used
-        # For each victim: no call for nothing.
-        if len(self._ghosts) > self._max_ghosts:
-            drop_oldest(self._ghosts, self.num_slots)
+    def evict_all(self, num_keys: int) -> list[Key]:
+        new, proven, keys = self._new, self._proven, self._places.keys
+        before, after, used = self._before, self._after, self._used
+        now, modulus = self._num_insertions, self._WAS_PROVEN
+        num_proven = self._num_proven
+        # Among few proven keys, new ones go first.
+        num_few = self._PROVEN * self.num_slots if self._credit > 0 else 0
+        victims, places = [], []
+        for _ in range(num_keys):
+            # As `_evicts_new`, `_first` and `Queues.remove`.
+            place, other = after[new], after[proven]
+            if place == new:
+                if other == proven:
+                    break
+                queue, place = proven, other
+            elif (
+                num_proven <= num_few
+                or (now - used[place]) % modulus >= (now - used[other]) % modulus
+            ):
+                queue = new
+            else:
+                queue, place = proven, other
+            num_proven -= queue == proven
+            after[queue] = other = after[place]
+            before[other] = queue
+            victims.append(keys[place])
+            places.append(place)
+        self._gone(victims, places)
+        return victims
+
+    def _evicts_new(self, new: int, proven: int) -> bool:
+        """Whether the first key of `_new` goes before that of `_proven`.
+
+        Args:
+            new: Its place.
+            proven: That of the other one.
+
+        """
+        is_few = self._credit > 0 and (
+            self._num_proven <= self._PROVEN * self.num_slots
+        )
+        if new == self._new or proven == self._proven or is_few:
+            return new != self._new
+        # Hits do not count as insertions: of two keys of equal age, the hit is more
+        # recent.
+        return self._age(new) >= self._age(proven)
+
+    def _age(self, place: int) -> int:
+        """Insertions since the last use of the key at `place`."""
+        return (self._num_insertions - self._used[place]) % self._WAS_PROVEN
+
+    def _gone(self, keys: list[Key], places: list[int]) -> None:
+        """Remember `keys`, which were evicted from `places`."""
+        used, is_proven = self._used, self._is_proven
+        for key in keys if self._own is not None else ():
+            self._left(key)
+        num_proven = sum(map(is_proven.__getitem__, places))
+        self._num_proven -= num_proven
+        if num_proven == 0:
+            self._ghosts.add(keys, map(used.__getitem__, places))
+        elif self._credit > 0:
+            new = [i for i, place in enumerate(places) if not is_proven[place]]
+            self._ghosts.add([keys[i] for i in new], [used[places[i]] for i in new])
+        else:
+            values = [self._WAS_PROVEN if is_proven[i] else used[i] for i in places]
+            self._ghosts.add(keys, values)
 
     def _earn(self, credit: int) -> None:
         most = self._MAX_CREDIT * self.num_slots
         self._credit = min(max(self._credit + credit, -most), most)
 
 
-class S3FIFO(EvictionPolicy):
+class S3FIFO(PlacedPolicy):
     """Two queues: keys enter the first, and move to the second when they are used.
 
     New keys enter `_first`; keys that return while they are ghosts enter `_main`. A
@@ -212,36 +319,54 @@ class S3FIFO(EvictionPolicy):
     _MAX_USES = 3
 
     def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots)
+        super().__init__(num_slots, num_queues=2)
         self._min_first = self._FIRST * num_slots
-        # Uses since the key entered its queue; oldest key first.
-        self._first: OrderedDict[Key, int] = OrderedDict()
-        self._main: OrderedDict[Key, int] = OrderedDict()
+        self._fresh, self._main = self._queues.queues
+        self._is_main = bytearray(num_slots)
+        self._num_first = self._num_main = 0
+        # Uses since the key entered its queue.
+        self._uses = bytearray(num_slots)
         # The order may list keys twice, or keys that returned, so some ghosts are
         # dropped early.
         self._ghosts: set[Key] = set()
         self._ghost_order: deque[Key] = deque()
 
     def insert(self, key: Key) -> None:
+        place = self._entered(key)
+        self._uses[place] = 0
         if key in self._ghosts:
             self._ghosts.remove(key)
-            self._main[key] = 0
+            self._enter_main(place)
         else:
-            self._first[key] = 0
+            self._is_main[place] = False
+            self._num_first += 1
+            self._queues.append(self._fresh, place)
+
+    def _enter_main(self, place: int) -> None:
+        self._is_main[place] = True
+        self._num_main += 1
+        self._queues.append(self._main, place)
 
     def hit(self, key: Key) -> None:
-        queue = self._first
-        if (uses := queue.get(key)) is None:
-            queue = self._main
-            uses = queue[key]
-        if uses < self._MAX_USES:
-            queue[key] = uses + 1
+        place = self._place(key)
+        if self._uses[place] < self._MAX_USES:
+            self._uses[place] += 1
 
     def remove(self, key: Key) -> None:
-        del (self._first if key in self._first else self._main)[key]
+        place = self._place(key)
+        self._take(place)
+        self._left(key)
+
+    def _take(self, place: int) -> None:
+        """Remove `place` from its queue."""
+        self._queues.remove(place)
+        if self._is_main[place]:
+            self._num_main -= 1
+        else:
+            self._num_first -= 1
 
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        if len(self._first) < self._min_first:
+        if self._num_first < self._min_first:
             key = self._evict_main(is_pinned)
             if key is not None:
                 return key
@@ -250,42 +375,42 @@ class S3FIFO(EvictionPolicy):
         return self._evict_main(is_pinned) if key is None else key
 
     def _evict_first(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        first, victim = self._first, None
-        pinned: list[Key] = []
-        while first:
-            key, uses = first.popitem(last=False)
-            if uses:
-                self._main[key] = 0
-            elif is_pinned(key):
-                pinned.append(key)
-            else:
-                victim = key
-                break
-        if pinned:
-            for key in reversed(pinned):
-                first[key] = 0
-                first.move_to_end(key, last=False)
-        if victim is not None:
-            self._ghosts.add(victim)
-            order = self._ghost_order
-            order.append(victim)
-            if len(order) > self.num_slots:
-                self._ghosts.discard(order.popleft())
-        return victim
+        keys, after = self._places.keys, self._queues.after
+        place = after[self._fresh]
+        while place != self._fresh:
+            following, key = after[place], keys[place]
+            if self._uses[place]:
+                self._take(place)
+                self._uses[place] = 0
+                self._enter_main(place)
+            elif not is_pinned(key):
+                self._take(place)
+                self._left(key)
+                self._remember(key)
+                return key
+            place = following
+        return None
+
+    def _remember(self, victim: Key) -> None:
+        self._ghosts.add(victim)
+        order = self._ghost_order
+        order.append(victim)
+        if len(order) > self.num_slots:
+            self._ghosts.discard(order.popleft())
 
     def _evict_main(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        main = self._main
-        pop, num_left = main.popitem, (self._MAX_USES + 1) * len(main)
+        keys, queues, main = self._places.keys, self._queues, self._main
         # One round more than uses can earn; then all remaining keys are pinned.
-        while num_left:
-            key, uses = pop(last=False)
-            if uses:
-                main[key] = uses - 1
-            elif is_pinned(key):
-                main[key] = 0
-            else:
+        for _ in range((self._MAX_USES + 1) * self._num_main):
+            place = queues.after[main]
+            key = keys[place]
+            if self._uses[place]:
+                self._uses[place] -= 1
+            elif not is_pinned(key):
+                self._take(place)
+                self._left(key)
                 return key
-            num_left -= 1
+            queues.move(main, place)
         return None
 
 

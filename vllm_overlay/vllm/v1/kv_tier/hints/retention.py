@@ -236,7 +236,7 @@ class RetentionManager:
             Priorities of the keys that are to be evicted first.
 
         """
-        said, kept, has_slot = self.key_hints, hinted.kept, self._table.get
+        said, kept, has_slot = self.key_hints, hinted.kept, self._table.has
         is_told_all = hinted.orders_itself or tenant in hinted.shares
         stay: dict[int, Hashable] = {}
         lows: dict[Hashable, int] = {}
@@ -260,7 +260,7 @@ class RetentionManager:
                     or about.priority < NO_HINT
                     or (old is not None and old[0] < NO_HINT)
                 )
-                and has_slot(key) is not None
+                and has_slot(key)
                 and self._table.is_ordered(key)
             ):
                 hinted.update(key)

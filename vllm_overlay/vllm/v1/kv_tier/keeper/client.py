@@ -28,8 +28,9 @@ MAX_MESSAGE_BYTES = 4096
 MIN_SLOT_BYTES = 4096
 """Blocks of fewer bytes take as much."""
 
-# Copy engines are tested on empty slots: one in so many, at least one.
-_EMPTY_PART = 100
+# Copy engines are tested on empty slots: one in so many, at least one, at most 64. What
+# an heir has to drop for it may be the end of a prefix.
+_EMPTY_PART, _MAX_EMPTY = 100, 64
 
 # Parts of ranks are whole huge pages where they have so many, so that the kernel maps
 # them as such.
@@ -134,8 +135,9 @@ class Membership:
 
         """
         own, until = partitions[number], time.monotonic() + _TIMEOUT_S
+        num_empty = min(own.num_slots // _EMPTY_PART + 1, _MAX_EMPTY)
         while True:
-            adopted = own.take_over(own.num_slots - own.num_slots // _EMPTY_PART - 1)
+            adopted = own.take_over(own.num_slots - num_empty)
             unread = own.unpinned(range(own.num_slots))
             if (
                 adopted is not None

@@ -225,7 +225,7 @@ class Partition:
             max_slots: Withdraw what is more.
 
         Returns:
-            None if the lock is busy.
+            Ends of prefixes come before their beginnings. None if the lock is busy.
 
         """
         if not self.lock.acquire(_SPIN_S):
@@ -235,9 +235,12 @@ class Partition:
             n = self._num_slots
             self._places[:n] = 0
             places = np.flatnonzero(self._entries)
-            self._entries[places[max_slots:]] = 0
-            places = places[:max_slots]
             slots = (self._entries[places] & _LOW).astype(np.int64) - 1
+            # Ends of prefixes first: without its beginning, a prefix is of no use.
+            order = np.argsort(-self._num_tokens[slots], kind="stable")
+            dropped, kept = np.split(order, [max(len(order) - max_slots, 0)])
+            self._entries[places[dropped]] = 0
+            places, slots = places[kept], slots[kept]
             self._places[slots] = places + 1
             keys = self._keys[slots].view(np.uint8)[:, : self._key_bytes]
             tokens = self._num_tokens[slots].tolist()
@@ -298,7 +301,9 @@ class Partition:
         return bool(self._places[slot])
 
     def claim(self, slot: int) -> Claim:
-        """Make a published slot one that can be reused, if it is not in use."""
+        """Make a slot one that can be reused, if no neighbour finds or uses it."""
+        if not self.is_published(slot):
+            return Claim.FREE
         if not self.lock.acquire(_SPIN_S):
             return Claim.BUSY
         try:
@@ -446,14 +451,12 @@ class Partition:
 
     def _free_places(self, buckets: NDArray[np.int64]) -> NDArray[np.int64]:
         """A free place in each bucket; -1 where it is full."""
-        taken: set[int] = set()
-        places = np.full(len(buckets), -1, np.int64)
-        are_full = (self._entries.reshape(-1, _WAYS)[buckets] != 0).tolist()
-        for i, (bucket, row) in enumerate(zip(buckets.tolist(), are_full)):
-            for way, is_full in enumerate(row):
-                place = bucket * _WAYS + way
-                if not is_full and place not in taken:
-                    taken.add(place)
-                    places[i] = place
-                    break
-        return places
+        order = np.argsort(buckets, kind="stable")
+        ordered = buckets[order]
+        # Keys of one bucket take its free places in turn.
+        turns = np.empty_like(buckets)
+        turns[order] = np.arange(len(buckets)) - np.searchsorted(ordered, ordered)
+        are_free = self._entries.reshape(-1, _WAYS)[buckets] == 0
+        fits = are_free & (are_free.cumsum(axis=1) == turns[:, None] + 1)
+        places = buckets * _WAYS + fits.argmax(axis=1)
+        return np.where(fits.any(axis=1), places, -1)

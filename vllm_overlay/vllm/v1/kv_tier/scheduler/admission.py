@@ -5,10 +5,12 @@ more hits in ghost caches.
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy, pins_none
 from vllm.v1.kv_tier.eviction.policies import make_policy
+from vllm.v1.kv_tier.eviction.recent import SeenKeys
 from vllm.v1.kv_tier.scheduler.costs import clean_window
 from vllm.v1.kv_tier.scheduler.kv_groups import UsedBlocks
 from vllm.v1.kv_tier.tuning import SchedulingTuning
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_tier.layout import KVTierLayout
 
 _Key = TypeVar("_Key", bound=Hashable)
+# No Python code for each block of a hit.
+_block_id_of = attrgetter("block_id")
 
 
 class Admission:
@@ -61,15 +65,28 @@ class Admission:
             uses.popitem(last=False)
         return admitted
 
-    def record_use(self, key: Hashable) -> None:
-        """Record that the block of `key` is computed."""
+    def record_use(self, key: Hashable, block_id: int = -1) -> None:
+        """Record that a block of `key` is computed.
+
+        Args:
+            key: A key of the block.
+            block_id: Of the device block, if it is its primary key.
+
+        """
         self.record_uses((key,))
 
     def num_uses(self, key: Hashable) -> int:
         """Number of remembered uses of `key`."""
         return self._uses.get(key, 0)
 
-    def admits(self, key: Hashable) -> bool:
+    def admits(self, key: Hashable, block_id: int = -1) -> bool:
+        """Whether a block is worth a slot.
+
+        Args:
+            key: Its primary key.
+            block_id: Of the device block that has it.
+
+        """
         return self.num_uses(key) >= self._from_use
 
     def clear(self) -> None:
@@ -111,7 +128,7 @@ class SecondUses(Admission):
             self._grow_old()
         return keys
 
-    def record_use(self, key: Hashable) -> None:
+    def record_use(self, key: Hashable, block_id: int = -1) -> None:
         young = self._young
         young[key] = key in young or key in self._old
         if len(young) >= self._max_young:
@@ -121,7 +138,7 @@ class SecondUses(Admission):
         is_second = self._young.get(key, self._old.get(key))
         return 0 if is_second is None else 1 + is_second
 
-    def admits(self, key: Hashable) -> bool:
+    def admits(self, key: Hashable, block_id: int = -1) -> bool:
         return self._young.get(key, False) or self._old.get(key, False)
 
     def _grow_old(self) -> None:
@@ -131,10 +148,6 @@ class SecondUses(Admission):
 def admission_from(use: int, num_keys: int) -> Admission:
     """Admit keys from use number `use` on, of those used recently."""
     return SecondUses(num_keys) if use == 2 else Admission(use, num_keys)
-
-
-_is_pinned = frozenset[object]().__contains__
-"""No key is pinned."""
 
 
 class GhostCache:
@@ -174,7 +187,7 @@ class GhostCache:
         if len(keys) == self.num_slots:
             if self._admits is not None and not self._admits(key):
                 return
-            keys.remove(self._policy.evict(_is_pinned))
+            keys.remove(self._policy.evict(pins_none))
         self._policy.insert(key)
         keys.add(key)
 
@@ -245,21 +258,22 @@ class GhostDevice:
             host.release(key)
 
 
-class AdaptiveAdmission(SecondUses):
+class AdaptiveAdmission(Admission):
     """Admits all blocks, or those used twice, whichever would have had more hits.
 
     Two ghost caches of the host simulate both, on a sample of the keys. Set dueling,
     with a sample of the real slots, does not work here: a prefix hit ends at its first
     missing block, so each half would break the other's hits. Uses of all keys are
-    counted all the time, so that a change takes effect at once. Free slots are given to
-    all blocks in any case, as in the ghost caches.
+    counted all the time, so that a change takes effect at once: whether a block was
+    used before is known when it is computed, and by its device block from then on. Free
+    slots are given to all blocks in any case, as in the ghost caches.
 
     Args:
         num_blocks: Number of device blocks.
         num_slots: Number of host slots.
         num_ahead: Number of slots whose blocks the device has too.
         eviction_policy: Name or import path.
-        num_keys: Keys whose uses are remembered.
+        num_keys: Computed keys that are remembered.
         has_room: Whether the host has a free slot.
         tuning: Sizes of the ghost caches, and how often to choose.
 
@@ -275,36 +289,52 @@ class AdaptiveAdmission(SecondUses):
         has_room: Callable[[], bool],
         tuning: SchedulingTuning,
     ) -> None:
-        super().__init__(num_keys)
+        super().__init__(2, num_keys)
         self._has_room = has_room
         one_in = max(1, num_slots // tuning.shadow_slots)
         # At least a quarter, or the two would not differ.
         slots = max(1, max(num_slots - num_ahead, num_slots // 4) // one_in)
+        self._uses_of_sample = SecondUses(max(1, num_keys // one_in))
         self._all = GhostCache(slots, make_policy(eviction_policy, slots))
-        # `super()`, since the method of this class returns what was chosen.
         self._again = GhostCache(
-            slots, make_policy(eviction_policy, slots), super().admits
+            slots, make_policy(eviction_policy, slots), self._uses_of_sample.admits
         )
         blocks = max(1, num_blocks // one_in)
         self._ghosts = GhostDevice(blocks, (self._all, self._again))
         self._one_in = one_in
         self._tuning = tuning
         self._num_sampled = 0
+        # As many as two generations have in the mean.
+        self._seen = SeenKeys(3 * num_keys // 2)
+        # Ids of device blocks whose content was used twice.
+        self._second: set[int] = set()
         # A new tier has room, which waiting for second uses would leave empty.
         self.admits_all = True
 
-    def record_hit(self, keys: Collection[Hashable]) -> None:
-        super().record_hit(keys)
-        self._sample(keys)
+    def on_hit(self, request: Request, used: UsedBlocks) -> None:
+        # What is hit was computed before.
+        self._second.update(map(_block_id_of, used.blocks))
+        self.record_hit(used.keys)
 
-    def record_use(self, key: Hashable) -> None:
-        super().record_use(key)
-        # Tested here as well, since most keys are not in the sample.
+    def record_hit(self, keys: Collection[Hashable]) -> None:
+        # Only the scheduler chooses, so hashes may differ between processes.
+        one_in = self._one_in
+        if sample := [key for key in keys if hash(key) % one_in == 0]:
+            self._uses_of_sample.record_hit(sample)
+            self._sample(sample)
+
+    def record_use(self, key: Hashable, block_id: int = -1) -> None:
+        # A hot path: each computed block. Most keys are not in the sample.
+        if self._seen.add(key):
+            self._second.add(block_id)
+        else:
+            self._second.discard(block_id)
         if hash(key) % self._one_in == 0:
+            self._uses_of_sample.record_use(key)
             self._sample((key,))
 
-    def admits(self, key: Hashable) -> bool:
-        return self.admits_all or super().admits(key) or self._has_room()
+    def admits(self, key: Hashable, block_id: int = -1) -> bool:
+        return self.admits_all or block_id in self._second or self._has_room()
 
     def clear(self) -> None:
         # The choice was made for content that is gone.
@@ -322,12 +352,9 @@ class AdaptiveAdmission(SecondUses):
             host.wrap_policy(wrap)
 
     def _sample(self, keys: Iterable[Hashable]) -> None:
-        # Only the scheduler chooses, so hashes may differ between processes.
-        one_in = self._one_in
         for key in keys:
-            if hash(key) % one_in == 0:
-                self._ghosts.access(key)
-                self._num_sampled += 1
+            self._ghosts.access(key)
+            self._num_sampled += 1
         if self._num_sampled >= self._tuning.uses_per_choice:
             self._num_sampled = 0
             self._choose()

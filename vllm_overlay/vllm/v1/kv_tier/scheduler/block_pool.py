@@ -56,6 +56,9 @@ from vllm.v1.request import Request
 Finder = Callable[[BlockHashWithGroupId], KVCacheBlock | None]
 """Finds what stands in a hit for a block that neither the device nor the host has."""
 
+_FEW = 3
+"""New blocks that are evicted one by one."""
+
 
 class TieredBlockPool(BlockPool):
     """A `BlockPool` whose evicted blocks live on in host slots.
@@ -100,6 +103,7 @@ class TieredBlockPool(BlockPool):
             else Cleaner(*common, builder, writer, self.costs, tuning)
         )
         self.store_timing = timing
+        self._write_through = timing if isinstance(timing, WriteThrough) else None
         quotas = config.quotas or {}
         self.retention = retention = RetentionManager(
             *common, prefetches, self.admission, self.costs, num_keys, quotas, stats
@@ -128,7 +132,7 @@ class TieredBlockPool(BlockPool):
         self.void_plan = 0
         """The last plan whose forward pass used what a failed load left."""
         self._num_taken = 0
-        self._demoting = False
+        self._demoting = self._are_evicted = False
         self._serves_host = True
         # Whether the request that was looked up only waits for loads.
         self._is_deferred = False
@@ -351,26 +355,38 @@ class TieredBlockPool(BlockPool):
         self._num_taken += num_blocks
         self._demoting = True
         try:
+            if num_blocks > _FEW and self._can_evict_first(num_blocks):
+                host_writer.evict_first(num_blocks)
+                # Upstream evicts them once more.
+                self._are_evicted = True
             blocks = super().get_new_blocks(num_blocks)
         finally:
-            self._demoting = False
+            self._demoting = self._are_evicted = False
         if prefetches.unclaimed:
             prefetches.claim(blocks)
         if host_writer.released or host_writer.forbidden:
             self.conversations.record_taken(blocks)
         return blocks
 
+    def _can_evict_first(self, num_blocks: int) -> bool:
+        several = self.cached_block_hashes_by_block or self._publishes_evictions
+        return not several and num_blocks <= self.get_num_free_blocks()
+
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         # Upstream calls this for victims, and for content that became invalid.
+        if self._are_evicted:
+            return False
         if not self._demoting:
             self.host_writer.invalidate(block)
             return super()._maybe_evict_cached_block(block)
-        builder = self._builder
+        builder, places = self._builder, self.host.places
         if builder.loads or builder.prefetches:
             builder.call_off_load(block)
         key, several = block.block_hash, self.cached_block_hashes_by_block
-        if key is not None and (several or self.host.get(key) is None):
-            self.host_writer.demote(block)
+        if key is not None and (
+            several or key not in places.parts[hash(key) % places.num_parts]
+        ):
+            self.host_writer.demote((block,))
         if several or self._publishes_evictions:
             return super()._maybe_evict_cached_block(block)
         # Same result for blocks of one key without listeners, in half the time.
@@ -437,15 +453,17 @@ class TieredBlockPool(BlockPool):
         if block.block_hash is None:
             block.set_block_hash(key, num_tokens)
             cached.insert(key, block)
+            block_id = block.block_id
         elif cached.contain(key, block.block_id):
             return
         else:
             super()._insert_block_hash(key, block, num_tokens)
+            block_id = -1
         self._builder.mark_hashed(block)
         if self.admission is not None:
-            self.admission.record_use(key)
-        if isinstance(timing := self.store_timing, WriteThrough):
-            timing.record_hashed(block)
+            self.admission.record_use(key, block_id)
+        if self._write_through is not None:
+            self._write_through.record_hashed(block)
 
     # ------------------------------------------------------------ what is void
 
@@ -501,9 +519,8 @@ class TieredBlockPool(BlockPool):
                 self._builder.computed_by[block.block_id] >= seq
             ):
                 self._maybe_evict_cached_block(block)
-        for slot in self.host.filled_slots():
-            if max(slot.store_seq, self.host.last_load(slot)) >= seq:
-                self.host_writer.drop(slot)
+        for slot in self.host.changed_since(seq):
+            self.host_writer.drop(slot)
 
     def _switch_off(self, lost_blocks: Iterable[int]) -> None:
         """Stop using host slots, since a rank copies no more.

@@ -27,12 +27,10 @@ class FreeBlocks:
     def __len__(self) -> int:
         return self._pool.free_block_queue.num_free_blocks
 
-    def first(
-        self, num_blocks: int, after: KVCacheBlock | None = None
-    ) -> Iterator[KVCacheBlock]:
-        """The first free blocks, or those after `after`; next victim first."""
+    def first(self, num_blocks: int) -> Iterator[KVCacheBlock]:
+        """The first free blocks, next victim first."""
         queue = self._pool.free_block_queue
-        block = (after or queue.fake_free_list_head).next_free_block
+        block = queue.fake_free_list_head.next_free_block
         for _ in range(num_blocks):
             if block is None or block is queue.fake_free_list_tail:
                 return
@@ -48,12 +46,10 @@ class FreeBlocks:
 
     def release(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Undo `hold` or an allocation. Blocks that become free go to the end."""
-        freed = []
+        blocks = list(blocks)
         for block in blocks:
             block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                freed.append(block)
-        self.append(freed)
+        self.append([block for block in blocks if block.ref_cnt == 0])
 
     def remove(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Remove free blocks from the queue."""
@@ -95,7 +91,7 @@ class FreeBlocks:
     def leave_place(self, blocks: list[KVCacheBlock]) -> None:
         """Forget the cursor if it is one of `blocks`, which move."""
         cursor = self.cursor
-        if cursor is not None and any(block is cursor for block in blocks):
+        if cursor is not None and id(cursor) in map(id, blocks):
             self.cursor = None
 
     def pass_over(

@@ -23,8 +23,8 @@ the host drops slots. So all of them are counted again from time to time. A vict
 is dirty nevertheless is stored in its own step.
 """
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -78,12 +78,12 @@ class HostWriter:
 
     def is_clean(self, block: KVCacheBlock) -> bool:
         """Whether the host has every key of a hashed block."""
-        if self._table.get(block.block_hash) is None:  # type: ignore[arg-type]
+        if not self._table.has(block.block_hash):  # type: ignore[arg-type]
             return False
         if not self._pool.cached_block_hashes_by_block:
             return True
         others = self._pool.cached_block_hashes_by_block.get(block.block_id, ())
-        return all(self._table.get(key) is not None for key in others)
+        return all(map(self._table.has, others))
 
     @property
     def admits_all(self) -> bool:
@@ -91,6 +91,12 @@ class HostWriter:
         if self.released or self.forbidden:
             return False
         return self.admission is None or self.admission.admits_all
+
+    @property
+    def stores_together(self) -> bool:
+        """Whether blocks may be stored in one call: all are admitted, however much room
+        is left, and have one key each."""
+        return self.admits_all and not self._pool.cached_block_hashes_by_block
 
     def is_admitted(self, block: KVCacheBlock) -> bool:
         """Whether a hashed block is worth a slot.
@@ -100,54 +106,100 @@ class HostWriter:
         """
         if block.block_id in self.released or block.block_id in self.forbidden:
             return False
-        return self.admission is None or self.admission.admits(block.block_hash)
+        return self.admission is None or self.admission.admits(
+            block.block_hash, block.block_id
+        )
 
-    def demote(self, block: KVCacheBlock) -> None:
-        """Store a block that the plan overwrites, if that is worth it.
+    def demote(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Store those of `blocks`, which the plan overwrites, that are worth it.
 
-        It is hashed, and the host lacks its primary key, or it has several keys.
+        They are hashed, and the host lacks their primary keys, or they have several.
         """
         # A hot path with few calls: each block of a long prefix.
-        builder = self._builder
-        if builder.computed_by[block.block_id] >= builder.seq:
-            return
-        if self._pool.cached_block_hashes_by_block and self.is_clean(block):
-            return
-        # The property inlined.
-        admission = self.admission
-        admits_all = admission is None or admission.admits_all
-        admits_all = admits_all and not (self.released or self.forbidden)
-        if not (admits_all or self.is_admitted(block)):
-            self._stats.passed_over_blocks += 1
-        elif not self.store(block, before_eviction=False):
-            self._stats.dropped_blocks += 1
+        computed_by, seq = self._builder.computed_by, self._builder.seq
+        together = self.stores_together
+        due: dict[Any, KVCacheBlock] = {}
+        for block in blocks:
+            if computed_by[block.block_id] >= seq:
+                continue
+            if together:
+                due[block.block_hash] = block
+            # Another one of `blocks` may have had the same key.
+            elif self.is_clean(block):
+                continue
+            elif self.is_admitted(block):
+                self._store_victims({block.block_hash: block})
+            else:
+                self._stats.passed_over_blocks += 1
+        self._store_victims(due)
 
-    def store(self, block: KVCacheBlock, before_eviction: bool) -> bool:
-        """Store `block` in a slot in this plan, if there is room.
+    def _store_victims(self, due: dict[Any, KVCacheBlock]) -> None:
+        if due:
+            num_stored = self.store([*due.values()], before_eviction=False)
+            self._stats.dropped_blocks += len(due) - num_stored
+
+    def store(self, blocks: Sequence[KVCacheBlock], before_eviction: bool) -> int:
+        """Store `blocks` in slots in this plan, as far as there is room.
 
         Args:
-            block: Hashed, computed by an earlier plan, and not clean.
-            before_eviction: A later plan may overwrite it; otherwise this one does.
+            blocks: Hashed, computed by earlier plans, and not clean. With different
+                keys, and either one of them each, or one block.
+            before_eviction: A later plan may overwrite them; otherwise this one does.
 
         Returns:
-            Whether it is stored.
+            How many are stored: the first ones.
 
         """
         table, builder = self._table, self._builder
-        # No call for blocks with one key: a hot path for each store.
-        keys: tuple[BlockHashWithGroupId, ...]
-        keys = (block.block_hash,)  # type: ignore[assignment]
-        if self._pool.cached_block_hashes_by_block:
-            keys = self.keys(block)
-        if len(keys) > 1 and not self._drop_stale(keys):
-            self._stats.refused_pinned += 1
-            return False
-        slot = table.insert(keys, block.block_hash_num_tokens, builder.seq)
-        if slot is None:
-            self._stats.refused_no_slot += 1
-            return False
-        builder.store(block, slot, table.last_load(slot), before_eviction)
-        return True
+        keys: list[Any] = [block.block_hash for block in blocks]
+        num_tokens = [block.block_hash_num_tokens for block in blocks]
+        if self._pool.cached_block_hashes_by_block and (
+            len(several := self.keys(blocks[0])) > 1
+        ):
+            if not self._drop_stale(several):
+                self._stats.refused_pinned += 1
+                return 0
+            index = table.insert(several, num_tokens[0], builder.seq)
+            indices = [] if index is None else [index]
+        else:
+            indices = table.insert_all(keys, num_tokens, builder.seq)
+        if indices:
+            last_load = table.last_load(indices)
+            builder.store(blocks[: len(indices)], indices, last_load, before_eviction)
+        self._stats.refused_no_slot += len(blocks) - len(indices)
+        return len(indices)
+
+    def evict_first(self, num_blocks: int) -> None:
+        """Evict the content of the next victims, which have one key each.
+
+        As the pool does for each of them in `_maybe_evict_cached_block`, in less time.
+        """
+        builder, pop = self._builder, self._pool.cached_block_hash_to_block.pop
+        parts, num_parts = self._table.places.parts, self._table.places.num_parts
+        calls_off = builder.loads or builder.prefetches
+        blocks: list[KVCacheBlock] = []
+        dirty: list[KVCacheBlock] = []
+        block: Any = self._pool.free_block_queue.fake_free_list_head
+        for _ in range(num_blocks):
+            block = block.next_free_block
+            blocks.append(block)
+            if calls_off:
+                builder.call_off_load(block)
+            key = block.block_hash
+            if key is None:
+                continue
+            if key not in parts[hash(key) % num_parts]:
+                dirty.append(block)
+            else:
+                pop(key, block.block_id)
+                block.reset_hash()
+        if dirty:
+            self.demote(dirty)
+            for block in dirty:
+                pop(block.block_hash, block.block_id)
+                block.reset_hash()
+        # Also of blocks without a key: copies that a reset dropped may still run.
+        builder.overwrite_all(blocks)
 
     def _drop_stale(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
         """Remove slots with some of `keys`, since they may lack bytes of others.
@@ -242,15 +294,21 @@ class WriteThrough:
         fresh, self._fresh = self._fresh, []
         host_writer, builder = self._host_writer, self._builder
         seq, computed_by = builder.seq, builder.computed_by
-        admits_all = host_writer.admits_all
+        together = host_writer.stores_together
+        due: dict[Any, KVCacheBlock] = {}
         for block in fresh:
-            if not (admits_all or host_writer.is_admitted(block)):
+            if not (together or host_writer.is_admitted(block)):
                 continue
             # Each block passes twice, first in the step that hashed it.
             if computed_by[block.block_id] >= seq:
                 self._fresh.append(block)
             elif block.block_hash is not None and not host_writer.is_clean(block):
-                host_writer.store(block, before_eviction=True)
+                due[block.block_hash] = block
+                if not together:
+                    host_writer.store([*due.values()], before_eviction=True)
+                    due.clear()
+        if due:
+            host_writer.store([*due.values()], before_eviction=True)
 
     def forget(self) -> None:
         self._fresh.clear()
@@ -342,7 +400,7 @@ class Cleaner:
             self._num_clean = self._clean_steps = 0
             last = None
         num_looks = min(window - self._num_clean, max_looks)
-        last = self._clean(self._free.first(num_looks, last), max_stores) or last
+        last = self._clean(last, num_looks, max_stores) or last
         self._free.cursor = last or self._pool.free_block_queue.fake_free_list_head
         self._clean_steps += self._num_clean >= window
         self._backlog = max(0, min(window, len(self._free)) - self._num_clean)
@@ -367,9 +425,15 @@ class Cleaner:
         return max(2 * self._num_allocated, min_stores), max_looks
 
     def _clean(
-        self, blocks: Iterable[KVCacheBlock], max_stores: int
+        self, after: KVCacheBlock | None, num_looks: int, max_stores: int
     ) -> KVCacheBlock | None:
-        """Store the dirty ones among `blocks`, up to the first that cannot be stored.
+        """Store the dirty ones among the next victims, up to the first that cannot be
+        stored.
+
+        Args:
+            after: The block in front of them; None for the first victims.
+            num_looks: Most blocks to look at.
+            max_stores: Most blocks to store.
 
         Returns:
             The last block that is clean then. It and all before it are counted.
@@ -377,24 +441,43 @@ class Cleaner:
         """
         last, num_clean = None, 0
         seq, computed_by = self._builder.seq, self._builder.computed_by
-        host_writer, has_slot = self._host_writer, self._table.get
+        host_writer, places = self._host_writer, self._table.places
+        parts, num_parts = places.parts, places.num_parts
         have_one_key = not self._pool.cached_block_hashes_by_block
-        admits_all = host_writer.admits_all
-        for block in blocks:
+        together = host_writer.stores_together
+        # To be stored together, and how many clean ones are before each.
+        due: dict[BlockHashWithGroupId, KVCacheBlock] = {}
+        before: list[int] = []
+        queue = self._pool.free_block_queue
+        end = queue.fake_free_list_tail
+        block: Any = (after or queue.fake_free_list_head).next_free_block
+        for i in range(num_looks):
+            if block is end:
+                break
             key = block.block_hash
+            # No call: a hot path for each block that is about to be evicted.
             is_clean = key is None or (
-                has_slot(key) is not None
+                key in parts[hash(key) % num_parts] or key in due
                 if have_one_key
                 else host_writer.is_clean(block)
             )
-            if not is_clean and (admits_all or host_writer.is_admitted(block)):
+            if not is_clean and (together or host_writer.is_admitted(block)):
                 # Blocks that this step computes come last.
                 if computed_by[block.block_id] == seq or max_stores == 0:
                     break
-                if not host_writer.store(block, before_eviction=True):
+                if together:
+                    due[key] = block
+                    before.append(i)
+                elif not host_writer.store([block], before_eviction=True):
                     break
                 max_stores -= 1
-            last = block
-            num_clean += 1
+            last, num_clean = block, i + 1
+            block = block.next_free_block
+        if due:
+            stored = [*due.values()]
+            num_stored = host_writer.store(stored, before_eviction=True)
+            if num_stored < len(stored):
+                num_clean = before[num_stored]
+                last = stored[num_stored].prev_free_block if num_clean else None
         self._num_clean += num_clean
         return last

@@ -103,17 +103,21 @@ class Loader:
         for (group, i, slot), block in zip(targets, blocks):
             group[i] = block
             # As in `_insert_block_hash` for a block without a key.
-            keys = slot.keys
-            block.set_block_hash(keys[0], slot.num_tokens)
-            insert(keys[0], block)
-            for key in keys[1:]:
-                BlockPool._insert_block_hash(self._pool, key, block, None)
+            key, *others = slot.keys
+            block.set_block_hash(key, slot.num_tokens)
+            insert(key, block)
+            if others:
+                for key in others:
+                    BlockPool._insert_block_hash(self._pool, key, block, None)
         self._table.mark_loaded(slots, builder.seq)
         load = self._costs.queue(builder.seq, len(targets), num_stores, prefetch)
         if prefetch:
             self._prefetches.add(load, blocks)
         self._free.release(hits)
-        self._free.release(blocks)
+        # As `release`, since nobody else uses them yet.
+        for block in blocks:
+            block.ref_cnt = 0
+        self._free.append(blocks)
 
     def _take_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Allocate blocks that this step does not use."""
@@ -180,16 +184,18 @@ def take_apart(
         # Upstream drops the blocks that the attention window has passed.
         first = manager.get_num_skipped_tokens(num_tokens) // manager.block_size
         end = None if max_targets is None else len(hit.targets) + max_targets
-        for i, block in enumerate(group):
-            if len(hit.targets) == end:
-                break
+        # A hot path: each block of each hit with host slots.
+        targets, on_device = hit.targets, hit.blocks
+        for i in range(min(first, len(group))):
+            if type(group[i]) is HostSlot:
+                group[i] = null_block
+        for i, block in enumerate(group[first:], first):
             if type(block) is HostSlot:
-                if i < first:
-                    group[i] = null_block
-                else:
-                    hit.targets.append((group, i, block))
-            elif i >= first and not block.is_null:
-                hit.blocks.append(block)
+                targets.append((group, i, block))
+                if end is not None and len(targets) == end:
+                    break
+            elif not block.is_null:
+                on_device.append(block)
     return hit
 
 
@@ -389,11 +395,13 @@ class Promotion:
     def _num_host_tokens(self, managers: Sequence[Any], hit: Hit) -> int:
         """Tokens of a hit in slots, or in blocks that were prefetched for it."""
         unclaimed = self._prefetches.unclaimed
-        return max(
-            manager.block_size
-            * sum(type(b) is HostSlot or b.block_id in unclaimed for b in group)
-            for manager, group in zip(managers, hit.groups, strict=True)
-        )
+        most = 0
+        for manager, group in zip(managers, hit.groups, strict=True):
+            num_blocks = list(map(type, group)).count(HostSlot)
+            if unclaimed:
+                num_blocks += sum(block.block_id in unclaimed for block in group)
+            most = max(most, manager.block_size * num_blocks)
+        return most
 
     def _notify(
         self,

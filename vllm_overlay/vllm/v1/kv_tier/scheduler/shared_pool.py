@@ -98,8 +98,7 @@ class SharedBlockPool(TieredBlockPool):
         """As `TieredBlockPool.take_plan`. Slots in the plan are those of the pool."""
         plan = super().take_plan(is_idle)
         is_due = self.host.record_stores(plan, is_idle)
-        num_own = self.host.num_own
-        num_read = self.neighbours.record_plan(plan, lambda i: 0 <= i < num_own)
+        num_read = self.neighbours.record_plan(plan, self.host.num_own)
         if num_read:
             self._stats.neighbour_blocks += num_read
             self.host_writer.record_loads(plan, self.neighbours)
@@ -114,7 +113,7 @@ class SharedBlockPool(TieredBlockPool):
             plan.load_slots,
             plan.ahead_slots,
         ):
-            slots[:] = [first + slot for slot in slots]
+            slots[:] = map(first.__add__, slots)
         return plan
 
     def _settled(self, seq: int) -> int:

@@ -10,16 +10,17 @@ Withdrawing a slot and looking at its pins is one critical section of the partit
 is finding and pinning it for a neighbour.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice, repeat
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.keeper.partition import Claim
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
+from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable, index_of
 
 # Stands for all neighbours among those for whom slots are held.
 _NEIGHBOURS = -1
@@ -78,9 +79,9 @@ class SharedSlotTable(SlotTable):
         self._num_refused = 0
         # Plans with stores since the last one whose end is to be reported.
         self._num_unasked = 0
-        # Stores by plan, until it has ended: (slot, key). Then (plan, slot, key).
-        self._unended: dict[int, list[tuple[int, BlockHashWithGroupId]]] = {}
-        self._to_publish: deque[tuple[int, int, BlockHashWithGroupId]] = deque()
+        # Slots by the plan that stores them, until it has ended. Then (plan, slot).
+        self._unended: dict[int, list[int]] = {}
+        self._to_publish: list[tuple[int, int]] = []
         # What came from a secondary tier and is to be published, by slot.
         self._fetched: dict[int, BlockHashWithGroupId] = {}
         # Slots that neighbours read, with the keys under which they are held.
@@ -92,13 +93,12 @@ class SharedSlotTable(SlotTable):
         used, copies = set(), set()
         for slot, raw, num_tokens in zip(*member.adopted):
             key = BlockHashWithGroupId(raw)
-            if key in self._slots:
+            if self.has(key):
                 # It was stored again before it could be withdrawn.
                 copies.add(slot)
                 continue
             used.add(slot)
-            self._slots[key] = self._filled(slot, (key,), num_tokens, store_seq=0)
-            self._policy.insert(key)
+            self._fill((slot,), (key,), (num_tokens,), store_seq=0)
         # Neighbours may still read what it had withdrawn.
         read = {*range(self.num_own)} - used - {*member.unread} | copies
         self._free = [slot for slot in self._free if slot not in used | read]
@@ -119,13 +119,7 @@ class SharedSlotTable(SlotTable):
         """
         if self.has_left:
             return False
-        stores = []
-        for index in (*plan.store_slots, *plan.clean_slots):
-            slot = self.at(index)
-            # Others do not look for blocks with several keys.
-            if slot is not None and len(slot.keys) == 1:
-                stores.append((index, slot.keys[0]))
-        if stores:
+        if stores := [*plan.store_slots, *plan.clean_slots]:
             self._unended[plan.seq] = stores
             self._num_unasked += 1
         is_due = self._num_unasked >= (1 if is_idle else self._plans_per_report)
@@ -137,8 +131,7 @@ class SharedSlotTable(SlotTable):
         """All ranks have ended these plans, and so all before them."""
         last = max(seqs)
         for seq in [seq for seq in self._unended if seq <= last]:
-            for index, key in self._unended.pop(seq):
-                self._to_publish.append((seq, index, key))
+            self._to_publish += zip(repeat(seq), self._unended.pop(seq))
 
     def share(self, settled: int) -> None:
         """Publish what is complete, and take back what is no longer read.
@@ -163,41 +156,42 @@ class SharedSlotTable(SlotTable):
             self._fetched[index] = key
 
     def _publish(self, settled: int) -> None:
-        batch: list[HostSlot] = []
-        last = 0
-        for seq, index, key in self._to_publish:
-            if seq > settled or len(batch) == _MAX_PUBLISHED:
-                break
-            last += 1
-            slot = self.at(index)
-            is_same = slot is not None and slot.keys == (key,) and slot.store_seq == seq
-            if slot is not None and is_same:
-                batch.append(slot)
-        if self._has_published(batch):
-            for _ in range(last):
-                self._to_publish.popleft()
+        num_settled = bisect_left(self._to_publish, (settled + 1,))
+        due = self._to_publish[: min(num_settled, _MAX_PUBLISHED)]
+        # Of what a plan has stored, others do not look for blocks with several keys.
+        keys = self.places.keys
+        slots = [
+            index
+            for seq, index in due
+            if keys[index] is not None
+            and self._store_seq[index] == seq
+            and index not in self._several
+        ]
+        if self._has_published(slots):
+            del self._to_publish[: len(due)]
 
     def _publish_fetched(self) -> None:
         some = list(islice(self._fetched.items(), _MAX_PUBLISHED))
-        there = ((self.at(index), index, key) for index, key in some)
-        batch = [
-            slot
-            for slot, index, key in there
-            if slot is not None
-            and slot.keys == (key,)
+        keys = self.places.keys
+        slots = [
+            index
+            for index, key in some
             # Else it was stored since, maybe not to its end.
-            and slot.store_seq == 0
+            if keys[index] == key
+            and self._store_seq[index] == 0
+            and index not in self._several
             and not self._partition.is_published(index)
         ]
-        if self._has_published(batch):
+        if self._has_published(slots):
             for index, _ in some:
                 del self._fetched[index]
 
-    def _has_published(self, batch: Sequence[HostSlot]) -> bool:
-        return not batch or self._partition.publish(
-            [slot.index for slot in batch],
-            [slot.keys[0] for slot in batch],
-            [slot.num_tokens for slot in batch],
+    def _has_published(self, slots: Sequence[int]) -> bool:
+        keys = self.places.keys
+        return not slots or self._partition.publish(
+            slots,
+            [keys[index] for index in slots],
+            [self._num_tokens[index] or None for index in slots],
         )
 
     def _end_reads(self) -> None:
@@ -206,7 +200,7 @@ class SharedSlotTable(SlotTable):
         looked = list(self._read)[:_MAX_LOOKS]
         for slot in self._partition.unpinned(looked) or ():
             if (
-                self._by_index[slot] is None
+                self.places.keys[slot] is None
                 and self._partition.is_published(slot)
                 and self._partition.withdraw(slot) is not Claim.FREE
             ):
@@ -238,63 +232,86 @@ class SharedSlotTable(SlotTable):
 
     # ------------------------------------------------------------------ of neighbours
 
-    def pin(self, slots: Iterable[HostSlot]) -> None:
+    def pin(self, slots: Collection[HostSlot]) -> None:
         """As `SlotTable.pin`; slots of neighbours are pinned since they were found."""
-        super().pin([slot for slot in slots if self.is_own(slot)])
+        super().pin(self._own(slots))
 
     def mark_loaded(self, slots: Sequence[HostSlot], seq: int) -> None:
         """As `SlotTable.mark_loaded`, without slots of neighbours."""
-        super().mark_loaded([slot for slot in slots if self.is_own(slot)], seq)
+        super().mark_loaded(self._own(slots), seq)
+
+    def _own(self, slots: Collection[HostSlot]) -> Sequence[HostSlot]:
+        """Those of `slots` that are not of neighbours."""
+        # A hot path: each block of each prefix. Mostly all are.
+        indices = list(map(index_of, slots))
+        if not indices or 0 <= min(indices) <= max(indices) < self.num_own:
+            return [*slots]
+        return [slot for slot in slots if self.is_own(slot)]
 
     def unpin_all(self) -> None:
         super().unpin_all()
         self._num_refused = 0
 
-    def _evict(self) -> int | None:
+    def _evict(self, num_slots: int) -> list[int]:
+        if not self._released:
+            return super()._evict(num_slots)
+        indices: list[int] = []
+        while len(indices) < num_slots and self._claim_released():
+            if not (evicted := super()._evict(1)):
+                break
+            indices += evicted
+        return indices
+
+    def _claim_released(self) -> bool:
+        """Claim the next released slot, if there is any. False if that must wait."""
         while self._released:
-            slot = self._slots[next(reversed(self._released))]
-            claim = self._claim(slot)
+            key = next(reversed(self._released))
+            index = self._index(key)
+            claim = self._partition.claim(index)
             if claim is Claim.BUSY:
-                return None
+                return False
             if claim is Claim.FREE:
                 break
             if claim is Claim.PINNED:
-                self._hold_read(slot.index, [slot.keys[0]])
-        return super()._evict()
+                self._hold_read(index, [key])
+        return True
 
-    def _victim(self) -> BlockHashWithGroupId | None:
-        while (victim := super()._victim()) is not None:
-            slot = self._slots[victim]
-            claim = self._claim(slot)
-            if claim is Claim.FREE:
-                return victim
-            if claim is Claim.BUSY:
-                self._aside[victim] = None
-                return None
-            self._num_refused += 1
-            if claim is Claim.USED:
-                self._policy.insert(victim)
-                self._policy.hit(victim)
-            else:
-                self._hold_read(slot.index, [victim])
-                self._passed[victim] = None
-            if self._num_refused >= _MAX_REFUSED:
-                return None
-        return None
+    def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
+        victims: list[BlockHashWithGroupId] = []
+        while found := super()._victims(num_keys - len(victims)):
+            for i, victim in enumerate(found):
+                index = self._index(victim)
+                claim = self._partition.claim(index)
+                if claim is Claim.FREE:
+                    victims.append(victim)
+                    continue
+                if claim is Claim.BUSY:
+                    self._aside[victim] = None
+                elif claim is Claim.USED:
+                    self._policy.insert(victim)
+                    self._policy.hit(victim)
+                else:
+                    self._hold_read(index, [victim])
+                    self._passed[victim] = None
+                self._num_refused += claim is not Claim.BUSY
+                if claim is Claim.BUSY or self._num_refused >= _MAX_REFUSED:
+                    # The others are the next victims still.
+                    self._next.update(dict.fromkeys(found[i + 1 :]))
+                    return victims
+        return victims
 
-    def _claim(self, slot: HostSlot) -> Claim:
-        partition = self._partition
-        if not partition.is_published(slot.index):
-            return Claim.FREE
-        return partition.claim(slot.index)
+    def _index(self, key: BlockHashWithGroupId) -> int:
+        index = self.places.find(key)
+        assert index is not None, "what is evicted is in a slot"
+        return index
 
-    def _forget(self, slot: HostSlot) -> None:
-        index, partition = slot.index, self._partition
+    def _forget(self, key: BlockHashWithGroupId) -> None:
+        index, partition = self._index(key), self._partition
         if partition.is_published(index) and (
             partition.withdraw(index) is not Claim.FREE
         ):
-            self._hold_read(index, [slot.keys[0]])
-        super()._forget(slot)
+            self._hold_read(index, [key])
+        super()._forget(key)
 
     def _hold_read(self, index: int, keys: list[BlockHashWithGroupId]) -> None:
         if index not in self._read:

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slot table: which KV block is in which host slot."""
 
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
-from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy, pins_none
+from vllm.v1.kv_tier.eviction.places import PlacedPolicy, Places
 
 Policy = TypeVar("Policy", bound=EvictionPolicy)
 
@@ -37,8 +42,8 @@ class Placeholder(KVCacheBlock):
 class HostSlot(Placeholder):
     """A filled host slot, and the placeholder for it.
 
-    When a slot is filled again, the object is reused with other keys, so do not keep it
-    beyond `SlotListener.on_forgotten`.
+    It is a value, made when it is asked for, and says nothing of the slot beyond
+    `SlotListener.on_forgotten`.
 
     Args:
         index: Number of the slot in host memory.
@@ -66,6 +71,22 @@ class HostSlot(Placeholder):
     def block_hash(self) -> BlockHashWithGroupId:
         return self.keys[0]
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is HostSlot and (
+            (self.index, self.keys, self.store_seq)
+            == (other.index, other.keys, other.store_seq)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.index, self.keys))
+
+    def __repr__(self) -> str:
+        return f"HostSlot({self.index}, {self.keys}, {self.num_tokens})"
+
+
+index_of = attrgetter("index")
+"""Of a slot. No Python code for each loaded block."""
+
 
 class SlotListener(Protocol):
     """Notified of changes of the host's content."""
@@ -84,13 +105,12 @@ _MAX_PASSED = 8_192
 """Most slots in writes that the victims of one plan skip. Each takes a microsecond, and
 the next plan continues after them."""
 
-_is_pinned = frozenset[object]().__contains__
-"""Passed to the policy, which sees no key as pinned (`SlotTable._evict`). Not a Python
-function, since it is called for each victim."""
-
 
 class SlotTable:
     """The keys of the host tier, and their order of eviction.
+
+    What is known of a slot lies in arrays at its index, since there may be millions.
+    Nothing here makes objects for Python's garbage collector.
 
     Args:
         num_slots: Number of slots in host memory.
@@ -111,20 +131,25 @@ class SlotTable:
         """Number of evicted slots, since the reader reset this."""
         self.listeners: list[SlotListener] = []
         self._policy = policy
-        self._slots: dict[BlockHashWithGroupId, HostSlot] = {}
-        # Not a method, since it is called for every block of every prefix, and every
-        # victim.
-        self.get: Callable[[BlockHashWithGroupId], HostSlot | None] = self._slots.get
-        self._by_index: list[HostSlot | None] = [None] * num_slots
-        # Allocated at the start, so that filling slots makes no objects for the garbage
-        # collector; vLLM exempts those of the start.
-        self._objects = [HostSlot(i, (), None, 0) for i in range(num_slots)]
+        self.places = Places(num_slots)
+        """Slots by key, and keys by slot. Public, for those who look up every block."""
+        self._parts, self._num_parts = self.places.parts, self.places.num_parts
+        # The policy, if it takes places instead of keys.
+        self._placed = policy if isinstance(policy, PlacedPolicy) else None
+        if self._placed is not None:
+            self._placed.use_places(self.places)
+        # All keys of slots with several, by index.
+        self._several: dict[int, tuple[BlockHashWithGroupId, ...]] = {}
+        # Prefix tokens of the primary key, 0 if unknown.
+        self._num_tokens = array("i", [0]) * num_slots
         self._num_filled = 0
         self._free = list(range(self.num_slots - 1, -1, -1))
         # When each slot was last read and last stored to. Both outlive its content,
-        # since copies for the next content must wait for these.
-        self._load_seq = [0] * num_slots
-        self._store_seq = [0] * num_slots
+        # since copies for the next content must wait for these. What a secondary tier
+        # has filled counts as stored by plan 0: that began after all copies before it,
+        # and has ended on all ranks.
+        self._load_seq = array("q", [0]) * num_slots
+        self._store_seq = array("q", [0]) * num_slots
         self._pinned: set[BlockHashWithGroupId] = set()
         # Pinned keys that the policy evicted. It gets them back when the plan is
         # complete, so that no victim needs a search through pinned keys.
@@ -154,18 +179,41 @@ class SlotTable:
     def __len__(self) -> int:
         return self._num_filled
 
+    def get(self, key: BlockHashWithGroupId) -> HostSlot | None:
+        """The slot of `key`."""
+        # A hot path: each block of each prefix that the device lacks. No calls.
+        index = self._parts[hash(key) % self._num_parts].get(key)
+        if index is None:
+            return None
+        keys = self._several.get(index, (key,)) if self._several else (key,)
+        num_tokens = self._num_tokens[index] or None
+        return HostSlot(index, keys, num_tokens, self._store_seq[index])
+
+    def has(self, key: BlockHashWithGroupId) -> bool:
+        """Whether a slot has `key`."""
+        return key in self._parts[hash(key) % self._num_parts]
+
     def at(self, index: int) -> HostSlot | None:
         """The content of slot `index`, if it is filled, and one of this table."""
-        return self._by_index[index] if index < self.num_slots else None
+        key = self.places.keys[index] if index < self.num_slots else None
+        return None if key is None else self.get(key)
+
+    def changed_since(self, seq: int) -> list[HostSlot]:
+        """Slots with a block that plan `seq` or a later one stores or loads."""
+        stored, loaded = (
+            np.frombuffer(s, np.int64) for s in (self._store_seq, self._load_seq)
+        )
+        slots = map(self.at, np.flatnonzero(np.maximum(stored, loaded) >= seq).tolist())
+        return [slot for slot in slots if slot is not None]
 
     def has_room(self) -> bool:
         """Whether a slot can be filled without evicting a block of any use."""
         return bool(self._free or self._released)
 
     def filled_slots(self) -> list[HostSlot]:
-        return [slot for slot in self._by_index if slot is not None]
+        return [self.get(key) for key in self.places.keys if key is not None]  # type: ignore[misc]
 
-    def pin(self, slots: Iterable[HostSlot]) -> None:
+    def pin(self, slots: Collection[HostSlot]) -> None:
         """Keep `slots` until `unpin_all`, since the current plan reads them.
 
         Also counts as a use for the policy.
@@ -175,8 +223,10 @@ class SlotTable:
         self._pinned.update(keys)
         self.keep_passed(keys)
         aside, released = self._aside, self._released
-        ordered = [key for key in keys if key not in aside] if aside else keys
-        self._policy.hits(ordered)
+        if self._placed is not None and not aside:
+            self._placed.hit_places([*map(index_of, slots)])
+        else:
+            self._policy.hits([key for key in keys if key not in aside])
         for marked in (released, self._released_later):
             if marked:
                 for key in keys:
@@ -202,13 +252,13 @@ class SlotTable:
 
     def wrap_policy(self, wrap: Callable[[EvictionPolicy], Policy]) -> Policy:
         """Replace the policy by `wrap(policy)`, which must hold the same keys."""
-        self._policy = wrapped = wrap(self._policy)
+        self._policy, self._placed = (wrapped := wrap(self._policy)), None
         return wrapped
 
     def is_ordered(self, key: BlockHashWithGroupId) -> bool:
         """Whether the policy has `key` now."""
-        slot = self._slots.get(key)
-        if slot is None or slot.keys[0] != key:
+        index = self.places.find(key)
+        if index is None or self.places.keys[index] != key:
             return False
         return not (key in self._aside or key in self._passed or key in self._next)
 
@@ -218,14 +268,14 @@ class SlotTable:
     def mark_loaded(self, slots: Sequence[HostSlot], seq: int) -> None:
         """Record that plan `seq` loads the blocks of `slots`, which are pinned."""
         load_seq = self._load_seq
-        for slot in slots:
-            load_seq[slot.index] = seq
+        for index in map(index_of, slots):
+            load_seq[index] = seq
         for listener in self.listeners:
             listener.on_loaded(slots)
 
-    def last_load(self, slot: HostSlot) -> int:
-        """Last plan that read the memory of `slot`, whatever its content was."""
-        return self._load_seq[slot.index]
+    def last_load(self, indices: Iterable[int]) -> int:
+        """Last plan that read the memory of any of these slots, whatever it was."""
+        return max(map(self._load_seq.__getitem__, indices))
 
     def last_copies(self, indices: Sequence[int]) -> tuple[int, int]:
         """Last plans that stored to any of these slots, and that loaded from any.
@@ -234,7 +284,7 @@ class SlotTable:
         """
         return (
             max(map(self._store_seq.__getitem__, indices)),
-            max(map(self._load_seq.__getitem__, indices)),
+            self.last_load(indices),
         )
 
     def insert(
@@ -242,7 +292,7 @@ class SlotTable:
         keys: tuple[BlockHashWithGroupId, ...],
         num_tokens: int | None,
         seq: int,
-    ) -> HostSlot | None:
+    ) -> int | None:
         """Fill a slot, and evict another block if none is free. The slot is pinned.
 
         Args:
@@ -251,70 +301,120 @@ class SlotTable:
             seq: Plan that stores the block.
 
         Returns:
-            The slot, or None if the plan uses every slot.
+            The index of the slot, or None if the plan uses every slot.
 
         """
-        # A hot path: each store.
-        index = self._free.pop() if self._free else self._evict()
-        if index is None:
+        indices = self._take(1)
+        if not indices:
             return None
-        self._store_seq[index] = seq
-        slot, slots = self._filled(index, keys, num_tokens, seq), self._slots
-        for key in keys:
-            assert key not in slots
-            slots[key] = slot
-        self._policy.insert(keys[0])
+        for other in keys[1:]:
+            part = self._parts[hash(other) % self._num_parts]
+            assert other not in part
+            part[other] = indices[0]
+        if len(keys) > 1:
+            self._several[indices[0]] = keys
         self._pinned.add(keys[0])
-        for listener in self.listeners:
-            listener.on_filled(slot)
-        return slot
+        self._fill(indices, keys[:1], (num_tokens,), seq)
+        return indices[0]
 
-    def _filled(
+    def insert_all(
         self,
-        index: int,
-        keys: tuple[BlockHashWithGroupId, ...],
-        num_tokens: int | None,
+        keys: Sequence[BlockHashWithGroupId],
+        num_tokens: Sequence[int | None],
+        seq: int,
+    ) -> list[int]:
+        """As `insert` for blocks of one key each, the first ones if there are too few
+        slots. Returns the indices of their slots."""
+        indices = self._take(len(keys))
+        keys = keys[: len(indices)]
+        self._pinned.update(keys)
+        self._fill(indices, keys, num_tokens, seq)
+        return indices
+
+    def _fill(
+        self,
+        indices: Sequence[int],
+        keys: Sequence[BlockHashWithGroupId],
+        num_tokens: Sequence[int | None],
         store_seq: int,
-    ) -> HostSlot:
-        self._by_index[index] = slot = self._objects[index]
-        slot.keys, slot.num_tokens, slot.store_seq = keys, num_tokens, store_seq
-        self._num_filled += 1
-        return slot
+    ) -> None:
+        """Fill free slots with blocks of these primary keys."""
+        # A hot path: each store.
+        parts, num_parts = self._parts, self._num_parts
+        of_slots, tokens, seqs = self.places.keys, self._num_tokens, self._store_seq
+        for index, key, number in zip(indices, keys, num_tokens):
+            part = parts[hash(key) % num_parts]
+            assert key not in part
+            part[key] = index
+            of_slots[index] = key
+            tokens[index] = number or 0
+            seqs[index] = store_seq
+        self._num_filled += len(indices)
+        if self._placed is not None:
+            self._placed.insert_at(indices, keys)
+        else:
+            for key in keys:
+                self._policy.insert(key)
+        if self.listeners:
+            for key in keys:
+                slot = self.get(key)
+                for listener in self.listeners:
+                    listener.on_filled(slot)  # type: ignore[arg-type]
 
-    def _evict(self) -> int | None:
-        """Evict a block. Returns its slot's index, or None if all slots are in use."""
-        # Called for every victim of a plan, so avoid a futile search.
-        if len(self._pinned) >= self._num_filled:
-            return None
-        if self._released:
-            return self._evict_released()
-        victim = self._victim()
-        if victim is None:
-            return None
-        self.num_evicted += 1
-        slot = self._slots[victim]  # type: ignore[index]
-        self._unlist(slot)
-        return slot.index
+    def _take(self, num_slots: int) -> list[int]:
+        """Take free slots, and evict for the rest; fewer if others are in use."""
+        free = self._free
+        indices = [free.pop() for _ in range(min(num_slots, len(free)))]
+        if len(indices) < num_slots:
+            indices += self._evict(num_slots - len(indices))
+        return indices
 
-    def _victim(self) -> BlockHashWithGroupId | None:
-        """The policy's next victim that is not in use."""
-        held, passed = self._held_keys, self._passed
-        while self._next:
+    def _evict(self, num_slots: int) -> list[int]:
+        """Evict blocks. Returns the indices of their slots, fewer if others are in
+        use."""
+        indices: list[int] = []
+        while (num_left := num_slots - len(indices)) > 0:
+            # Called for the victims of a plan, so avoid a futile search.
+            num_unpinned = self._num_filled - len(self._pinned)
+            if num_unpinned <= 0:
+                break
+            if self._released:
+                indices.append(self._evict_released())
+                continue
+            victims = self._victims(min(num_left, num_unpinned))
+            if not victims:
+                break
+            self.num_evicted += len(victims)
+            indices += self._unlist(victims)
+        return indices
+
+    def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
+        """The policy's next victims that are not in use."""
+        victims: list[BlockHashWithGroupId] = []
+        pinned, held = self._pinned, self._held_keys
+        while self._next and len(victims) < num_keys:
             del self._next[victim := next(iter(self._next))]
-            if victim not in held:
-                return victim
-            passed[victim] = None
-        pinned, evict = self._pinned, self._policy.evict
-        while self._num_passed < _MAX_PASSED:
-            victim = evict(_is_pinned)  # type: ignore[assignment]
-            if victim in pinned:
-                self._aside[victim] = None
-            elif victim in held:
-                self._num_passed += 1
-                passed[victim] = None
+            if victim in held:
+                self._passed[victim] = None
             else:
-                return victim
-        return None
+                victims.append(victim)
+        while len(victims) < num_keys and self._num_passed < _MAX_PASSED:
+            evicted: list[BlockHashWithGroupId]
+            evicted = self._policy.evict_all(num_keys - len(victims))  # type: ignore[assignment]
+            if not evicted:
+                break
+            if pinned.isdisjoint(evicted) and held.isdisjoint(evicted):
+                victims += evicted
+                break
+            for victim in evicted:
+                if victim in pinned:
+                    self._aside[victim] = None
+                elif victim in held:
+                    self._num_passed += 1
+                    self._passed[victim] = None
+                else:
+                    victims.append(victim)
+        return victims
 
     def _forget_passed(self, key: BlockHashWithGroupId) -> bool:
         """Remove `key` from the evicted keys that are still written.
@@ -330,7 +430,7 @@ class SlotTable:
     def _evict_released(self) -> int:
         key, _ = self._released.popitem()
         self.num_evicted += 1
-        self.remove(self._slots[key])
+        self._remove(key)
         return self._free.pop()
 
     # ----------------------------------------------------------- secondary tiers
@@ -381,12 +481,7 @@ class SlotTable:
 
         They cannot be found until `fill`; `unreserve` frees them.
         """
-        indices: list[int] = []
-        while len(indices) < num_slots:
-            index = self._free.pop() if self._free else self._evict()
-            if index is None:
-                break
-            indices.append(index)
+        indices = self._take(num_slots)
         self._reserved.update(indices)
         return indices
 
@@ -394,12 +489,8 @@ class SlotTable:
         self, index: int, key: BlockHashWithGroupId, num_tokens: int | None
     ) -> None:
         """Make reserved slot `index` the slot of `key`, which must have no other."""
-        assert key not in self._slots
         self._reserved.remove(index)
-        slot = self._slots[key] = self._filled(index, (key,), num_tokens, store_seq=0)
-        self._policy.insert(key)
-        for listener in self.listeners:
-            listener.on_filled(slot)
+        self._fill((index,), (key,), (num_tokens,), store_seq=0)
 
     def unreserve(self, index: int) -> None:
         """Free reserved slot `index`."""
@@ -419,18 +510,20 @@ class SlotTable:
 
     def keep(self, key: BlockHashWithGroupId) -> None:
         """Undo `release`: `key` is evicted in the policy's order."""
-        if (slot := self._slots.get(key)) is not None:
+        if (index := self.places.find(key)) is not None:
             for marked in (self._released, self._released_later):
-                marked.pop(slot.keys[0], None)
+                marked.pop(self.places.keys[index], None)
 
     def remove(self, slot: HostSlot) -> None:
         """Remove `slot`, whose content must not be served any more."""
-        key = slot.keys[0]
+        self._remove(slot.keys[0])
+
+    def _remove(self, key: BlockHashWithGroupId) -> None:
         if key in self._aside:
             del self._aside[key]
         elif not self._forget_passed(key):
             self._policy.remove(key)
-        self._forget(slot)
+        self._forget(key)
 
     def by_value(self) -> list[HostSlot]:
         """All filled slots, in reverse order of eviction.
@@ -440,10 +533,11 @@ class SlotTable:
         order = dict.fromkeys(reversed(self._released))
         order.update(self._released_later)
         order.update({**self._next, **self._passed})
-        while (key := self._policy.evict(_is_pinned)) is not None:
+        while (key := self._policy.evict(pins_none)) is not None:
             order[key] = None  # type: ignore[index]
         order.update(self._aside)
-        return [self._slots[key] for key in reversed(order) if key in self._slots]
+        slots = map(self.get, reversed(order))
+        return [slot for slot in slots if slot is not None]
 
     def open(self, num_slots: int) -> None:
         """Let the first `num_slots` slots be filled: as many as now, or more."""
@@ -474,10 +568,10 @@ class SlotTable:
                 break
             if num_free < len(free) and free[num_free] == index:
                 num_free += 1
-            elif (slot := self._by_index[index]) is not None:
+            elif (key := self.places.keys[index]) is not None:
                 self.num_evicted += 1
                 # Now it is the last one of those that are free.
-                self.remove(slot)
+                self._remove(key)
                 free.pop()
             else:
                 # Freed since `begin_closing`, so one of the last.
@@ -488,16 +582,18 @@ class SlotTable:
 
     def close(self) -> None:
         """Remove all slots, and fill none from now on."""
-        for slot in self.filled_slots():
-            self.remove(slot)
+        for key in self.places.keys:
+            if key is not None:
+                self._remove(key)
         self.num_slots = 0
         self._free.clear()
         self._free_after_plan.clear()
         self._free_after_hold.clear()
 
-    def _forget(self, slot: HostSlot) -> None:
-        """Remove `slot` from lookups, and free its memory as soon as possible."""
-        key, index = slot.keys[0], slot.index
+    def _forget(self, key: BlockHashWithGroupId) -> None:
+        """Remove the slot of primary `key` from lookups, and free its memory as soon as
+        possible."""
+        (index,) = self._unlist((key,))
         is_pinned = key in self._pinned
         if is_pinned:
             self._pinned.remove(key)
@@ -507,16 +603,24 @@ class SlotTable:
             self._free_after_plan.append(index)
         else:
             self._free.append(index)
-        self._unlist(slot)
 
-    def _unlist(self, slot: HostSlot) -> None:
-        """Remove `slot` from lookups."""
-        for key in slot.keys:
-            del self._slots[key]
+    def _unlist(self, keys: Sequence[BlockHashWithGroupId]) -> list[int]:
+        """Remove the slots of primary `keys` from lookups. Returns their indices."""
+        slots = list(map(self.get, keys)) if self.listeners else ()
+        parts, num_parts = self._parts, self._num_parts
+        indices = [parts[hash(key) % num_parts].pop(key) for key in keys]
+        for index in indices:
+            self.places.keys[index] = None
+        if self._several:
+            for index in indices:
+                for other in self._several.pop(index, ())[1:]:
+                    del parts[hash(other) % num_parts][other]
         for marked in (self._released, self._released_later):
             if marked:
-                marked.pop(slot.keys[0], None)
-        self._by_index[slot.index] = None
-        self._num_filled -= 1
-        for listener in self.listeners:
-            listener.on_forgotten(slot)
+                for key in keys:
+                    marked.pop(key, None)
+        self._num_filled -= len(indices)
+        for slot in slots:
+            for listener in self.listeners:
+                listener.on_forgotten(slot)  # type: ignore[arg-type]
+        return indices

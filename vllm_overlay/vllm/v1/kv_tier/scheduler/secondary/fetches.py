@@ -68,6 +68,7 @@ class Fetches:
 
     def __init__(self, pool: PoolView, jobs: SecondaryJobs) -> None:
         self._table = pool.table
+        self._num_bytes = pool.num_bytes
         self._jobs = jobs
         self._tuning = pool.tuning
         self.by_key: dict[BlockHashWithGroupId, Fetch] = {}
@@ -106,6 +107,8 @@ class Fetches:
             fetch.is_over = True
             for block, index, is_there in zip(fetch.blocks, indices, done):
                 self._end(block, index, is_there)
+            came = [key for key, is_there in zip(keys, done) if is_there]
+            fetch.tier.stats.loaded_bytes += self._num_bytes(came)
             fetch.tier.record_fetch(done, seconds)
 
         fetch.tier.begin_fetch(num)
@@ -117,7 +120,7 @@ class Fetches:
     def _end(self, block: SecondaryBlock, index: int, is_there: bool) -> None:
         key, tier = block.key, block.tier
         del self.by_key[key]
-        if is_there and not self._jobs.is_detached and self._table.get(key) is None:
+        if is_there and not self._jobs.is_detached and not self._table.has(key):
             tier.presence.mark_present(key)
             self._came_from[key] = tier
             if len(self._came_from) > self._table.num_slots:

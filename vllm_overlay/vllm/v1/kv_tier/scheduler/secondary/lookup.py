@@ -94,7 +94,7 @@ class PromptLookup:
         end = begin + max(num_tokens, self._hash_size)
         end = min(end, self.num_tokens(request))
         missing, num_looks = [], 0
-        on_host, on_device = self._table.get, self._is_cached
+        on_host, on_device = self._table.has, self._is_cached
         groups = zip(self._block_sizes, self._reachable)
         for group_id, (size, reachable) in enumerate(groups):
             suffix = make_block_hash_with_group_id(BlockHash(b""), group_id)
@@ -110,7 +110,7 @@ class PromptLookup:
             missing += [
                 (BlockHashWithGroupId(key), (index + 1) * size)
                 for index, block_hash in zip(indices, some)
-                if on_host(key := block_hash + suffix) is None  # type: ignore[arg-type]
+                if not on_host(key := block_hash + suffix)  # type: ignore[arg-type]
                 and not on_device(key)  # type: ignore[arg-type]
             ]
         if loadable is not None and (may_be := loadable(request)) is not None:

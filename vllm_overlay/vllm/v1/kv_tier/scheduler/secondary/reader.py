@@ -320,7 +320,7 @@ class SecondaryReader:
         new = [b for b in blocks if b.key not in by_key and b.key in wait.found]
         if new and self._fetches.num_left > 0:
             # The host part of the hit must not be evicted for the rest.
-            self._table.pin(b for g in groups for b in g if type(b) is HostSlot)
+            self._table.pin([b for g in groups for b in g if type(b) is HostSlot])
             fetches |= dict.fromkeys(self._begin(wait, new))
         if fetches.keys() == set(wait.fetches):
             # The scheduler has asked before in this step.
