@@ -63,9 +63,11 @@ def keeping(folder: Path, size_gib: float, num_engines: int) -> Iterator[KeeperP
             keeper.end()
 
 
-def serve(model: Path, log: Path, socket: Path | None, *flags: str) -> Server:
-    """A server of the pool at `socket`, or with a tier of its own."""
-    settings: dict[str, Any] = {"store_policy": "write_through", "store_from_use": 1}
+def serve(
+    model: Path, log: Path, socket: Path | None, *flags: str, **more: Any
+) -> Server:
+    """A server of the pool at `socket`, or with a tier of its own; `more` settings."""
+    settings = {"store_policy": "write_through", "store_from_use": 1, **more}
     given = options(**settings, **({} if socket is None else {"pool": str(socket)}))
     size = SIZE if socket is None else []
     config = ["--kv-offloading-config", json.dumps(given)]

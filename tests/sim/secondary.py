@@ -147,6 +147,12 @@ class Below:
         """Of jobs that are not over on all ranks."""
         return {slot for _, _, job in self._jobs for slot in job.slots}
 
+    @property
+    def slots_being_filled(self) -> set[int]:
+        """Of jobs that read, and are not over."""
+        gets = (job for _, _, job in self._jobs if not job.is_put)
+        return {slot for job in gets for slot in job.slots}
+
     def has_bad_luck(self, one_in: int) -> bool:
         return self._rng.randrange(one_in) == 0
 

@@ -21,6 +21,7 @@ from .invariants import Prefixes
 from .ranks import Ranks
 from .scheduler import Setup
 from .scripts import Action
+from .secondary import Objects
 from .worker import Worker
 
 IDENTITY = b"i" * 32
@@ -109,6 +110,8 @@ class Machine:
         self._dying: dict[int, bool] = {}
         self._haste = rng.choice([0.3, 0.03])
         self._prefixes: Prefixes = {}
+        # Below the pool, once: all engines have the same objects.
+        self._stores: list[Objects] = []
         self.engines = [self._start(i) for i in range(num_engines)]
         self._be_busy(busy)
 
@@ -134,6 +137,11 @@ class Machine:
             old, states = worker._tier, np.full(len(memory), FILLED, np.uint8)
             slots = RankSlots(len(memory), states=states)
             worker._tier = HostTier([], old.engines, old._order, slots)
+        engine._worker._attach([engine._worker.host])
+        if engine.below is not None:
+            for mine, store in zip(engine.below.tiers, self._stores):
+                mine.objects = store.objects
+            self._stores = engine.below.tiers
         if others:
             engine._worker = Ranks(first, others, self._rng)
         return engine
@@ -176,6 +184,9 @@ class Machine:
                     step = stores.step
                     for _, slot in step.cleans if stores.is_clean else step.stores:
                         memory[slot] = [GARBAGE] * len(memory[slot])
+        if engine.below is not None:
+            for slot in engine.below.slots_being_filled:
+                self.memory[0][slot] = [GARBAGE] * len(self.memory[0][slot])
         for partition in self.partitions:
             assert partition.clear_reader(number)
         own = self.partitions[number]
@@ -195,6 +206,9 @@ class Machine:
         counts = Counter(engine.events)
         counts["from neighbours"] = pool._stats.neighbour_blocks
         counts["read"] = len(pool.host._read)
+        if engine.below is not None:
+            counts["fetched"] = engine.below.num_got
+            counts["written"] = engine.below.num_put
         return counts
 
     def drain(self) -> None:

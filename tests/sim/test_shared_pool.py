@@ -18,16 +18,20 @@ from numpy.typing import NDArray
 
 from vllm.v1.kv_tier.keeper.partition import Claim, Partition, Published, Rows, Slots
 from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduler.neighbours import Neighbours
+from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.shared_pool import SharedBlockPool
 from vllm.v1.kv_tier.scheduler.shared_slots import PlanEnds, SharedSlotTable
 
 from .content import Violation
+from .scheduler import Setup
 from .scripts import Action, Add, Reset, Steps, random_action, random_setup
 from .shared_pool import Machine, OldLooks, play, turns
 
 EXAMPLES = int(os.environ.get("KV_TIER_POOL_EXAMPLES", "120"))
 SEED = int(os.environ.get("KV_TIER_SIM_SEED", "0"))
+NEEDS_KEYS = pytest.mark.skipif(not keys_are_bytes(), reason="has no secondary tiers")
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +50,7 @@ def play_random(
     num_ranks: int | None = None,
     num_kills: int | None = None,
     fails: float | None = None,
+    has_below: bool | None = None,
 ) -> Counter[str]:
     """Play a script. What is given is not drawn.
 
@@ -57,6 +62,7 @@ def play_random(
         num_ranks: Of each engine.
         num_kills: How many engines die.
         fails: Part of the steps whose loads fail.
+        has_below: There is a store below the pool.
 
     """
     rng = Random(seed)
@@ -78,19 +84,12 @@ def play_random(
     if is_pressed is None:
         is_pressed = rng.random() < 0.7
     if is_pressed:
-        # The device forgets soon, and slots are reused while neighbours load them.
-        setup = replace(
-            setup,
-            num_slots=rng.randint(3, 16),
-            spare_blocks=0,
-            is_async=True,
-            store_policy="write_through",
-            store_from_use=1,
-            load_time=rng.choice([0, 0.5]),
-            max_stall=0,
-        )
+        setup = press(setup, rng)
     if make is Partition and rng.random() < 0.3:
         make = OldLooks
+    draws_below = keys_are_bytes() and rng.random() < 0.3
+    if draws_below if has_below is None else has_below:
+        setup = with_store(setup, rng)
     busy = rng.choice([0, 0, 0.1, 0.5])
     num_engines = rng.randint(2, 4)
     scripts = []
@@ -105,8 +104,42 @@ def play_random(
     deaths = rng.choice([0, 1, 3]) if num_kills is None else num_kills
     events = play(machine, turns(rng, scripts, deaths))
     events[f"{setup.num_ranks} ranks"] += 1
+    events["below"] += setup.below is not None
     events[f"{tuning.plans_per_report} plans a report"] += 1
     return events
+
+
+def press(setup: Setup, rng: Random) -> Setup:
+    """The device forgets soon, and slots are reused while neighbours load them."""
+    return replace(
+        setup,
+        num_slots=rng.randint(3, 16),
+        spare_blocks=0,
+        is_async=True,
+        store_policy="write_through",
+        store_from_use=1,
+        load_time=rng.choice([0, 0.5]),
+        max_stall=0,
+    )
+
+
+def with_store(setup: Setup, rng: Random) -> Setup:
+    """Few slots, so that much comes back from below."""
+    tuning = replace(
+        setup.tuning,
+        fetch_part=1.0,
+        assumed_prefill_s=1e3,
+        max_fetches=rng.choice([1, 2, 4096]),
+        max_ended=rng.choice([1, 2, 4096]),
+    )
+    return replace(
+        setup,
+        below=(rng.randrange(1 << 16), rng.choice([0, 2, 5])),
+        num_ranks=1,
+        num_slots=4 + setup.num_slots // 4,
+        store_from_use=1,
+        tuning=tuning,
+    )
 
 
 def single_steps(
@@ -137,6 +170,7 @@ def test_scripts_of_engines_that_share_a_pool() -> None:
             e.add_note(f"play_random({seed})")
             raise
     some = ["from neighbours", "adopted", "read", "stored", "loaded", "failed"]
+    some += ["fetched", "written"] if keys_are_bytes() else []
     for event in (*some, "2 ranks", "3 ranks", "8 plans a report"):
         assert events[event], event
     print(dict(events))
@@ -239,6 +273,11 @@ class _HeirAtOnce(Machine):
         super().act(number, action)
 
 
+def move_slots_of_others(patch: pytest.MonkeyPatch) -> None:
+    """Secondary tiers read and write slots of the first engine."""
+    patch.setattr(SecondaryJobs, "of_ranks", lambda self, jobs: jobs)
+
+
 def unpin_at_once(patch: pytest.MonkeyPatch) -> None:
     """Before the ranks have ended the loads."""
     patch.setattr(Neighbours, "record_plan", lambda self, plan, num_own: 0)
@@ -270,6 +309,7 @@ def test_bug_of_a_partition_is_found(make: type[Partition]) -> None:
         (count_one_rank, {}),
         (unpin_at_once, {"num_ranks": 1, "fails": 0.0, "num_kills": 0}),
         (share_after_reset, {}),
+        pytest.param(move_slots_of_others, {"has_below": True}, marks=NEEDS_KEYS),
     ],
 )
 def test_bug_of_an_engine_is_found(

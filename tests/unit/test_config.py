@@ -583,9 +583,9 @@ def test_pool_takes_the_place_of_the_size(model: str) -> None:
         ("shrink_after_s", {"shrink_after_s": 1.0}, {}),
         ("debug.verify", {"debug": {"verify": True}}, {}),
         (
-            "secondary_tiers",
+            "secondary_tiers with several ranks",
             {"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_gib": 1}]},
-            {},
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         ),
         (
             "--decode-context-parallel-size",

@@ -63,6 +63,35 @@ def test_nothing_is_found_before_it_is_complete(partition: Partition) -> None:
     assert not table.is_sharing
 
 
+def test_what_came_from_a_secondary_tier_is_found(partition: Partition) -> None:
+    table, key = table_of(partition), BlockHashWithGroupId(KEYS[0])
+    (index,) = table.reserve(1)
+    table.share(settled=1)
+    assert pin(partition, 0) == []
+    table.fill(index, key, 16)
+    assert table.is_sharing
+    table.share(settled=1)
+    assert pin(partition, 0) == [index]
+    assert not table.is_sharing
+
+
+def test_what_was_stored_over_it_is_not_found_with_it(partition: Partition) -> None:
+    table, key = table_of(partition), BlockHashWithGroupId(KEYS[0])
+    (index,) = table.reserve(1)
+    table.fill(index, key, 16)
+    slot = table.get(key)
+    assert slot is not None
+    table.remove(slot)
+    # The same block in the same slot, whose store has not ended.
+    assert table.insert((key,), 16, 1) == index
+    table.record_stores(StepPlan(1, store_slots=[index]), is_idle=False)
+    table.share(settled=1)
+    assert pin(partition, 0) == []
+    table.record_ended([1])
+    table.share(settled=1)
+    assert pin(partition, 0) == [index]
+
+
 def test_slot_that_is_read_is_passed_over(partition: Partition) -> None:
     table = table_of(partition)
     fill(table, 0, NUM_SLOTS, seq=1)

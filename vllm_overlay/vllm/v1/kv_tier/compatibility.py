@@ -319,10 +319,10 @@ def check_pool(vllm_config: "VllmConfig", settings: Mapping[str, bool]) -> None:
     }
     if found := [name for name, is_on in on.items() if is_on]:
         raise ValueError(
-            "--kv-offloading-config: pool has not been run with secondary tiers, "
-            "ranks on several machines, Ray, decode context parallelism, "
-            "share_replicas, quotas, shrink_after_s, verify, LoRA, speculative "
-            "decoding, KV connectors or KV events. Remove "
+            "--kv-offloading-config: pool has not been run with secondary tiers of "
+            "several ranks, ranks on several machines, Ray, decode context "
+            "parallelism, share_replicas, quotas, shrink_after_s, verify, LoRA, "
+            "speculative decoding, KV connectors or KV events. Remove "
             f"{' and '.join(found)}, or pool."
         )
 

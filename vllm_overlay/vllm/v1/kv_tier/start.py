@@ -235,7 +235,7 @@ def _requests_meet(
     is_on = config.debug.meet and bool(tiers)
     is_on = is_on and all(tier.debug.fetch != ALWAYS for tier in tiers)
     # Memory that comes and goes counts blocks of a prompt at its admission.
-    is_on = is_on and config.shrink_after_s is None
+    is_on = is_on and config.shrink_after_s is None and config.pool is None
     return is_on and compatibility.engine_can_jump(vllm_config, kv_cache_config)
 
 

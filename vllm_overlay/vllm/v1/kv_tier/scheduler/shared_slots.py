@@ -13,7 +13,7 @@ is finding and pinning it for a neighbour.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
@@ -73,7 +73,7 @@ class SharedSlotTable(SlotTable):
     ) -> None:
         super().__init__(member.num_slots, policy)
         self._plans_per_report = plans_per_report
-        self.num_own = member.num_slots
+        self.num_own, self.first_slot = member.num_slots, member.first_slot
         self._partition = member.own
         self.has_left = False
         """Whether nothing is published any more."""
@@ -84,6 +84,8 @@ class SharedSlotTable(SlotTable):
         # Slots by the plan that stores them, until it has ended. Then (plan, slot).
         self._unended: dict[int, list[int]] = {}
         self._to_publish: list[tuple[int, int]] = []
+        # What came from a secondary tier and is to be published, by slot.
+        self._fetched: dict[int, BlockHashWithGroupId] = {}
         # Slots that neighbours read, with the keys under which they are held.
         self._read: dict[int, list[BlockHashWithGroupId]] = {}
         self._adopt(member)
@@ -143,7 +145,17 @@ class SharedSlotTable(SlotTable):
         if self._is_leaving:
             self._leave()
         self._publish(settled)
+        if self._fetched:
+            self._publish_fetched()
         self._end_reads()
+
+    def fill(
+        self, index: int, key: BlockHashWithGroupId, num_tokens: int | None
+    ) -> None:
+        """As `SlotTable.fill`: all ranks have the block, so others may find it."""
+        super().fill(index, key, num_tokens)
+        if not self.has_left:
+            self._fetched[index] = key
 
     def _publish(self, settled: int) -> None:
         num_settled = bisect_left(self._to_publish, (settled + 1,))
@@ -157,13 +169,32 @@ class SharedSlotTable(SlotTable):
             and self._store_seq[index] == seq
             and index not in self._several
         ]
-        if slots and not self._partition.publish(
+        if self._has_published(slots):
+            del self._to_publish[: len(due)]
+
+    def _publish_fetched(self) -> None:
+        some = list(islice(self._fetched.items(), _MAX_PUBLISHED))
+        keys = self.places.keys
+        slots = [
+            index
+            for index, key in some
+            # Else it was stored since, maybe not to its end.
+            if keys[index] == key
+            and self._store_seq[index] == 0
+            and index not in self._several
+            and not self._partition.is_published(index)
+        ]
+        if self._has_published(slots):
+            for index, _ in some:
+                del self._fetched[index]
+
+    def _has_published(self, slots: Sequence[int]) -> bool:
+        keys = self.places.keys
+        return not slots or self._partition.publish(
             slots,
             [keys[index] for index in slots],
             [self._num_tokens[index] or None for index in slots],
-        ):
-            return
-        del self._to_publish[: len(due)]
+        )
 
     def _end_reads(self) -> None:
         if not self._read:
@@ -186,7 +217,8 @@ class SharedSlotTable(SlotTable):
     @property
     def is_sharing(self) -> bool:
         """Whether further steps publish something."""
-        return bool(self._unended or self._to_publish or self._is_leaving)
+        waiting = self._unended or self._to_publish or self._fetched
+        return bool(waiting or self._is_leaving)
 
     def leave(self) -> None:
         """Publish nothing from now on, and withdraw everything."""
@@ -194,6 +226,7 @@ class SharedSlotTable(SlotTable):
             self.has_left = self._is_leaving = True
             self._unended.clear()
             self._to_publish.clear()
+            self._fetched.clear()
             self._leave()
 
     def _leave(self) -> None:

@@ -119,6 +119,9 @@ class SlotTable:
 
     """
 
+    first_slot = 0
+    """Its number on the ranks, in jobs of secondary tiers."""
+
     def __init__(
         self, num_slots: int, policy: EvictionPolicy, num_open: int | None = None
     ) -> None:
