@@ -305,7 +305,7 @@ def test_a_slot_that_the_plan_uses_is_not_replaced() -> None:
     block = tier.pool.get_new_blocks(1)[0]
     tier.cache("b", [block])
     tier.pool.cached_block_hashes_by_block[block.block_id] = {slot.keys[0]}
-    assert not tier.pool.host_writer.store(block, before_eviction=False)
+    assert not tier.pool.host_writer.store([block], before_eviction=False)
     stats = tier.pool.take_stats()
     assert stats.refused_pinned == 1 and stats.promoted_blocks == 1
 
