@@ -113,13 +113,14 @@ def open_slots() -> tuple[float, float]:
     """Host slots that are open, and that there will be; (0, 0) without the tier."""
     from prometheus_client import REGISTRY
 
+    names = [f"vllm:kv_tier_{which}_slots" for which in ("host", "reserved")]
+    # All metrics would take longer than a step.
     found = {
         sample.name: sample.value
-        for metric in REGISTRY.collect()
+        for metric in REGISTRY.restricted_registry(names).collect()
         for sample in metric.samples
-        if sample.name.startswith("vllm:kv_tier_")
     }
-    return tuple(found.get(f"vllm:kv_tier_{n}_slots", 0) for n in ("host", "reserved"))  # type: ignore[return-value]
+    return found.get(names[0], 0.0), found.get(names[1], 0.0)
 
 
 async def run_one(args: argparse.Namespace) -> dict[str, Any]:

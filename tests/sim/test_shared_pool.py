@@ -7,7 +7,7 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vllm.v1.kv_tier.keeper.partition import Partition, Published, Rows, Slots
+from vllm.v1.kv_tier.keeper.partition import Claim, Partition, Published, Rows, Slots
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduler.neighbours import Neighbours
@@ -186,8 +186,8 @@ def test_scripts_of_engines_that_share_a_pool() -> None:
 class _IgnoresPins(Partition):
     """The owner reuses slots that neighbours read."""
 
-    def _is_pinned(self, slot: int) -> bool:
-        return False
+    def _are_pinned(self, slots: Slots) -> NDArray[np.bool_]:
+        return np.zeros(len(slots), np.bool_)
 
 
 class _PinsUnseen(OldLooks):
@@ -206,6 +206,9 @@ class _ForgetsEntries(Partition):
     def is_published(self, slot: int) -> bool:
         return False
 
+    def claim(self, slots: Sequence[int], spares: bool = True) -> list[Claim]:
+        return [Claim.FREE] * len(slots)
+
 
 class _StaleAfterDeath(Partition):
     """An heir takes over nothing, but what was published can still be found."""
@@ -215,6 +218,9 @@ class _StaleAfterDeath(Partition):
 
     def is_published(self, slot: int) -> bool:
         return False
+
+    def claim(self, slots: Sequence[int], spares: bool = True) -> list[Claim]:
+        return [Claim.FREE] * len(slots)
 
 
 def publish_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_successor_adopts_what_a_killed_engine_has_published(
     def engine() -> None:
         member = Member(path, ONE, [4096])
         assert member.membership.own.publish([3, 4], KEYS[:2], [16, 32])
-        assert member.membership.own.claim(4) is Claim.FREE
+        assert member.membership.own.claim([4]) == [Claim.FREE]
         os.write(started[1], bytes([member.membership.number]))
         time.sleep(60)
 
@@ -199,7 +199,7 @@ def test_pins_of_a_dead_reader_are_cleared_within_a_second(
 
     pid = start(engine)
     os.read(ready[0], 1)
-    assert one.membership.own.claim(3) is Claim.BUSY
+    assert one.membership.own.claim([3]) == [Claim.BUSY]
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert eventually(lambda: one.membership.own.unpinned([3]) == [3]) < 1

@@ -300,22 +300,31 @@ class Partition:
         """Whether neighbours may find `slot`, as its owner has left it."""
         return bool(self._places[slot])
 
-    def claim(self, slot: int) -> Claim:
-        """Make a slot one that can be reused, if no neighbour finds or uses it."""
-        if not self.is_published(slot):
-            return Claim.FREE
+    def claim(self, slots: Sequence[int], spares: bool = True) -> list[Claim]:
+        """Make slots ones that can be reused, where no neighbour finds or uses them.
+
+        Args:
+            slots: Published or not.
+            spares: Spare those that a neighbour has used since the last claim.
+
+        """
+        numbers = np.array(slots, np.int64)
+        published = self._places[numbers] > 0
+        claims = np.full(len(slots), Claim.FREE)
+        if not published.any():
+            return list(claims)
         if not self.lock.acquire(_SPIN_S):
-            return Claim.BUSY
+            claims[published] = Claim.BUSY
+            return list(claims)
         try:
-            if self._is_pinned(slot):
-                return Claim.PINNED
-            if self._used[slot]:
-                self._used[slot] = 0
-                return Claim.USED
-            self._withdraw(slot)
-            return Claim.FREE
+            pinned = self._are_pinned(numbers) & published
+            used = (self._used[numbers] > 0) & published & ~pinned & spares
+            self._used[numbers[used]] = 0
+            self._withdraw(numbers[published & ~pinned & ~used])
         finally:
             self.lock.release()
+        claims[pinned], claims[used] = Claim.PINNED, Claim.USED
+        return list(claims)
 
     def withdraw(self, slot: int) -> Claim:
         """Let no neighbour find `slot` from now on.
@@ -327,8 +336,9 @@ class Partition:
         if not self.lock.acquire(_SPIN_S):
             return Claim.BUSY
         try:
-            self._withdraw(slot)
-            return Claim.PINNED if self._is_pinned(slot) else Claim.FREE
+            numbers = np.array([slot])
+            self._withdraw(numbers)
+            return Claim.PINNED if self._are_pinned(numbers)[0] else Claim.FREE
         finally:
             self.lock.release()
 
@@ -355,19 +365,19 @@ class Partition:
         if not self.lock.acquire(_SPIN_S):
             return None
         try:
-            numbers = numbers[(self._pin_words[numbers] == 0).all(axis=1)]
+            numbers = numbers[~self._are_pinned(numbers)]
         finally:
             self.lock.release()
         return list(numbers.tolist())
 
-    def _is_pinned(self, slot: int) -> bool:
-        first, second = self._pin_words[slot].tolist()
-        return bool(first or second)
+    def _are_pinned(self, slots: Slots) -> NDArray[np.bool_]:
+        words = self._pin_words[slots]
+        return (words[:, 0] | words[:, 1]) > 0
 
-    def _withdraw(self, slot: int) -> None:
-        if place := int(self._places[slot]):
-            self._entries[place - 1] = 0
-            self._places[slot] = 0
+    def _withdraw(self, slots: Slots) -> None:
+        places = self._places[slots]
+        self._entries[places[places > 0] - 1] = 0
+        self._places[slots] = 0
 
     # ------------------------------------------------------------------ for readers
 

@@ -27,9 +27,11 @@ _NEIGHBOURS = -1
 # Most slots that a step publishes, and that it looks at for the end of a read.
 _MAX_PUBLISHED = 512
 _MAX_LOOKS = 512
-# Most victims of a plan that neighbours use or read, and that are passed over. Each
-# takes some microseconds.
-_MAX_REFUSED = 256
+# Most victims of a plan that neighbours have used and that are spared for it, and most
+# that they read. Each takes some microseconds. Beyond, what was used is evicted too: a
+# plan may need a slot for each block of a long prompt.
+_MAX_SPARED = 512
+_MAX_REFUSED = 1024
 
 
 class PlanEnds:
@@ -76,7 +78,7 @@ class SharedSlotTable(SlotTable):
         self.has_left = False
         """Whether nothing is published any more."""
         self._is_leaving = False
-        self._num_refused = 0
+        self._num_refused = self._num_spared = 0
         # Plans with stores since the last one whose end is to be reported.
         self._num_unasked = 0
         # Slots by the plan that stores them, until it has ended. Then (plan, slot).
@@ -254,7 +256,7 @@ class SharedSlotTable(SlotTable):
 
     def unpin_all(self) -> None:
         super().unpin_all()
-        self._num_refused = 0
+        self._num_refused = self._num_spared = 0
 
     def _evict(self, num_slots: int) -> list[int]:
         if not self._released:
@@ -271,7 +273,7 @@ class SharedSlotTable(SlotTable):
         while self._released:
             key = next(reversed(self._released))
             index = self._index(key)
-            claim = self._partition.claim(index)
+            (claim,) = self._partition.claim([index])
             if claim is Claim.BUSY:
                 return False
             if claim is Claim.FREE:
@@ -283,25 +285,27 @@ class SharedSlotTable(SlotTable):
     def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
         victims: list[BlockHashWithGroupId] = []
         while found := super()._victims(num_keys - len(victims)):
-            for i, victim in enumerate(found):
-                index = self._index(victim)
-                claim = self._partition.claim(index)
+            indices = [self._index(victim) for victim in found]
+            spares = self._num_spared < _MAX_SPARED
+            claims = self._partition.claim(indices, spares)
+            if claims.count(Claim.FREE) == len(claims):
+                victims += found
+                continue
+            for victim, index, claim in zip(found, indices, claims):
                 if claim is Claim.FREE:
                     victims.append(victim)
-                    continue
-                if claim is Claim.BUSY:
+                elif claim is Claim.BUSY:
                     self._aside[victim] = None
                 elif claim is Claim.USED:
+                    self._num_spared += 1
                     self._policy.insert(victim)
                     self._policy.hit(victim)
                 else:
+                    self._num_refused += 1
                     self._hold_read(index, [victim])
                     self._passed[victim] = None
-                self._num_refused += claim is not Claim.BUSY
-                if claim is Claim.BUSY or self._num_refused >= _MAX_REFUSED:
-                    # The others are the next victims still.
-                    self._next.update(dict.fromkeys(found[i + 1 :]))
-                    return victims
+            if Claim.BUSY in claims or self._num_refused >= _MAX_REFUSED:
+                break
         return victims
 
     def _index(self, key: BlockHashWithGroupId) -> int:

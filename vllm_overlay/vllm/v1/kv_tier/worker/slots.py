@@ -68,6 +68,17 @@ class RankSlots:
         # Number of secondary tiers' jobs that reserve each slot.
         self._taken: Counter[int] = Counter()
 
+    def num_bytes(self, group: int, slot_bytes: int) -> int:
+        """How many of the first bytes of a slot a KV cache group needs.
+
+        Args:
+            group: Its number; -1 if it is unknown.
+            slot_bytes: Bytes of a slot.
+
+        """
+        known = 0 <= group < len(self.group_bytes)
+        return self.group_bytes[group] if known else slot_bytes
+
     # ------------------------------------------------------- device and slots
 
     def begin_store(self, slots: Sequence[int], groups: Sequence[int] = ()) -> None:
@@ -197,17 +208,6 @@ class RankSlots:
         return filled
 
     # ------------------------------------------------------------------ own
-
-    def num_bytes(self, group: int, slot_bytes: int) -> int:
-        """How many of the first bytes of a slot a KV cache group needs.
-
-        Args:
-            group: Its number; -1 if it is unknown.
-            slot_bytes: Bytes of a slot.
-
-        """
-        known = 0 <= group < len(self.group_bytes)
-        return self.group_bytes[group] if known else slot_bytes
 
     def _fill(self, slots: Sequence[int], groups: Sequence[int]) -> None:
         self._states[slots] = FILLING
