@@ -254,7 +254,7 @@ def turns(
     order: list[tuple[int, Action | bool]] = []
     while any(left):
         number = rng.choice([i for i, script in enumerate(left) if script])
-        for _ in range(min(rng.choice([1, 1, 2, 8]), len(left[number]))):
+        for _ in range(min(rng.choice([1, 1, 2, 8, 24]), len(left[number]))):
             order.append((number, left[number].pop(0)))
     for _ in range(num_kills):
         place = rng.randint(0, len(order))

@@ -51,6 +51,7 @@ def play_random(
     num_kills: int | None = None,
     fails: float | None = None,
     has_below: bool | None = None,
+    resets: bool | None = None,
 ) -> Counter[str]:
     """Play a script. What is given is not drawn.
 
@@ -63,6 +64,7 @@ def play_random(
         num_kills: How many engines die.
         fails: Part of the steps whose loads fail.
         has_below: There is a store below the pool.
+        resets: Engines may be reset.
 
     """
     rng = Random(seed)
@@ -96,8 +98,10 @@ def play_random(
     for _ in range(num_engines):
         script = [random_action(rng) for _ in range(20)]
         # After a reset an engine shares nothing.
-        keeps = rng.random() < 0.8
+        keeps = rng.random() < 0.8 if resets is None else not resets
         script = [a for a in script if not (keeps and isinstance(a, Reset))]
+        if resets:
+            script[rng.randrange(len(script))] = Reset(running=True)
         part = rng.choice([0, 0, 0.2]) if fails is None else fails
         scripts.append(single_steps(rng, script, is_pressed, part))
     machine = make_machine(setup, num_engines, make, busy, rng)
@@ -247,9 +251,14 @@ def publish_later_plans(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedSlotTable, "record_ended", record)
 
 
-def publish_unsettled(patch: pytest.MonkeyPatch) -> None:
-    """Before it is known whether what was stored is void."""
-    patch.setattr(SharedBlockPool, "_settled", lambda self, seq: seq)
+def leave_readers(patch: pytest.MonkeyPatch) -> None:
+    """An engine that leaves reuses what neighbours still read."""
+    withdraw_all = Partition.withdraw_all
+
+    def withdraw(self: Partition) -> list[int] | None:
+        return None if withdraw_all(self) is None else []
+
+    patch.setattr(Partition, "withdraw_all", withdraw)
 
 
 def count_one_rank(patch: pytest.MonkeyPatch) -> None:
@@ -305,7 +314,7 @@ def test_bug_of_a_partition_is_found(make: type[Partition]) -> None:
     [
         (publish_at_once, {}),
         (publish_later_plans, {}),
-        (publish_unsettled, {"num_ranks": 1, "fails": 0.3, "num_kills": 0}),
+        (leave_readers, {"num_ranks": 1, "resets": True}),
         (count_one_rank, {}),
         (unpin_at_once, {"num_ranks": 1, "fails": 0.0, "num_kills": 0}),
         (share_after_reset, {}),

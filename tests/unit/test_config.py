@@ -587,15 +587,6 @@ def test_pool_takes_the_place_of_the_size(model: str) -> None:
             {"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_gib": 1}]},
             {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         ),
-        (
-            "--decode-context-parallel-size",
-            {},
-            {
-                "tensor_parallel_size": 2,
-                "decode_context_parallel_size": 2,
-                "distributed_executor_backend": "mp",
-            },
-        ),
         ("--enable-lora", {}, {"enable_lora": True}),
         (
             "--speculative-config",

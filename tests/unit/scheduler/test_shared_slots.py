@@ -109,6 +109,24 @@ def test_slot_that_is_read_is_passed_over(partition: Partition) -> None:
     assert fill(table, NUM_SLOTS + 20, 1, seq=4) == read
 
 
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_slot_that_is_read_is_not_reused_after_the_engine_has_left(
+    partition: Partition, is_cleared: bool
+) -> None:
+    table = table_of(partition)
+    fill(table, 0, NUM_SLOTS, seq=1)
+    read = pin(partition, 0)
+    table.leave()
+    if is_cleared:
+        for slot in table.filled_slots():
+            table.remove(slot)
+    stored = fill(table, NUM_SLOTS, NUM_SLOTS, seq=2)
+    assert len(stored) == NUM_SLOTS - 1 and not {*read} & {*stored}
+    partition.unpin(read, READER)
+    table.share(settled=2)
+    assert fill(table, 2 * NUM_SLOTS - 1, 1, seq=3) == read
+
+
 def test_busy_neighbour_costs_a_store_but_no_time(partition: Partition) -> None:
     table = table_of(partition)
     fill(table, 0, NUM_SLOTS, seq=1)

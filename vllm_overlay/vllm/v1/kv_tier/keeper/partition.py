@@ -342,16 +342,22 @@ class Partition:
         finally:
             self.lock.release()
 
-    def withdraw_all(self) -> bool:
-        """Let neighbours find nothing. False if the lock is busy."""
+    def withdraw_all(self) -> list[int] | None:
+        """Let neighbours find nothing.
+
+        Returns:
+            Slots that they still read. None if the lock is busy.
+
+        """
         if not self.lock.acquire(_SPIN_S):
-            return False
+            return None
         try:
             self._entries[:] = 0
             self._places[: self._num_slots] = 0
+            pins = self._pin_words[: self._num_slots]
+            return list(np.flatnonzero(pins.any(axis=1)).tolist())
         finally:
             self.lock.release()
-        return True
 
     def unpinned(self, slots: Sequence[int]) -> list[int] | None:
         """Those of `slots` that no neighbour reads. None if the lock is busy."""

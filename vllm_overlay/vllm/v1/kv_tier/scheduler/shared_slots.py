@@ -230,7 +230,11 @@ class SharedSlotTable(SlotTable):
             self._leave()
 
     def _leave(self) -> None:
-        self._is_leaving = not self._partition.withdraw_all()
+        read = self._partition.withdraw_all()
+        self._is_leaving = read is None
+        for index in read or ():
+            key = self.places.keys[index]
+            self._hold_read(index, [] if key is None else [key])
 
     # ------------------------------------------------------------------ of neighbours
 
