@@ -378,11 +378,11 @@ class SlotTable:
             if self._released:
                 indices.append(self._evict_released())
                 continue
-            victims = self._victims(min(num_left, num_unpinned))
-            if not victims:
-                break
+            victims = self._victims(most := min(num_left, num_unpinned))
             self.num_evicted += len(victims)
             indices += self._unlist(victims)
+            if len(victims) < most:
+                break
         return indices
 
     def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
