@@ -3,6 +3,8 @@
 
     make bench-scale [TAG=] [ARGS='--slots 10000 100000']
 
+Writes a table and a plot.
+
 Each size runs in a process of its own. The real scheduler starts, Python's objects are
 excepted from collections as an engine does, and so many blocks go through the host that
 every slot was filled and evicted once. Then come steps like those of `bench-scheduler`.
@@ -21,6 +23,7 @@ collector  Milliseconds of the longest collection in any step, and of a full one
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -37,6 +40,11 @@ MAX_RATIO = 1.03
 BASE = 100_000
 MAX_BYTES = 250
 MAX_WORST_MS = 5.0
+KINDS = {
+    "decode": "a step of 256 that decode",
+    "admit": "with 64 loads",
+    "worst": "longest of 10,000, above the median",
+}
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 Row = dict[str, float]
 
@@ -127,6 +135,40 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def plot(rows: list[Row]) -> str:
+    """An SVG of the costs of steps and their longest, by the number of slots."""
+    width, height, left, top, bottom = 560, 220, 48, 24, 190
+    most = 1.2 * max(row.get(kind, 0) / 1e3 for row in rows for kind in KINDS)
+    most = max(most, 1.2 * max(row["worst"] for row in rows))
+    first, last = (math.log10(end(SIZES)) for end in (min, max))
+
+    def at(slots: float, ms: float) -> tuple[float, float]:
+        part = (math.log10(slots) - first) / (last - first)
+        return left + part * (width - 2 * left), bottom - ms / most * (bottom - top)
+
+    def text(x: float, y: float, words: str, more: str = "") -> str:
+        return f'<text x="{x:.0f}" y="{y:.0f}" {more}>{words}</text>'
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="11" fill="#555">',
+        f'<path d="M{left} {top}V{bottom}H{width - left}" fill="none" stroke="#999"/>',
+        text(left, top - 8, "ms by number of slots; bytes for each slot under it"),
+    ]
+    for row in rows:
+        x, _ = at(row["slots"], 0)
+        words = f"{row['slots']:,} ({row['bytes']:.0f})"
+        parts.append(text(x, bottom + 16, words, 'text-anchor="middle"'))
+    for (kind, words), color in zip(KINDS.items(), ("#1f77b4", "#2ca02c", "#d62728")):
+        scale = 1 if kind == "worst" else 1e-3
+        points = [at(row["slots"], scale * row[kind]) for row in rows if kind in row]
+        line = " ".join(f"{x:.0f},{y:.0f}" for x, y in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}"/>')
+        x, y = points[0]
+        parts.append(text(x + 4, y - 5, words, f'fill="{color}"'))
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def misses(rows: list[Row]) -> list[str]:
     """The limits that are missed, in words."""
     found = []
@@ -166,6 +208,7 @@ def main() -> int:
         print(json.dumps(rows[-1]), flush=True)
     text = table(rows)
     (args.out / "scale.md").write_text(text + "\n")
+    (args.out / "scale.svg").write_text(plot(rows))
     print(text)
     found = misses(rows)
     print("\n".join(f"MISSED: {miss}" for miss in found) or "every limit is met")

@@ -2,10 +2,13 @@
 """Proven keys are protected while that pays: against a plain model, and by example."""
 
 from collections.abc import Iterable
+from itertools import islice
+from random import Random
+from typing import Any
 
 from hypothesis import settings
-from hypothesis.stateful import invariant
 
+from vllm.v1.kv_tier.eviction.recent import RecentKeys
 from vllm.v1.kv_tier.policy import LRU, AdaptiveSLRU, EvictionPolicy, make_policy
 
 from .test_policies import NUM_SLOTS, PolicyMachine
@@ -79,12 +82,6 @@ class ProvenMachine(PolicyMachine):
         super().__init__()
         self.policy, self.model = make_policy("proven", NUM_SLOTS), Model()
 
-    @invariant()
-    def ghosts_are_bounded(self) -> None:
-        policy = self.policy
-        assert isinstance(policy, AdaptiveSLRU)
-        assert len(policy._ghosts) <= NUM_SLOTS
-
 
 TestProven = ProvenMachine.TestCase
 TestProven.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -157,3 +154,51 @@ def test_what_outgrows_its_half_goes_by_age() -> None:
         policy.remove(key)
     assert policy._credit > 0
     assert hits(policy, later) == hits(LRU(640), later) == 3 * 480
+
+
+class ExactGhosts:
+    """As `RecentKeys`, but exactly the last keys."""
+
+    def __init__(self, num_keys: int) -> None:
+        self.num_keys = num_keys
+        self.keys: dict[Any, int] = {}
+
+    def pop(self, keys: Iterable[Any]) -> list[int | None]:
+        return [self.keys.pop(key, None) for key in keys]
+
+    def add(self, keys: Iterable[Any], values: Iterable[int]) -> None:
+        self.keys.update(zip(keys, values))
+        for key in [*islice(self.keys, max(0, len(self.keys) - self.num_keys))]:
+            del self.keys[key]
+
+
+def conversations(draw: Random, num_slots: int) -> list[bytes]:
+    """Conversations of 40 to 400 keys that come back after some time or never, some of
+    them much more often than others, and scans in between."""
+    uses: list[bytes] = []
+    while len(uses) < 10 * num_slots:
+        number = int(num_slots / 60 * draw.random() ** 3)
+        keys = [f"{number} {i}" for i in range(40 + 360 * (number % 7) // 6)]
+        if draw.random() < 0.3:
+            keys = [f"scan {draw.random()}" for _ in range(200)]
+        uses += map(str.encode, keys)
+    return uses
+
+
+def test_ghosts_in_rows_have_the_hits_of_exact_ones() -> None:
+    """In the mean: some hits more here and less there, as with a few ghosts more."""
+    num_slots, seeds = 4_000, range(100, 105)
+
+    def with_ghosts(ghosts: type, num_keys: int) -> float:
+        total = 0.0
+        for uses in workloads:
+            policy = AdaptiveSLRU(num_slots)
+            policy._ghosts = ghosts(num_keys)
+            total += hits(policy, uses) / len(uses)
+        return total / len(workloads)
+
+    workloads = [conversations(Random(seed), num_slots) for seed in seeds]
+    exact = with_ghosts(ExactGhosts, num_slots)
+    assert abs(with_ghosts(RecentKeys, num_slots) - exact) < 0.005
+    # Without ghosts there are others.
+    assert abs(with_ghosts(RecentKeys, 1) - exact) > 0.01

@@ -224,6 +224,14 @@ class PolicyMachine(RuleBasedStateMachine):
     def evict_one(self) -> None:
         self.evict()
 
+    @rule(num_keys=st.integers(1, 2 * NUM_SLOTS))
+    def evict_several(self, num_keys: int) -> None:
+        """As one by one."""
+        number = min(num_keys, len(self.model.resident))
+        victims = [self.model.evict(set()) for _ in range(number)]
+        assert self.policy.evict_all(num_keys) == victims
+        self.pinned -= {*victims}
+
     def evict(self) -> Any:
         before = self.model.resident
         victim = self.policy.evict(self.pinned.__contains__)

@@ -13,7 +13,7 @@ LARGEST = 2**32 - 1
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9))))
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 8))))
 def test_one_row_keeps_the_last_keys_exactly(calls: list[tuple[bool, int]]) -> None:
     recent, model = RecentKeys(5), dict[int, int]()
     for i, (is_added, key) in enumerate(calls):
@@ -23,7 +23,7 @@ def test_one_row_keeps_the_last_keys_exactly(calls: list[tuple[bool, int]]) -> N
             model[key] = i
             if len(model) > 5:
                 del model[next(iter(model))]
-        assert len(recent) == len(model)
+    assert recent.pop(range(9)) == [model.pop(key, None) for key in range(9)]
 
 
 def test_many_rows_keep_about_the_last_keys() -> None:
@@ -32,8 +32,10 @@ def test_many_rows_keep_about_the_last_keys() -> None:
     keys = [draw(36) for _ in range(3 * num_keys)]
     recent = RecentKeys(num_keys)
     recent.add(keys, range(len(keys)))
-    assert 0.95 * num_keys < len(recent) <= num_keys
-    late, early = keys[-num_keys // 2 :], keys[: -2 * num_keys]
+    found = [number is not None for number in recent.pop(keys)]
+    assert 0.95 * num_keys < sum(found) <= num_keys
+    recent.add(keys, range(len(keys)))
+    late, early = keys[-num_keys // 4 :], keys[: -2 * num_keys]
     assert recent.pop(early) == [None] * len(early)
     assert recent.pop(late) == [*range(len(keys) - len(late), len(keys))]
     assert recent.pop(late) == [None] * len(late)
@@ -45,7 +47,7 @@ def test_many_rows_have_seen_about_the_last_keys() -> None:
     keys = [draw(36) for _ in range(3 * num_keys)]
     seen = SeenKeys(num_keys)
     assert not any(map(seen.add, keys))
-    late, early = keys[-num_keys // 2 :], keys[: num_keys // 2]
+    late, early = keys[-num_keys // 4 :], keys[: num_keys // 2]
     assert all(map(seen.add, late)) and not any(map(seen.add, early))
 
 
@@ -55,8 +57,8 @@ def test_a_key_takes_a_few_bytes() -> None:
     for _ in range(3 * num_keys):
         recent.add([key := draw(36)], [LARGEST])
         seen.add(key)
-    assert sum(map(sys.getsizeof, recent._rows)) < 11 * num_keys
-    assert sum(map(sys.getsizeof, seen._rows)) < 6 * num_keys
+    assert sys.getsizeof(recent._data) < 8.1 * num_keys
+    assert sys.getsizeof(seen._data) < 4.1 * num_keys
 
 
 def test_a_tag_inside_of_other_entries_is_none() -> None:

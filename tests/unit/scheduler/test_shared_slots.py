@@ -8,7 +8,7 @@ from tests.unit.keeper.crowd import IDENTITY, KEYS, NUM_SLOTS, Shared
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.eviction.policies import make_policy
 from vllm.v1.kv_tier.keeper.client import Membership
-from vllm.v1.kv_tier.keeper.partition import Partition, rows_of
+from vllm.v1.kv_tier.keeper.partition import Claim, Partition, rows_of
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
 
@@ -168,3 +168,21 @@ def test_engine_that_leaves_withdraws_everything(partition: Partition) -> None:
     fill(table, 5, 5, seq=2)
     assert pin(partition, 6) == []
     assert table.get(BlockHashWithGroupId(KEYS[0])) is not None
+
+
+def test_victims_behind_a_busy_partition_keep_their_turn(
+    partition: Partition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several are evicted together, and claimed one after the other."""
+    table = table_of(partition)
+    slots = fill(table, 0, NUM_SLOTS, seq=1)
+    claim, number = partition.claim, iter(range(100))
+    monkeypatch.setattr(
+        partition, "claim", lambda i: Claim.BUSY if next(number) == 1 else claim(i)
+    )
+    new = [BlockHashWithGroupId(KEYS[NUM_SLOTS + i]) for i in range(4)]
+    assert table.insert_all(new, [16] * 4, 2) == slots[:1]
+    # The others are the next ones still, and then the one for which it was busy.
+    assert table.insert_all(new[1:], [16] * 3, 2) == slots[2:5]
+    table.unpin_all()
+    assert len(table) == NUM_SLOTS

@@ -293,3 +293,28 @@ def test_many_slots_are_in_several_tables(policy: str) -> None:
     assert len({slot.index for slot in found}) == num_slots
     assert all(host.at(slot.index) == slot for slot in found)
     assert found[-1].num_tokens == 16 * len(keys)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_several_blocks_are_stored_as_one_by_one(policy: str) -> None:
+    """Pinned slots and slots in writes are passed over, as far as there are others."""
+    tables = [SlotTable(8, make_policy(policy, 8)) for _ in range(2)]
+    old, new = [[key(f"{kind}{i}") for i in range(8)] for kind in ("old", "new")]
+    found = []
+    for host in tables:
+        slots = [inserted(host, each) for each in map("old{}".format, range(8))]
+        host.unpin_all()
+        host.pin([slots[2]])
+        host.hold(0, [slots[0].index], [old[0]])
+        if host is tables[0]:
+            indices = host.insert_all(new, [32] * 8, 2)
+        else:
+            one_by_one = [host.insert((each,), 32, 2) for each in new]
+            indices = [index for index in one_by_one if index is not None]
+        assert len(indices) == 6 and not {0, 2} & {*indices}
+        found.append((indices, [host.get(each) for each in old + new]))
+        host.unpin_all()
+        host.end_hold(0, [slots[0].index], [old[0]])
+        # What was written is the next victim.
+        assert host.insert((key("last"),), 32, 3) == slots[0].index
+    assert found[0] == found[1]

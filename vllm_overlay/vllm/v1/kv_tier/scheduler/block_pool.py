@@ -89,9 +89,8 @@ class TieredBlockPool(BlockPool):
         self.free = FreeBlocks(self)
         # As many keys as both tiers hold, plus as many evicted ones.
         num_keys = 2 * (self.num_gpu_blocks + layout.num_slots)
-        self.admission = make_admission(
-            layout, self.num_gpu_blocks, num_keys, self.host.has_room
-        )
+        of_admission = self.num_gpu_blocks, num_keys, self.host.has_room
+        self.admission = make_admission(layout, *of_admission)
         self.host_writer = writer = self._make_writer(
             self, self.host, builder, self.admission, stats
         )
@@ -125,15 +124,13 @@ class TieredBlockPool(BlockPool):
         self._jumps = self._make_jumps(loader)
         self._can_jump, self._copies_groups = layout.can_jump, layout.copies_groups
         self.has_jumped = False
-        """Whether requests may have blocks that no step has named to the workers yet.
-        A plain attribute, since each request of a step looks at it."""
+        """Whether requests may have blocks that no step has named to workers yet."""
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
         self.void_plan = 0
         """The last plan whose forward pass used what a failed load left."""
-        self._num_taken = 0
+        self._num_taken, self._serves_host = 0, True
         self._demoting = self._are_evicted = False
-        self._serves_host = True
         # Whether the request that was looked up only waits for loads.
         self._is_deferred = False
         # Which blocks may be loaded for the request that is looked up; None for all.
@@ -228,10 +225,7 @@ class TieredBlockPool(BlockPool):
         computed_blocks: tuple[Sequence[KVCacheBlock], ...],
         *others: Any,
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:
-        """Turn the host slots of a prefix hit into cached device blocks.
-
-        Takes the same arguments as `Promotion.promote`. Blocks in secondary tiers are
-        fetched first.
+        """As `Promotion.promote`. Blocks in secondary tiers are fetched first.
 
         Returns:
             The hit, or None if the request waits.
@@ -355,10 +349,8 @@ class TieredBlockPool(BlockPool):
         self._num_taken += num_blocks
         self._demoting = True
         try:
-            if num_blocks > _FEW and self._can_evict_first(num_blocks):
-                host_writer.evict_first(num_blocks)
-                # Upstream evicts them once more.
-                self._are_evicted = True
+            if num_blocks > _FEW and not self._publishes_evictions:
+                self._are_evicted = host_writer.evict_first(num_blocks)
             blocks = super().get_new_blocks(num_blocks)
         finally:
             self._demoting = self._are_evicted = False
@@ -367,10 +359,6 @@ class TieredBlockPool(BlockPool):
         if host_writer.released or host_writer.forbidden:
             self.conversations.record_taken(blocks)
         return blocks
-
-    def _can_evict_first(self, num_blocks: int) -> bool:
-        several = self.cached_block_hashes_by_block or self._publishes_evictions
-        return not several and num_blocks <= self.get_num_free_blocks()
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         # Upstream calls this for victims, and for content that became invalid.
@@ -448,13 +436,12 @@ class TieredBlockPool(BlockPool):
     def _insert_block_hash(
         self, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None
     ) -> None:
-        cached = self.cached_block_hash_to_block
+        cached, block_id = self.cached_block_hash_to_block, block.block_id
         # A block without a primary key has no other keys.
         if block.block_hash is None:
             block.set_block_hash(key, num_tokens)
             cached.insert(key, block)
-            block_id = block.block_id
-        elif cached.contain(key, block.block_id):
+        elif cached.contain(key, block_id):
             return
         else:
             super()._insert_block_hash(key, block, num_tokens)

@@ -169,11 +169,15 @@ class HostWriter:
         self._stats.refused_no_slot += len(blocks) - len(indices)
         return len(indices)
 
-    def evict_first(self, num_blocks: int) -> None:
-        """Evict the content of the next victims, which have one key each.
+    def evict_first(self, num_blocks: int) -> bool:
+        """Evict the content of the next victims, if all blocks have one key.
 
         As the pool does for each of them in `_maybe_evict_cached_block`, in less time.
         """
+        if self._pool.cached_block_hashes_by_block or (
+            num_blocks > self._pool.get_num_free_blocks()
+        ):
+            return False
         builder, pop = self._builder, self._pool.cached_block_hash_to_block.pop
         parts, num_parts = self._table.places.parts, self._table.places.num_parts
         calls_off = builder.loads or builder.prefetches
@@ -200,6 +204,7 @@ class HostWriter:
                 block.reset_hash()
         # Also of blocks without a key: copies that a reset dropped may still run.
         builder.overwrite_all(blocks)
+        return True
 
     def _drop_stale(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
         """Remove slots with some of `keys`, since they may lack bytes of others.

@@ -4,7 +4,7 @@
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -278,14 +278,9 @@ class SlotTable:
         return max(map(self._load_seq.__getitem__, indices))
 
     def last_copies(self, indices: Sequence[int]) -> tuple[int, int]:
-        """Last plans that stored to any of these slots, and that loaded from any.
-
-        Whatever their content was.
-        """
-        return (
-            max(map(self._store_seq.__getitem__, indices)),
-            self.last_load(indices),
-        )
+        """Last plans that stored to any of these slots, and that loaded from any."""
+        stored = max(map(self._store_seq.__getitem__, indices))
+        return stored, self.last_load(indices)
 
     def insert(
         self,
@@ -355,11 +350,9 @@ class SlotTable:
         else:
             for key in keys:
                 self._policy.insert(key)
-        if self.listeners:
-            for key in keys:
-                slot = self.get(key)
-                for listener in self.listeners:
-                    listener.on_filled(slot)  # type: ignore[arg-type]
+        for slot in map(self.get, keys) if self.listeners else ():
+            for listener in self.listeners:
+                listener.on_filled(slot)  # type: ignore[arg-type]
 
     def _take(self, num_slots: int) -> list[int]:
         """Take free slots, and evict for the rest; fewer if others are in use."""
@@ -370,8 +363,7 @@ class SlotTable:
         return indices
 
     def _evict(self, num_slots: int) -> list[int]:
-        """Evict blocks. Returns the indices of their slots, fewer if others are in
-        use."""
+        """Evict blocks. Returns their slots, fewer if others are in use."""
         indices: list[int] = []
         while (num_left := num_slots - len(indices)) > 0:
             # Called for the victims of a plan, so avoid a futile search.
@@ -379,13 +371,15 @@ class SlotTable:
             if num_unpinned <= 0:
                 break
             if self._released:
-                indices.append(self._evict_released())
+                self.num_evicted += 1
+                self._remove(self._released.popitem()[0])
+                indices.append(self._free.pop())
                 continue
-            victims = self._victims(min(num_left, num_unpinned))
-            if not victims:
-                break
+            victims = self._victims(most := min(num_left, num_unpinned))
             self.num_evicted += len(victims)
             indices += self._unlist(victims)
+            if len(victims) < most:
+                break
         return indices
 
     def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
@@ -399,8 +393,7 @@ class SlotTable:
             else:
                 victims.append(victim)
         while len(victims) < num_keys and self._num_passed < _MAX_PASSED:
-            evicted: list[BlockHashWithGroupId]
-            evicted = self._policy.evict_all(num_keys - len(victims))  # type: ignore[assignment]
+            evicted: Any = self._policy.evict_all(num_keys - len(victims))
             if not evicted:
                 break
             if pinned.isdisjoint(evicted) and held.isdisjoint(evicted):
@@ -417,21 +410,12 @@ class SlotTable:
         return victims
 
     def _forget_passed(self, key: BlockHashWithGroupId) -> bool:
-        """Remove `key` from the evicted keys that are still written.
-
-        False if it is not there.
-        """
+        """Remove `key` from evicted keys that are written. False if it is not there."""
         for keys in (self._passed, self._next):
             if key in keys:
                 del keys[key]
                 return True
         return False
-
-    def _evict_released(self) -> int:
-        key, _ = self._released.popitem()
-        self.num_evicted += 1
-        self._remove(key)
-        return self._free.pop()
 
     # ----------------------------------------------------------- secondary tiers
 
