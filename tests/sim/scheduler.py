@@ -250,8 +250,9 @@ def _vllm_config(setup: Setup) -> tuple[Any, Any]:
 
 
 def _group_bytes(setup: Setup) -> tuple[int, ...]:
-    """Each group but the first needs less than a slot, as far as plans say it."""
-    num_groups = len(setup.layout.groups)
+    """Each group but the first needs less than a slot, as far as plans say it. Blocks
+    of a pool are whole."""
+    num_groups = 1 if setup.member else len(setup.layout.groups)
     return tuple(SLOT_BYTES - i for i in range(num_groups)) if num_groups > 1 else ()
 
 

@@ -523,7 +523,8 @@ def _start_rank(
     set_layer_waits(None)
     if waits is not None:
         waits.use = set_layer_waits
-    needs = _group_bytes(wrapper.worker, regions, num_blocks)
+    # Slots of neighbours are in no table, so that blocks of a pool are whole.
+    needs = [] if place else _group_bytes(wrapper.worker, regions, num_blocks)
     shared = take_shared(wrapper)
     tier = HostTier.allocate(
         regions,

@@ -35,8 +35,6 @@ class SharedBlockPool(TieredBlockPool):
         super().__init__(layout, **kwargs)
         assert layout.pool is not None
         self._layout: PoolLayout = layout.pool
-        # Slots of neighbours are in no table, so that all are copied whole.
-        self._copies_groups = False
         self._settled_outputs = layout.tuning.settled_outputs
         self._settled_steps = layout.tuning.settled_steps
         sizes = layout.pool.block_sizes
