@@ -535,10 +535,8 @@ class SlotTable:
         self._policy.resize(num_slots)
 
     def close_down(self, first: int, most: int) -> None:
-        """Close the last slots, down to slot `first`, and evict their content.
-
-        Stops at a slot that a secondary tier uses, which may be closed later. Call it
-        when no slot is pinned.
+        """Close the last slots, down to slot `first`, and evict their content. No slot
+        may be pinned. Stops at one that a secondary tier uses; it may be closed later.
 
         Args:
             first: The first slot to close.
@@ -546,9 +544,8 @@ class SlotTable:
 
         """
         free, num_free = self._free, 0
-        for index in range(
-            self.num_slots - 1, max(first, self.num_slots - most) - 1, -1
-        ):
+        num_left = max(first, self.num_slots - most)
+        for index in reversed(range(num_left, self.num_slots)):
             if index in self._held or index in self._reserved:
                 break
             if num_free < len(free) and free[num_free] == index:
@@ -560,8 +557,9 @@ class SlotTable:
                 free.pop()
             else:
                 # Freed since `expect`, so one of the last.
-                last = len(free) - 1
-                del free[next(i for i in range(last, -1, -1) if free[i] == index)]
+                del free[
+                    next(i for i in reversed(range(len(free))) if free[i] == index)
+                ]
             self.num_slots = index
         del free[:num_free]
 
