@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from vllm.v1.executor import multiproc_executor
 from vllm.v1.kv_tier.keeper.client import Geometry, map_partitions
 
 from ..settings import options
@@ -49,6 +51,8 @@ KINDS = {"engine": 5, "starting": 2, "keeper": 1}
 
 
 def engine(model: str, socket: str | None, num_ranks: int = 1) -> Engine:
+    # Ranks are forks as well. Upstream starts them anew, which takes ten times as long.
+    multiproc_executor.get_mp_context = lambda: get_context("fork")  # type: ignore
     llm: dict[str, Any] = {**COMMON, **device(SMALL, num_ranks)}
     if socket is not None:
         llm["kv_offloading_backend"] = "core"
@@ -211,7 +215,7 @@ class Crowd:
     def _await_nothing_left(self, number: int, begun: float) -> None:
         """Until no slot is pinned for the engine that had a partition."""
         files = Path(f"/proc/{self._keeper.process.pid}/fd").iterdir()
-        (path,) = (p for p in files if "kv-tier-index" in os.readlink(p))
+        path = next(p for p in files if "kv-tier-index" in os.readlink(p))
         each = POOL_BYTES // NUM_ENGINES // (2 << 20) * (2 << 20)
         fd = os.open(path, os.O_RDWR)
         partitions = map_partitions(fd, Geometry(NUM_ENGINES, each))
