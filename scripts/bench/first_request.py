@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--size", default="1b", choices=list(SHAPES))
     add("--repeats", type=int, default=2)
+    add("--only", choices=["none", "core"])
     add("--watch-s", type=float, default=120, help="seconds of streams, at most")
     add("--still-s", type=float, default=5, help="seconds of streams without opening")
     add("--tier", type=json.loads, default={}, metavar="JSON", help="its settings")
@@ -112,13 +113,14 @@ def open_slots() -> tuple[float, float]:
     """Host slots that are open, and that there will be; (0, 0) without the tier."""
     from prometheus_client import REGISTRY
 
+    names = [f"vllm:kv_tier_{which}_slots" for which in ("host", "reserved")]
+    # All metrics would take longer than a step.
     found = {
         sample.name: sample.value
-        for metric in REGISTRY.collect()
+        for metric in REGISTRY.restricted_registry(names).collect()
         for sample in metric.samples
-        if sample.name.startswith("vllm:kv_tier_")
     }
-    return tuple(found.get(f"vllm:kv_tier_{n}_slots", 0) for n in ("host", "reserved"))  # type: ignore[return-value]
+    return found.get(names[0], 0.0), found.get(names[1], 0.0)
 
 
 async def run_one(args: argparse.Namespace) -> dict[str, Any]:
@@ -183,7 +185,7 @@ async def drain(answers: Any) -> None:
 def runs(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
     for repeat in range(-1, args.repeats):
         pair = ("none", "core") if repeat % 2 == 0 else ("core", "none")
-        yield from ((name, repeat) for name in pair)
+        yield from ((name, repeat) for name in pair if args.only in (None, name))
 
 
 def start(args: argparse.Namespace, name: str, repeat: int) -> dict[str, Any] | None:

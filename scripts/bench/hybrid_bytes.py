@@ -7,12 +7,14 @@ Conversations of 16 turns that grow to 32k tokens take turns on one engine: upst
 planning of a release makes groups of the layers of each shape (`sizing.shapes`), its
 scheduler runs the requests, and the tier plans the copies. Only the copies themselves
 and the forward pass are left out. Between turns others take the whole device. Each
-shape has four figures:
+shape has five figures:
 
 - link: bytes of all loads and stores, to the bytes that the groups of their blocks
   need; and the same if all blocks were copied whole.
 - asked: keys that secondary tiers are asked for, for such a prompt that neither device
   nor host has any of, to those of all its blocks.
+- tier: what a secondary tier is written for the turns of a conversation, and what
+  another engine reads of it for the last turn, to the same blocks as whole slots.
 - costs: blocks that such a hit loads, to those that the tier expects at start.
 - host: for hosts of several sizes, in slots that the next turns of all conversations
   can use, the tokens of prompts from the cache, in % of those with an unlimited host;
@@ -31,6 +33,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from instant_tier import InstantTier, Moved
 from scheduler_setup import sampled
 
 from sizing.shapes import SHAPES, Planned, Shape, plan
@@ -47,6 +50,7 @@ from vllm.v1.kv_tier.scheduler.kv_groups import (
     tokens_per_block,
 )
 from vllm.v1.kv_tier.scheduler.secondary.lookup import PromptLookup
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -84,8 +88,15 @@ class Served:
 class Engine:
     """One engine without ranks, and what its tier plans."""
 
-    def __init__(self, planned: Planned, num_slots: int, policy: str) -> None:
+    def __init__(
+        self,
+        planned: Planned,
+        num_slots: int,
+        policy: str,
+        tier: InstantTier | None = None,
+    ) -> None:
         self.planned = planned
+        self._tier = tier
         config = dataclasses.replace(planned.kv_cache_config)
         vllm_config = planned.vllm_config
         groups = group_blocks(vllm_config, config)
@@ -99,8 +110,12 @@ class Engine:
             planned.slot_bytes,
             load_s=planned.slot_bytes / 50e9,
             tokens_per_block=tokens_per_block(groups),
+            secondary=None
+            if tier is None
+            else tier.layout([group.block_size for group in groups], num_slots),
             prefix_ends=prefix_ends(groups),
-            copies_groups=True,
+            reachable=reachable_blocks(groups, False),
+            group_bytes=tuple(planned.group_bytes()),
         )
         self.scheduler = Scheduler(
             vllm_config=vllm_config,
@@ -142,6 +157,16 @@ class Engine:
         self._take_device()
         return num_loads
 
+    def write_rest(self) -> None:
+        """Write what the secondary tier lacks, as at the end of an engine."""
+        assert self._tier is not None
+        # Until no load can fail that would void what was stored.
+        for _ in range(SchedulingTuning().settled_steps + 1):
+            self.pool.begin_step()
+            self._take_plan(self.pool.take_plan(is_idle=True))
+        for _, jobs in self.pool.secondary.last_jobs():
+            self._tier.run(jobs, self.pool)
+
     def _take_device(self) -> None:
         """Requests that keep nothing take the whole device, before the next turn."""
         pool = self.pool
@@ -160,6 +185,8 @@ class Engine:
                 served.link_bytes += needs[plan.groups[index]] if plan.groups else size
                 served.whole_bytes += size
         served.stored_blocks += len(plan.store_slots) + len(plan.clean_slots)
+        if self._tier is not None:
+            self._tier.run(plan.secondary, self.pool)
         return len(plan.load_slots) + len(plan.ahead_slots)
 
 
@@ -180,6 +207,23 @@ def asked(planned: Planned, num_tokens: int = TOKENS) -> tuple[list[int], list[i
         counts = Counter(get_group_id(key) for key, _ in missing)
         found.append([counts[i] for i in range(len(sizes))])
     return found[0], found[1]
+
+
+def below(planned: Planned, num_tokens: int = TOKENS) -> tuple[Moved, Moved, float]:
+    """What a tier moves for a conversation, then for its last turn on another engine;
+    and the tokens that this one hits."""
+    groups = group_blocks(planned.vllm_config, planned.kv_cache_config)
+    many = 2 * TURNS * sum(g.num_blocks for g in groups)
+    tier = InstantTier(planned.slot_bytes, planned.group_bytes())
+    first = Engine(planned, many, "lru", tier)
+    turns = [prompt for _, prompt in prompts(1, 0.0, 1, num_tokens)]
+    for prompt in turns:
+        first.serve(prompt)
+    first.write_rest()
+    written, tier.moved = tier.moved, Moved()
+    second = Engine(planned, many, "lru", tier)
+    second.serve(turns[-1])
+    return written, tier.moved, second.served.hit_tokens / len(turns[-1])
 
 
 def prompts(
@@ -243,6 +287,7 @@ def measure(
     free = run(planned, many, linear, policy)
     useful = free.last_loads / conversations
     keys, blocks = map(sum, asked(planned, num_tokens))
+    written, read, hit = below(planned, num_tokens)
     result: dict[str, Any] = {
         "shape": shape.name,
         "slot_bytes": planned.slot_bytes,
@@ -253,6 +298,11 @@ def measure(
         "cost": free.last_tokens / free.last_loads / tokens_per_block(groups),
         "asked": keys,
         "blocks": blocks,
+        "tier": {
+            "stored": written.stored_bytes / (written.blocks * planned.slot_bytes),
+            "loaded": read.loaded_bytes / max(read.blocks * planned.slot_bytes, 1),
+            "hit": hit,
+        },
         "hits": {},
     }
     for part in branches:
@@ -292,7 +342,9 @@ def main() -> None:
             f"{one['shape']}: kept {one['kept']:.2f} of what the next turn can use, "
             f"link {one['link']:.3f} of what is needed (whole blocks: "
             f"{one['link_whole']:.3f}), cost {one['cost']:.3f} of the "
-            f"expected, {one['asked']} keys asked for of {one['blocks']} "
+            f"expected, {one['asked']} keys asked for of {one['blocks']}, "
+            f"stored {one['tier']['stored']:.3f} and loaded "
+            f"{one['tier']['loaded']:.3f} of whole objects "
             f"({time.monotonic() - begun:.0f} s)"
         )
         for part, hits in one["hits"].items():

@@ -12,7 +12,7 @@ from vllm.v1.kv_tier.stores.fs import FsConfig, FsStore
 @dataclass(frozen=True, kw_only=True)
 class HangingConfig(FsConfig):
     def open(self, namespace: str, rank: int, slot_bytes: int) -> FsStore:
-        return HangingStore(self, namespace, rank, slot_bytes)
+        return HangingStore(self, namespace, rank)
 
 
 class HangingStore(FsStore):

@@ -36,13 +36,17 @@ class KeeperProcess:
             assert time.monotonic() < limit
             time.sleep(0.1)
 
-    def spoil(self, seed: int) -> None:
-        """Overwrite all slots."""
+    def spoil(self, seed: int, part: slice = slice(None)) -> None:
+        """Overwrite all slots, or a part of each of two partitions."""
         files = Path(f"/proc/{self.process.pid}/fd").iterdir()
         (path,) = (p for p in files if "kv-tier-pool" in os.readlink(p))
         with path.open("r+b") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.write(Random(seed).randbytes(1 << 20) * (size >> 20))
+            each = os.fstat(file.fileno()).st_size // 2
+            start, end, _ = part.indices(each)
+            for offset in (0, each):
+                file.seek(offset + start)
+                noise = Random(seed).randbytes(1 << 20)
+                file.write((noise * (each >> 20))[: end - start])
 
     def end(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)
@@ -59,9 +63,11 @@ def keeping(folder: Path, size_gib: float, num_engines: int) -> Iterator[KeeperP
             keeper.end()
 
 
-def serve(model: Path, log: Path, socket: Path | None, *flags: str) -> Server:
-    """A server of the pool at `socket`, or with a tier of its own."""
-    settings: dict[str, Any] = {"store_policy": "write_through", "store_from_use": 1}
+def serve(
+    model: Path, log: Path, socket: Path | None, *flags: str, **more: Any
+) -> Server:
+    """A server of the pool at `socket`, or with a tier of its own; `more` settings."""
+    settings = {"store_policy": "write_through", "store_from_use": 1, **more}
     given = options(**settings, **({} if socket is None else {"pool": str(socket)}))
     size = SIZE if socket is None else []
     config = ["--kv-offloading-config", json.dumps(given)]

@@ -15,6 +15,7 @@ from torch import nn
 from vllm.config import ModelConfig
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.v1.kv_tier.stores.identity import accept_loader
 
 CAN_REGISTER = hasattr(model_loader, "register_model_loader")
 LOAD_FORMAT = "sharp" if CAN_REGISTER else "dummy"
@@ -36,6 +37,7 @@ class SharpLoader(DummyModelLoader):
 
 if CAN_REGISTER:
     model_loader.register_model_loader(LOAD_FORMAT)(SharpLoader)
+    accept_loader(LOAD_FORMAT)
 else:
     # The first releases know no formats of others.
     model_loader.DummyModelLoader = SharpLoader  # type: ignore[misc]

@@ -11,9 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from ..settings import with_debug
+from .jobs import WITH_RANKS
 from .model import make_llama, make_tokenizer
+from .pipeline_cpu import STAGES
 from .pool import KeeperProcess, ask, keeping, serve
-from .secondary import HIT, NEEDS_KEYS, counted, prompts
+from .secondary import (
+    HIT,
+    NEEDS_KEYS,
+    counted,
+    directory,
+    objects,
+    prompts,
+    writes,
+)
 from .server import Server
 from .test_http import server_environment
 
@@ -21,8 +32,8 @@ pytestmark = NEEDS_KEYS
 
 PROMPTS = prompts(700, 6)
 NUM_BLOCKS = 5 * len(PROMPTS)
-NUM_ENGINES = 3
-"""Of `pool_crowd`, which only a process of its own imports."""
+HALF = 7 << 20
+"""Bytes of the first of two ranks in a partition of `keeper`."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +56,7 @@ def answers(server: Server) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, two servers")
+@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, TP=2, PP=2")
 def test_neighbours_and_successors_hit_what_an_engine_has_computed(
     model: Path, keeper: KeeperProcess, tmp_path: Path
 ) -> None:
@@ -86,7 +97,7 @@ def test_neighbours_and_successors_hit_what_an_engine_has_computed(
 
 
 @pytest.mark.pairs("DP", "OP")
-@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, two servers")
+@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, TP=2, PP=2")
 def test_engines_of_one_server_are_neighbours(
     model: Path, keeper: KeeperProcess, tmp_path: Path
 ) -> None:
@@ -100,6 +111,44 @@ def test_engines_of_one_server_are_neighbours(
         assert counted(server, "neighbour_blocks")
     finally:
         server.kill()
+
+
+@pytest.mark.pairs("FS", "OP")
+def test_files_are_below_the_pool_once(model: Path, tmp_path: Path) -> None:
+    """What a neighbour has is neither written nor read again, also what it has read."""
+    entry = directory(tmp_path / "kv")
+    # Slow machines are no part of this test.
+    entry = with_debug(entry, store_from_use=1, deadline_ms=20_000, fetch="always")
+    read = "secondary_loaded_blocks"
+
+    def both(name: str, keeper: KeeperProcess) -> list[Server]:
+        logs = [tmp_path / f"{name}{i}" for i in range(2)]
+        tiers = {"secondary_tiers": [entry]}
+        return [serve(model, log, keeper.socket, **tiers) for log in logs]
+
+    started: list[Server] = []
+    try:
+        with keeping(tmp_path, size_gib=0.03, num_engines=2) as keeper:
+            started += (servers := both("first", keeper))
+            texts = [text for text, _ in answers(servers[0])]
+            writes(servers[0], NUM_BLOCKS, before=0)
+            num_files = len(objects(tmp_path / "kv"))
+            assert answers(servers[1]) == [(text, HIT) for text in texts]
+            assert counted(servers[1], read) == 0
+            assert counted(servers[1], "neighbour_blocks") == NUM_BLOCKS
+            assert len(objects(tmp_path / "kv")) == num_files
+            for server in servers:
+                server.kill()
+        with keeping(tmp_path, size_gib=0.03, num_engines=2) as keeper:
+            started += (servers := both("second", keeper))
+            assert answers(servers[0]) == [(text, HIT) for text in texts]
+            assert counted(servers[0], read) == NUM_BLOCKS
+            assert answers(servers[1]) == [(text, HIT) for text in texts]
+            assert counted(servers[1], read) == 0
+            assert counted(servers[1], "neighbour_blocks") == NUM_BLOCKS
+    finally:
+        for server in started:
+            server.kill()
 
 
 def test_bytes_come_from_the_pool_and_only_from_there(
@@ -125,24 +174,72 @@ def test_bytes_come_from_the_pool_and_only_from_there(
         alone.kill()
 
 
-@pytest.mark.compat("faults", "SIGKILL of engines that share a pool")
-def test_killed_engines_give_no_wrong_answer(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(
+            ["--tensor-parallel-size", "2"],
+            id="tensor",
+            marks=pytest.mark.pairs("TP", "OP"),
+        ),
+        pytest.param(
+            STAGES, id="pipeline", marks=[WITH_RANKS, pytest.mark.pairs("PP", "OP")]
+        ),
+    ],
+)
+@pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, TP=2, PP=2")
+def test_ranks_load_from_the_same_rank_of_a_neighbour(
+    model: Path, keeper: KeeperProcess, tmp_path: Path, flags: list[str]
+) -> None:
+    started: list[Server] = []
+
+    def start(name: str) -> Server:
+        started.append(serve(model, tmp_path / name, keeper.socket, *flags))
+        return started[-1]
+
+    try:
+        one = start("one")
+        texts = [text for text, _ in answers(one)]
+        assert len({*texts}) == len(PROMPTS)
+        two = start("two")
+        assert answers(two) == [(text, HIT) for text in texts]
+        assert counted(two, "neighbour_blocks") == NUM_BLOCKS
+        one.kill()
+        # What the second rank has left: the second half of each partition.
+        keeper.spoil(1, slice(HALF, None))
+        found = answers(start("heir"))
+        assert [cached for _, cached in found] == [HIT] * len(PROMPTS)
+        assert [text for text, _ in found] != texts
+    finally:
+        for server in started:
+            server.kill()
+
+
+@pytest.mark.parametrize(
+    "num_ranks, num_kills", [(1, 8), pytest.param(2, 6, marks=WITH_RANKS)]
+)
+@pytest.mark.compat("faults", "SIGKILL of engines that share a pool", "ranks, keeper")
+def test_killed_processes_give_no_wrong_answer(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    num_ranks: int,
+    num_kills: int,
 ) -> None:
     """With a pool that holds half of the prompts, so that slots are reused while
-    neighbours read them. `KV_TIER_POOL_KILLS` sets how many engines are killed."""
-    num_kills = os.environ.get("KV_TIER_POOL_KILLS", "8")
+    neighbours read them. `KV_TIER_POOL_KILLS` sets how many processes are killed."""
     result = tmp_path / "result.json"
-    with keeping(tmp_path, size_gib=6 / 1024, num_engines=NUM_ENGINES) as keeper:
-        command = [sys.executable, "-m", "tests.e2e.pool_crowd", str(model)]
-        command += [str(keeper.socket), str(result), num_kills, "1"]
-        env = server_environment() | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        with (tmp_path / "log").open("w") as log:
-            done = subprocess.run(command, env=env, stdout=log, stderr=log)
+    number = os.environ.get("KV_TIER_POOL_KILLS", str(num_kills))
+    command = [sys.executable, "-m", "tests.e2e.pool_crowd", str(model)]
+    command += [str(tmp_path), str(result), number, "1", str(num_ranks)]
+    env = server_environment() | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("w") as log:
+        done = subprocess.run(command, env=env, stdout=log, stderr=log)
     assert done.returncode == 0, (tmp_path / "log").read_text()[-4000:]
     counts = json.loads(result.read_text())
     with capsys.disabled():
         print(counts)
-    assert counts["wrong"] == counts["hung"] == counts["ended"] == 0
+    assert counts["wrong"] == counts["hung"] == counts["left over"] == 0
+    assert counts["slowest_s"] < 1
     for event in ("answers", "hits", "from neighbours", "adopted"):
         assert counts[event], event

@@ -113,7 +113,7 @@ def test_bytes_that_are_wrong_and_look_right_change_answers(
     root = copy(stored, tmp_path)
     files = objects(root)
     (folder,) = {path.parent.parent for path in files}
-    form = ObjectFormat(folder.parent.name, int(folder.name[1:]), BLOCK_BYTES)
+    form = ObjectFormat(folder.parent.name, int(folder.name[1:]))
     rows = [bytearray(BLOCK_BYTES) for _ in files]
     for path, row in zip(files, rows):
         with path.open("rb") as file:

@@ -61,6 +61,20 @@ def test_tiers_are_asked_for_the_blocks_that_upstream_keeps(shape: Any) -> None:
         assert sum(asked) < 0.25 * sum(blocks)
 
 
+@pytest.mark.parametrize("name", ["Gemma-3-27B", "DeepSeek-V4-Flash"])
+def test_objects_have_what_groups_need_and_another_engine_hits_them(name: str) -> None:
+    planned = plan(next(shape for shape in SHAPES if shape.name == name), TOKENS + 64)
+    written, read, hit = hybrid_bytes.below(planned, TOKENS)
+    assert hit > 0.96
+    assert read.asked_keys <= sum(hybrid_bytes.asked(planned, TOKENS)[0])
+    for moved, num_bytes in (
+        (written, written.stored_bytes),
+        (read, read.loaded_bytes),
+    ):
+        assert 0 < num_bytes < 0.97 * moved.blocks * planned.slot_bytes
+        assert num_bytes >= moved.blocks * min(planned.group_bytes())
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_ranks_find_what_groups_need_in_memory(shape: Any) -> None:
     """With tensors as upstream lays them out. Groups with less begin at byte 0."""

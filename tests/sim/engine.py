@@ -431,7 +431,8 @@ class Engine:
         gives_up = any(report.lost_blocks is not None for report in known)
         if not self._is_void() and not gives_up:
             unreported = {slot for r in known for slot in r.failed_store_slots}
-            self._invariants.check_contents(self._worker.settled(), unreported)
+            for worker in self._worker.all_ranks:
+                self._invariants.check_contents(worker.settled(), unreported)
 
 
 def _failed_compute(step: Step) -> bool:

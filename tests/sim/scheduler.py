@@ -108,6 +108,8 @@ class Setup:
     """They hold the same, in slots that they share."""
     member: Membership | None = None
     """The engine's part of a pool with others."""
+    num_ranks: int = 1
+    """Of an engine with such a part, each with memory of its own."""
     pools: bool = False
     """The model pools: requests end with their prompts."""
     opens: int | None = None
@@ -212,7 +214,7 @@ def _pool(setup: Setup) -> PoolLayout | None:
     if setup.member is None:
         return None
     sizes = tuple(group.block_size for group in setup.layout.groups)
-    return PoolLayout(setup.member, sizes, num_ranks=1)
+    return PoolLayout(setup.member, sizes, setup.num_ranks)
 
 
 def _vllm_config(setup: Setup) -> tuple[Any, Any]:
@@ -245,6 +247,13 @@ def _vllm_config(setup: Setup) -> tuple[Any, Any]:
     config.cache_config.block_size = layout.block_size
     config.cache_config.mamba_cache_mode = layout.mamba_cache_mode
     return config, structured_output_manager
+
+
+def _group_bytes(setup: Setup) -> tuple[int, ...]:
+    """Each group but the first needs less than a slot, as far as plans say it. Blocks
+    of a pool are whole."""
+    num_groups = 1 if setup.member else len(setup.layout.groups)
+    return tuple(SLOT_BYTES - i for i in range(num_groups)) if num_groups > 1 else ()
 
 
 def make_scheduler(
@@ -294,6 +303,7 @@ def make_scheduler(
             secondary=None if below is None else _secondary(layout, below, max_known),
             elastic=_elastic(setup, device),
             prefix_ends=prefix_ends(blocks),
+            group_bytes=_group_bytes(setup),
             reachable=reachable_blocks(blocks, bool(setup.speculates)),
             can_jump=setup.model_can_jump,
             pool=_pool(setup),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_tier.layout import Answer
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.stores.base import BlockStore
@@ -12,7 +13,7 @@ from vllm.v1.kv_tier.worker.report import StepReportBuilder
 from vllm.v1.kv_tier.worker.secondary import SlotMover
 from vllm.v1.kv_tier.worker.slots import RankSlots
 
-from .content import GARBAGE
+from .content import GARBAGE, Violation
 
 
 class Clock:
@@ -139,12 +140,18 @@ class Below:
         """The rank has this memory, and these slots."""
         self._memory, self._slots = memory, slots
         stores = [Store(objects, self) for objects in self.tiers]
-        self._mover = SlotMover(stores, lambda slot: slot, slots)  # type: ignore
+        self._mover = SlotMover(stores, lambda slot, _: slot, slots)  # type: ignore
 
     @property
     def slots_in_use(self) -> set[int]:
         """Of jobs that are not over on all ranks."""
         return {slot for _, _, job in self._jobs for slot in job.slots}
+
+    @property
+    def slots_being_filled(self) -> set[int]:
+        """Of jobs that read, and are not over."""
+        gets = (job for _, _, job in self._jobs if not job.is_put)
+        return {slot for job in gets for slot in job.slots}
 
     def has_bad_luck(self, one_in: int) -> bool:
         return self._rng.randrange(one_in) == 0
@@ -189,6 +196,10 @@ class Below:
                 report.record_job(SecondaryResult(job.number, done, 1.0))
 
     def _move(self, rank: int, job: SecondaryJob) -> SecondaryResult:
+        for key, group in zip(job.keys, job.groups):
+            # Longer keys were hashed.
+            if len(key) < 64 and get_group_id(key) != group:  # type: ignore[arg-type]
+                raise Violation("plan", f"a block of another group than {group} moves")
         if rank == 0:
             done, changed = self._mover.move(job, self._begun.pop(job.number))
             self.num_changed += len(changed)

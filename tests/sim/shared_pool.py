@@ -18,8 +18,11 @@ from vllm.v1.kv_tier.worker.slots import FILLED, RankSlots
 from .content import EMPTY, GARBAGE, Violation
 from .engine import Engine
 from .invariants import Prefixes
+from .ranks import Ranks
 from .scheduler import Setup
 from .scripts import Action
+from .secondary import Objects
+from .worker import Worker
 
 IDENTITY = b"i" * 32
 
@@ -97,9 +100,18 @@ class Machine:
             partition.lock.create()
             assert partition.assign(IDENTITY, i * num_slots, num_slots)
             self.partitions.append(partition)
-        width = setup.layout.block_size
-        self.memory = [[EMPTY] * width for _ in range(num_engines * num_slots)]
+        empty = [EMPTY] * setup.layout.block_size
+        self.memory = [
+            [empty] * (num_engines * num_slots) for _ in range(setup.num_ranks)
+        ]
+        """By rank, the slots of the whole pool."""
+        self._rng = rng
+        # Engines that were killed and some of whose ranks still run.
+        self._dying: dict[int, bool] = {}
+        self._haste = rng.choice([0.3, 0.03])
         self._prefixes: Prefixes = {}
+        # Below the pool, once: all engines have the same objects.
+        self._stores: list[Objects] = []
         self.engines = [self._start(i) for i in range(num_engines)]
         self._be_busy(busy)
 
@@ -108,38 +120,73 @@ class Machine:
             lock.busy = busy
 
     def _start(self, number: int) -> Engine:
+        setup = self.setup
         member = Membership.take(self.partitions, number, IDENTITY)
         self.events["adopted"] += len(member.adopted.slots)
-        engine = Engine(replace(self.setup, member=member))
+        engine = Engine(replace(setup, member=member))
         engine._invariants.know(self._prefixes)
-        worker = engine._worker
-        worker.host = self.memory
-        states = np.full(len(self.memory), FILLED, np.uint8)
-        old = worker._tier
-        slots = RankSlots(len(self.memory), states=states)
-        worker._tier = HostTier([], old.engines, old._order, slots)
+        first, *others = [
+            engine._worker,
+            *(
+                Worker(setup.layout, setup.num_blocks, setup.num_slots, engine._roots)
+                for _ in range(setup.num_ranks - 1)
+            ),
+        ]
+        for worker, memory in zip((first, *others), self.memory):
+            worker.host = memory
+            old, states = worker._tier, np.full(len(memory), FILLED, np.uint8)
+            slots = RankSlots(len(memory), states=states)
+            worker._tier = HostTier([], old.engines, old._order, slots)
+        engine._worker._attach([engine._worker.host])
+        if engine.below is not None:
+            for mine, store in zip(engine.below.tiers, self._stores):
+                mine.objects = store.objects
+            self._stores = engine.below.tiers
+        if others:
+            engine._worker = Ranks(first, others, self._rng)
         return engine
 
     def act(self, number: int, action: Action) -> None:
         """One engine takes part of a script."""
+        for each in self._dying:
+            self._run_left(self.engines[each])
+        if number in self._dying:
+            self._replace(number)
         action.run(self.engines[number])
 
+    def _run_left(self, engine: Engine) -> None:
+        """Copies of a dead engine whose ranks still run."""
+        for rank in engine._worker.all_ranks:
+            if self._rng.random() < self._haste:
+                rank._run_ready()
+
     def kill(self, number: int, keeps_stores: bool) -> None:
-        """An engine dies at once, and another takes its place.
+        """An engine dies. Its ranks end later, and then another takes its place.
 
         Args:
             number: Of its partition.
-            keeps_stores: What its stores were about to write is half written.
+            keeps_stores: What the stores of its ranks were about to write at their end
+                is not half written.
 
         """
+        for each in list(self._dying):
+            self._replace(each)
+        self.events.update(self.counts(self.engines[number]))
+        self._dying[number] = keeps_stores
+
+    def _replace(self, number: int) -> None:
+        """The ranks of a dead engine end, and another one takes its place."""
         engine = self.engines[number]
         self._be_busy(0)
-        self.events.update(self.counts(engine))
-        if not keeps_stores:
-            for stores in engine._worker._stores:
-                step = stores.step
-                for _, slot in step.cleans if stores.is_clean else step.stores:
-                    self.memory[slot] = [GARBAGE] * len(self.memory[slot])
+        if not self._dying.pop(number):
+            for rank, memory in zip(engine._worker.all_ranks, self.memory):
+                for stores in rank._stores:
+                    step = stores.step
+                    for _, slot in step.cleans if stores.is_clean else step.stores:
+                        memory[slot] = [GARBAGE] * len(memory[slot])
+        if engine.below is not None:
+            for slot in engine.below.slots_being_filled:
+                self.memory[0][slot] = [GARBAGE] * len(self.memory[0][slot])
         for partition in self.partitions:
             assert partition.clear_reader(number)
         own = self.partitions[number]
@@ -159,10 +206,15 @@ class Machine:
         counts = Counter(engine.events)
         counts["from neighbours"] = pool._stats.neighbour_blocks
         counts["read"] = len(pool.host._read)
+        if engine.below is not None:
+            counts["fetched"] = engine.below.num_got
+            counts["written"] = engine.below.num_put
         return counts
 
     def drain(self) -> None:
         """All requests end, and nothing is left."""
+        for number in list(self._dying):
+            self._replace(number)
         self._be_busy(0)
         for engine in self.engines:
             counts = self.counts(engine)
@@ -202,7 +254,7 @@ def turns(
     order: list[tuple[int, Action | bool]] = []
     while any(left):
         number = rng.choice([i for i, script in enumerate(left) if script])
-        for _ in range(min(rng.choice([1, 1, 2, 8]), len(left[number]))):
+        for _ in range(min(rng.choice([1, 1, 2, 8, 24]), len(left[number]))):
             order.append((number, left[number].pop(0)))
     for _ in range(num_kills):
         place = rng.randint(0, len(order))

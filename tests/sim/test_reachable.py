@@ -68,7 +68,7 @@ class Lookups:
         self.all = self.asked(())
 
     def asked(self, reachable: tuple[ReachableBlocks, ...], most: int = 10**6) -> Any:
-        table: Any = SimpleNamespace(get=lambda key: None)
+        table: Any = SimpleNamespace(has=lambda key: False)
         lookup = PromptLookup(
             self.sizes, self.hash_size, table, lambda key: None, reachable
         )

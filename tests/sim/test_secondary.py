@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.kv_tier.plan import SecondaryResult
 from vllm.v1.kv_tier.releases import keys_are_bytes
+from vllm.v1.kv_tier.scheduler.secondary import jobs
 from vllm.v1.kv_tier.scheduler.secondary.fetches import Fetch, Fetches
 from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.secondary.manager import SecondaryTierManager
@@ -154,8 +155,13 @@ def end_with_the_first_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         SecondaryJobs,
         "__init__",
-        lambda self, table, _, most: init(self, table, 1, most),
+        lambda self, table, _, *rest: init(self, table, 1, *rest),
     )
+
+
+def name_the_first_group(patch: pytest.MonkeyPatch) -> None:
+    """Ranks move of each slot what the first KV cache group needs."""
+    patch.setattr(jobs, "get_group_id", lambda key: 0)
 
 
 def believe_any_rank(patch: pytest.MonkeyPatch) -> None:
@@ -181,6 +187,7 @@ BUGS = [
     serve_what_did_not_come,
     forget_what_used_a_slot,
     serve_after_a_reset,
+    name_the_first_group,
 ]
 BUGS_OF_RANKS = [end_with_the_first_rank, believe_any_rank]
 """That show only where several ranks have their objects in common."""

@@ -4,33 +4,69 @@
 `KV_TIER_POOL_EXAMPLES` sets how many, `KV_TIER_SIM_SEED` draws others.
 """
 
+import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vllm.v1.kv_tier.keeper.partition import Partition, Published, Rows, Slots
+from vllm.v1.kv_tier.keeper.partition import Claim, Partition, Published, Rows, Slots
 from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduler.neighbours import Neighbours
+from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.shared_pool import SharedBlockPool
-from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
+from vllm.v1.kv_tier.scheduler.shared_slots import PlanEnds, SharedSlotTable
 
 from .content import Violation
+from .scheduler import Setup
 from .scripts import Action, Add, Reset, Steps, random_action, random_setup
 from .shared_pool import Machine, OldLooks, play, turns
 
 EXAMPLES = int(os.environ.get("KV_TIER_POOL_EXAMPLES", "120"))
 SEED = int(os.environ.get("KV_TIER_SIM_SEED", "0"))
+NEEDS_KEYS = pytest.mark.skipif(not keys_are_bytes(), reason="has no secondary tiers")
+
+
+@pytest.fixture(autouse=True)
+def _without_logs() -> Iterator[None]:
+    """Traces of the failures that are simulated take as long as the scripts."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def play_random(
-    seed: int, make: type[Partition] = Partition, is_pressed: bool | None = None
+    seed: int,
+    make: type[Partition] = Partition,
+    is_pressed: bool | None = None,
+    make_machine: type[Machine] = Machine,
+    num_ranks: int | None = None,
+    num_kills: int | None = None,
+    fails: float | None = None,
+    has_below: bool | None = None,
+    resets: bool | None = None,
 ) -> Counter[str]:
+    """Play a script. What is given is not drawn.
+
+    Args:
+        seed: Of what is drawn.
+        make: The class of partitions.
+        is_pressed: Slots are reused while neighbours load them.
+        make_machine: The class of machines.
+        num_ranks: Of each engine.
+        num_kills: How many engines die.
+        fails: Part of the steps whose loads fail.
+        has_below: There is a store below the pool.
+        resets: Engines may be reset.
+
+    """
     rng = Random(seed)
     drawn = random_setup(rng)
     tuning = replace(
@@ -40,37 +76,79 @@ def play_random(
         # Of prompts, so that a step has looked enough.
         max_looks=rng.choice([1, 4, 8192, 8192]),
     )
-    setup = replace(drawn, quotas=(), num_slots=rng.randint(1, 24), tuning=tuning)
+    setup = replace(
+        drawn,
+        quotas=(),
+        num_slots=rng.randint(1, 24),
+        tuning=tuning,
+        num_ranks=num_ranks or rng.choice([1, 1, 2, 3]),
+    )
     if is_pressed is None:
         is_pressed = rng.random() < 0.7
     if is_pressed:
-        # The device forgets soon, and slots are reused while neighbours load them.
-        setup = replace(
-            setup,
-            num_slots=rng.randint(3, 16),
-            spare_blocks=0,
-            is_async=True,
-            store_policy="write_through",
-            store_from_use=1,
-            load_time=rng.choice([0, 0.5]),
-            max_stall=0,
-        )
+        setup = press(setup, rng)
     if make is Partition and rng.random() < 0.3:
         make = OldLooks
+    draws_below = keys_are_bytes() and rng.random() < 0.3
+    if draws_below if has_below is None else has_below:
+        setup = with_store(setup, rng)
     busy = rng.choice([0, 0, 0.1, 0.5])
     num_engines = rng.randint(2, 4)
     scripts = []
     for _ in range(num_engines):
         script = [random_action(rng) for _ in range(20)]
         # After a reset an engine shares nothing.
-        keeps = rng.random() < 0.8
+        keeps = rng.random() < 0.8 if resets is None else not resets
         script = [a for a in script if not (keeps and isinstance(a, Reset))]
-        scripts.append(single_steps(rng, script, is_pressed))
-    machine = Machine(setup, num_engines, make, busy, rng)
-    return play(machine, turns(rng, scripts, num_kills=rng.choice([0, 1, 3])))
+        if resets:
+            script[rng.randrange(len(script))] = Reset(running=True)
+        part = rng.choice([0, 0, 0.2]) if fails is None else fails
+        scripts.append(single_steps(rng, script, is_pressed, part))
+    machine = make_machine(setup, num_engines, make, busy, rng)
+    deaths = rng.choice([0, 1, 3]) if num_kills is None else num_kills
+    events = play(machine, turns(rng, scripts, deaths))
+    events[f"{setup.num_ranks} ranks"] += 1
+    events["below"] += setup.below is not None
+    events[f"{tuning.plans_per_report} plans a report"] += 1
+    return events
 
 
-def single_steps(rng: Random, script: list[Action], is_pressed: bool) -> list[Action]:
+def press(setup: Setup, rng: Random) -> Setup:
+    """The device forgets soon, and slots are reused while neighbours load them."""
+    return replace(
+        setup,
+        num_slots=rng.randint(3, 16),
+        spare_blocks=0,
+        is_async=True,
+        store_policy="write_through",
+        store_from_use=1,
+        load_time=rng.choice([0, 0.5]),
+        max_stall=0,
+    )
+
+
+def with_store(setup: Setup, rng: Random) -> Setup:
+    """Few slots, so that much comes back from below."""
+    tuning = replace(
+        setup.tuning,
+        fetch_part=1.0,
+        assumed_prefill_s=1e3,
+        max_fetches=rng.choice([1, 2, 4096]),
+        max_ended=rng.choice([1, 2, 4096]),
+    )
+    return replace(
+        setup,
+        below=(rng.randrange(1 << 16), rng.choice([0, 2, 5])),
+        num_ranks=1,
+        num_slots=4 + setup.num_slots // 4,
+        store_from_use=1,
+        tuning=tuning,
+    )
+
+
+def single_steps(
+    rng: Random, script: list[Action], is_pressed: bool, fails: float
+) -> list[Action]:
     """The script with one action for each step, so that others act between them."""
     actions: list[Action] = []
     for action in script:
@@ -81,7 +159,8 @@ def single_steps(rng: Random, script: list[Action], is_pressed: bool) -> list[Ac
                 action = replace(action, base=base, hints=None, has_salt=False)
             if isinstance(action, Steps):
                 rush = action.rush and not is_pressed
-                action = replace(action, count=1, rush=rush)
+                fail = "load" if rng.random() < fails else action.fail
+                action = replace(action, count=1, rush=rush, fail=fail)
             actions.append(action)
     return actions
 
@@ -94,7 +173,9 @@ def test_scripts_of_engines_that_share_a_pool() -> None:
         except BaseException as e:
             e.add_note(f"play_random({seed})")
             raise
-    for event in ("from neighbours", "adopted", "read", "stored", "loaded", "failed"):
+    some = ["from neighbours", "adopted", "read", "stored", "loaded", "failed"]
+    some += ["fetched", "written"] if keys_are_bytes() else []
+    for event in (*some, "2 ranks", "3 ranks", "8 plans a report"):
         assert events[event], event
     print(dict(events))
 
@@ -105,8 +186,8 @@ def test_scripts_of_engines_that_share_a_pool() -> None:
 class _IgnoresPins(Partition):
     """The owner reuses slots that neighbours read."""
 
-    def _is_pinned(self, slot: int) -> bool:
-        return False
+    def _are_pinned(self, slots: Slots) -> NDArray[np.bool_]:
+        return np.zeros(len(slots), np.bool_)
 
 
 class _PinsUnseen(OldLooks):
@@ -125,6 +206,9 @@ class _ForgetsEntries(Partition):
     def is_published(self, slot: int) -> bool:
         return False
 
+    def claim(self, slots: Sequence[int], spares: bool = True) -> list[Claim]:
+        return [Claim.FREE] * len(slots)
+
 
 class _StaleAfterDeath(Partition):
     """An heir takes over nothing, but what was published can still be found."""
@@ -134,6 +218,9 @@ class _StaleAfterDeath(Partition):
 
     def is_published(self, slot: int) -> bool:
         return False
+
+    def claim(self, slots: Sequence[int], spares: bool = True) -> list[Claim]:
+        return [Claim.FREE] * len(slots)
 
 
 def publish_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -158,20 +245,51 @@ def publish_later_plans(patch: pytest.MonkeyPatch) -> None:
 
     def record(self: SharedSlotTable, seqs: Iterable[int]) -> None:
         for seq, stores in self._unended.items():
-            self._to_publish += [(seq, index, key) for index, key in stores]
+            self._to_publish += [(seq, index) for index in stores]
         self._unended.clear()
 
     patch.setattr(SharedSlotTable, "record_ended", record)
 
 
-def publish_unsettled(patch: pytest.MonkeyPatch) -> None:
-    """Before it is known whether what was stored is void."""
-    patch.setattr(SharedBlockPool, "_settled", lambda self, seq: seq)
+def leave_readers(patch: pytest.MonkeyPatch) -> None:
+    """An engine that leaves reuses what neighbours still read."""
+    withdraw_all = Partition.withdraw_all
+
+    def withdraw(self: Partition) -> list[int] | None:
+        return None if withdraw_all(self) is None else []
+
+    patch.setattr(Partition, "withdraw_all", withdraw)
+
+
+def count_one_rank(patch: pytest.MonkeyPatch) -> None:
+    """A plan has ended when one rank says so."""
+    patch.setattr(PlanEnds, "take", lambda self, seqs: [*dict.fromkeys(seqs)])
+
+
+class _HeirAtOnce(Machine):
+    """A partition has another engine while a rank of the last one still runs."""
+
+    def kill(self, number: int, keeps_stores: bool) -> None:
+        super().kill(number, keeps_stores)
+        dead = self.engines[number]
+        self._dying[number] = True
+        self._replace(number)
+        self._left = dead
+
+    def act(self, number: int, action: Action) -> None:
+        if dead := vars(self).get("_left"):
+            self._run_left(dead)
+        super().act(number, action)
+
+
+def move_slots_of_others(patch: pytest.MonkeyPatch) -> None:
+    """Secondary tiers read and write slots of the first engine."""
+    patch.setattr(SecondaryJobs, "of_ranks", lambda self, jobs: jobs)
 
 
 def unpin_at_once(patch: pytest.MonkeyPatch) -> None:
     """Before the ranks have ended the loads."""
-    patch.setattr(Neighbours, "record_plan", lambda self, plan, is_own: 0)
+    patch.setattr(Neighbours, "record_plan", lambda self, plan, num_own: 0)
 
 
 def share_after_reset(patch: pytest.MonkeyPatch) -> None:
@@ -188,30 +306,36 @@ Plant = Callable[[pytest.MonkeyPatch], None]
     ids=lambda make: make.__name__,
 )
 def test_bug_of_a_partition_is_found(make: type[Partition]) -> None:
-    assert finds(make)
+    assert finds(make=make)
 
 
 @pytest.mark.parametrize(
-    "plant",
+    "plant, sure",
     [
-        publish_at_once,
-        publish_later_plans,
-        publish_unsettled,
-        unpin_at_once,
-        share_after_reset,
+        (publish_at_once, {}),
+        (publish_later_plans, {}),
+        (leave_readers, {"num_ranks": 1, "resets": True}),
+        (count_one_rank, {}),
+        (unpin_at_once, {"num_ranks": 1, "fails": 0.0, "num_kills": 0}),
+        (share_after_reset, {}),
+        pytest.param(move_slots_of_others, {"has_below": True}, marks=NEEDS_KEYS),
     ],
 )
 def test_bug_of_an_engine_is_found(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch
+    plant: Plant, sure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    assert finds(Partition)
+    assert finds(**sure)
 
 
-def finds(make: type[Partition], max_scripts: int = 1000) -> bool:
-    for seed in range(max_scripts):
+def test_heir_of_an_engine_that_still_copies_is_found() -> None:
+    assert finds(make_machine=_HeirAtOnce, num_ranks=2, num_kills=4)
+
+
+def finds(**sure: Any) -> bool:
+    for seed in range(1000):
         try:
-            play_random(seed, make, is_pressed=True)
+            play_random(seed, is_pressed=True, **sure)
         except Violation:
             return True
     return False

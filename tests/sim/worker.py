@@ -144,6 +144,11 @@ class Worker(ForwardPasses):
         self._below = below
         self._attach([self.host])
 
+    @property
+    def all_ranks(self) -> "list[Worker]":
+        """This rank, and those that take the same steps."""
+        return [self]
+
     def submit(
         self, output: SchedulerOutput, epoch: int, rush: bool, fail: str | None
     ) -> Step:

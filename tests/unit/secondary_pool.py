@@ -66,6 +66,7 @@ class Below:
         min_prefetch: int = 64,
         max_looks: int = 1000,
         tuning: dict[str, Any] | None = None,
+        group_bytes: tuple[int, ...] = (),
         **layout: Any,
     ) -> None:
         # The thread that asks holds it, and nothing else of the test.
@@ -100,6 +101,7 @@ class Below:
             num_slots,
             store_policy=store_policy,
             secondary=SecondaryLayout(**options | layout),
+            group_bytes=group_bytes,
             tuning={
                 "settled_steps": SETTLED,
                 "fetch_part": 1 / 2,

@@ -583,13 +583,8 @@ def test_pool_takes_the_place_of_the_size(model: str) -> None:
         ("shrink_after_s", {"shrink_after_s": 1.0}, {}),
         ("debug.verify", {"debug": {"verify": True}}, {}),
         (
-            "secondary_tiers",
+            "secondary_tiers with several ranks",
             {"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_gib": 1}]},
-            {},
-        ),
-        (
-            "2 ranks",
-            {},
             {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         ),
         ("--enable-lora", {}, {"enable_lora": True}),

@@ -72,7 +72,9 @@ def run(
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs],
     )
     model = SimpleNamespace(max_model_len=MAX_MODEL_LEN)
-    vllm_config: Any = SimpleNamespace(parallel_config=parallel, model_config=model)
+    vllm_config: Any = SimpleNamespace(
+        parallel_config=parallel, model_config=model, speculative_config=None
+    )
     start_kv_tier(vllm_config, executor, kv_cache_config)
     return kv_cache_config
 

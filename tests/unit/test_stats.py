@@ -120,10 +120,8 @@ def test_tiers_below_are_told_apart(published: Published) -> None:
         f.name: i + 1 for i, f in enumerate(fields(SecondaryStats)) if f.default == 0
     }
     some = SecondaryStats(**counts, times=[("get", 3, 0.5)])  # type: ignore[arg-type]
-    other = SecondaryStats(stored_blocks=7)
-    published.observe(
-        KVTierStats(slot_bytes=10, secondary={"fs": some, "redis": other})
-    )
+    other = SecondaryStats(stored_blocks=7, stored_bytes=70)
+    published.observe(KVTierStats(secondary={"fs": some, "redis": other}))
     for name, count in counts.items():
         found = published.tier(f"secondary_{name}_total", store="fs")
         if found is None:
@@ -307,7 +305,7 @@ def test_a_slot_that_the_plan_uses_is_not_replaced() -> None:
     block = tier.pool.get_new_blocks(1)[0]
     tier.cache("b", [block])
     tier.pool.cached_block_hashes_by_block[block.block_id] = {slot.keys[0]}
-    assert not tier.pool.host_writer.store(block, before_eviction=False)
+    assert not tier.pool.host_writer.store([block], before_eviction=False)
     stats = tier.pool.take_stats()
     assert stats.refused_pinned == 1 and stats.promoted_blocks == 1
 

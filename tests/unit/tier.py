@@ -64,6 +64,7 @@ class Tier:
         elastic: ElasticLayout | None = None,
         open_slots: tuple[int, ...] = (),
         prefix_ends: tuple[PrefixEnd | None, ...] = (),
+        group_bytes: tuple[int, ...] = (),
         **config: Any,
     ) -> None:
         # What they do is the easiest to foretell.
@@ -80,6 +81,7 @@ class Tier:
             secondary=secondary,
             elastic=elastic,
             prefix_ends=prefix_ends,
+            group_bytes=group_bytes,
         )
         pool = TieredBlockPool if elastic is None else ElasticBlockPool
         self.pool = pool(

@@ -180,6 +180,19 @@ def test_a_flood_with_a_quota_evicts_its_own() -> None:
     assert set("abc") <= host.resident
 
 
+def test_quotas_are_parts_of_the_slots_that_there_are_now() -> None:
+    host = Host(8, a=0.5)
+    host.say("abcd", tenant="a")
+    host.insert("abcdwx")
+    host.hinted.resize(4)
+    # Only two of them are below the quota now.
+    assert host.evict(2) == "ab"
+    assert host.evict(2) == "wx"
+    host.hinted.resize(8)
+    host.insert("abwx")
+    assert host.evict(2) == "wx"
+
+
 def test_a_flood_of_words_takes_nothing_from_a_share() -> None:
     """What was said of `a`'s keys is forgotten over it, and whose they are is not."""
     host = Host(8, num_keys=16, a=0.5)

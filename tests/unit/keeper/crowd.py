@@ -65,7 +65,7 @@ def own(
             free += ended
         if not free:
             slot = rng.choice([*table])
-            if partition.claim(slot) is not Claim.FREE:
+            if partition.claim([slot]) != [Claim.FREE]:
                 continue
             del table[slot]
             free.append(slot)

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from vllm.v1.kv_tier.keeper import server
 from vllm.v1.kv_tier.keeper.client import (
     VERSION,
+    Geometry,
     Member,
     PoolRefused,
     end_lease,
@@ -63,19 +65,19 @@ def eventually(is_so: Callable[[], bool]) -> float:
 
 
 def test_engines_get_partitions_on_one_grid(path: str) -> None:
-    members = Member(path, ONE, 5000), Member(path, ONE, 5000)
+    members = Member(path, ONE, [5000]), Member(path, ONE, [5000])
     one, two = (member.membership for member in members)
     assert {one.number, two.number} == {0, 1}
     assert (one.first_slot, one.num_slots) == (0, 4 * MiB // 5000)
     assert two.first_slot * 5000 >= 4 * MiB
     assert (two.first_slot + two.num_slots) * 5000 <= 8 * MiB
     with pytest.raises(PoolRefused, match="more --engines"):
-        Member(path, ONE, 5000)
+        Member(path, ONE, [5000])
 
 
 def test_ranks_and_neighbours_map_the_same_bytes(path: str) -> None:
-    one, two = Member(path, ONE, 4096), Member(path, ONE, 4096)
-    (_, first), (_, second) = join(one.place()), join(two.place())
+    one, two = Member(path, ONE, [4096]), Member(path, ONE, [4096])
+    (_, first), (_, second) = join(one.place(), 0), join(two.place(), 0)
     first[5 * MiB] = 42
     assert second[5 * MiB] == 42
     assert one.membership.own.publish([3], KEYS[:1], [None])
@@ -84,15 +86,58 @@ def test_ranks_and_neighbours_map_the_same_bytes(path: str) -> None:
     assert theirs.find(rows_of(KEYS[:1]))[1].tolist() == [3]
 
 
+@pytest.mark.parametrize(
+    "sizes", [[4096], [4096, 4096], [5000, 9000], [960, 700, 4096]]
+)
+def test_a_rank_has_its_part_of_every_partition(path: str, sizes: list[int]) -> None:
+    places = [Member(path, ONE, sizes).place() for _ in range(2)]
+    joined = [[join(p, rank) for rank in range(len(sizes))] for p in places]
+    slots = []
+    for rank, size in enumerate(sizes):
+        one, two = (
+            np.frombuffer(ranks[rank][1], np.uint8)[: places[0].num_slots * size]
+            for ranks in joined
+        )
+        slots.append((one.reshape(-1, size), two.reshape(-1, size)))
+    # Both engines fill their own slots, on all ranks.
+    for rank, both in enumerate(slots):
+        for number, (place, memory) in enumerate(zip(places, both)):
+            numbers = np.array(place.own) % 50 + 100 * number + 50 * (rank % 2)
+            memory[place.own] = numbers[:, None]
+    for rank, both in enumerate(slots):
+        for number, place in enumerate(places):
+            assert 0 < len(place.own) >= 0.9 * (4 * MiB // sum(sizes)) - 1
+            numbers = np.array(place.own) % 50 + 100 * number + 50 * (rank % 2)
+            for memory in both:
+                assert (memory[place.own] == numbers[:, None]).all()
+
+
+def test_parts_of_large_partitions_are_whole_huge_pages() -> None:
+    geometry = Geometry(3, 4 << 30)
+    for sizes in ([1 << 20, 1 << 20], [60000, 50000, 1 << 18]):
+        parts = geometry.parts(sizes)
+        assert all(part % (2 * MiB) == 0 for part in parts)
+        assert (4 << 30) - sum(parts) < 2 * MiB * len(parts)
+        ends = 0
+        for number in range(3):
+            first, num_slots = geometry.slots_of(number, sizes)
+            assert ends <= first
+            ends = first + num_slots
+            for part, size in zip(parts, sizes):
+                assert number * part <= first * size
+                assert ends * size <= (number + 1) * part
+            assert num_slots >= (4 << 30) * 0.99 // sum(sizes)
+
+
 def test_successor_adopts_what_a_killed_engine_has_published(
     keeper: Keeper, path: str
 ) -> None:
     started = os.pipe()
 
     def engine() -> None:
-        member = Member(path, ONE, 4096)
+        member = Member(path, ONE, [4096])
         assert member.membership.own.publish([3, 4], KEYS[:2], [16, 32])
-        assert member.membership.own.claim(4) is Claim.FREE
+        assert member.membership.own.claim([4]) == [Claim.FREE]
         os.write(started[1], bytes([member.membership.number]))
         time.sleep(60)
 
@@ -102,9 +147,9 @@ def test_successor_adopts_what_a_killed_engine_has_published(
     os.waitpid(pid, 0)
     eventually(lambda: keeper.num_attached == 0)
     # An engine of another identity takes the empty partition.
-    other = Member(path, OTHER, 4096)
+    other = Member(path, OTHER, [4096])
     assert other.membership.number != number
-    heir = Member(path, ONE, 4096)
+    heir = Member(path, ONE, [4096])
     assert heir.membership.number == number
     assert heir.membership.adopted == ([3], [KEYS[0]], [16])
 
@@ -112,7 +157,7 @@ def test_successor_adopts_what_a_killed_engine_has_published(
 def test_content_of_another_identity_is_dropped_once_nobody_reads_it(
     keeper: Keeper, path: str
 ) -> None:
-    one, two = Member(path, ONE, 4096), Member(path, ONE, 4096)
+    one, two = Member(path, ONE, [4096]), Member(path, ONE, [4096])
     assert one.membership.own.publish([3], KEYS[:1], [None])
     theirs = two.membership.partitions[one.membership.number]
     theirs.open()
@@ -122,7 +167,7 @@ def test_content_of_another_identity_is_dropped_once_nobody_reads_it(
     one.close()
     eventually(lambda: keeper.num_attached == 1)
     found: list[Member] = []
-    thread = threading.Thread(target=lambda: found.append(Member(path, OTHER, 4096)))
+    thread = threading.Thread(target=lambda: found.append(Member(path, OTHER, [4096])))
     thread.start()
     time.sleep(0.3)
     assert not found
@@ -137,12 +182,12 @@ def test_content_of_another_identity_is_dropped_once_nobody_reads_it(
 def test_pins_of_a_dead_reader_are_cleared_within_a_second(
     keeper: Keeper, path: str
 ) -> None:
-    one = Member(path, ONE, 4096)
+    one = Member(path, ONE, [4096])
     assert one.membership.own.publish([3], KEYS[:1], [None])
     ready = os.pipe()
 
     def engine() -> None:
-        member = Member(path, ONE, 4096)
+        member = Member(path, ONE, [4096])
         theirs = member.membership.partitions[one.membership.number]
         theirs.open()
         _, slots = theirs.find(rows_of(KEYS[:1]))
@@ -154,23 +199,23 @@ def test_pins_of_a_dead_reader_are_cleared_within_a_second(
 
     pid = start(engine)
     os.read(ready[0], 1)
-    assert one.membership.own.claim(3) is Claim.BUSY
+    assert one.membership.own.claim([3]) == [Claim.BUSY]
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert eventually(lambda: one.membership.own.unpinned([3]) == [3]) < 1
 
 
 def test_partition_is_kept_while_a_rank_lives(keeper: Keeper, path: str) -> None:
-    one = Member(path, ONE, 4096)
-    rank, _ = join(one.place())
+    one = Member(path, ONE, [4096])
+    rank, _ = join(one.place(), 0)
     one.close()
     time.sleep(0.1)
     assert keeper.num_attached == 1
-    two = Member(path, ONE, 4096)
+    two = Member(path, ONE, [4096])
     assert two.membership.number != one.membership.number
     end_lease(rank)
     eventually(lambda: keeper.num_attached == 1)
-    assert Member(path, ONE, 4096).membership.number == one.membership.number
+    assert Member(path, ONE, [4096]).membership.number == one.membership.number
 
 
 def test_engines_go_on_without_the_keeper(tmp_path: Path) -> None:
@@ -184,7 +229,7 @@ def test_engines_go_on_without_the_keeper(tmp_path: Path) -> None:
 
     pid = start(serve)
     os.read(ready[0], 1)
-    one, two = Member(str(path), ONE, 4096), Member(str(path), ONE, 4096)
+    one, two = Member(str(path), ONE, [4096]), Member(str(path), ONE, [4096])
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert one.membership.own.publish([3], KEYS[:1], [None])
@@ -192,7 +237,7 @@ def test_engines_go_on_without_the_keeper(tmp_path: Path) -> None:
     theirs.open()
     assert theirs.find(rows_of(KEYS[:1]))[1].tolist() == [3]
     with pytest.raises(PoolRefused, match="no keeper answers there"):
-        Member(str(path), ONE, 4096)
+        Member(str(path), ONE, [4096])
     # The next keeper takes the name that this one has left.
     Keeper(8 * MiB, 2, path).close()
 
@@ -207,7 +252,7 @@ WISH = {
     "version": VERSION,
     "pid_namespace": pid_namespace(),
     "identity": ONE.hex(),
-    "slot_bytes": 4096,
+    "rank_bytes": [4096],
 }
 
 
@@ -235,13 +280,15 @@ NONSENSE = [
             {"version": 0},
             {"identity": "00"},
             {"identity": 64},
-            {"slot_bytes": -1},
-            {"slot_bytes": 1e300},
-            {"slot_bytes": 1 << 80},
-            {"slot_bytes": True},
-            {"slot_bytes": 0, "partition": -1},
-            {"slot_bytes": 0, "partition": 99},
-            {"slot_bytes": 0, "partition": 0, "lease": 7},
+            {"rank_bytes": 4096},
+            {"rank_bytes": [4096, 0]},
+            {"rank_bytes": [-1]},
+            {"rank_bytes": [1e300]},
+            {"rank_bytes": [1 << 80]},
+            {"rank_bytes": [True]},
+            {"rank_bytes": [], "partition": -1},
+            {"rank_bytes": [], "partition": 99},
+            {"rank_bytes": [], "partition": 0, "lease": 7},
         )
     ),
 ]
@@ -251,7 +298,7 @@ NONSENSE = [
 def test_nonsense_is_refused(path: str, message: bytes) -> None:
     answer, num_files = ask(path, message)
     assert "refused" in answer and num_files == 0
-    assert Member(path, ONE, 4096).membership.num_slots == 1024
+    assert Member(path, ONE, [4096]).membership.num_slots == 1024
 
 
 def test_another_pid_namespace_is_refused(path: str) -> None:
@@ -272,20 +319,20 @@ def test_peers_that_send_without_reading_stop_nobody(keeper: Keeper, path: str) 
                 peer.send(b"{}")
         peers.append(peer)
     eventually(lambda: keeper._num_peers == 0)
-    assert Member(path, ONE, 4096).membership.num_slots == 1024
+    assert Member(path, ONE, [4096]).membership.num_slots == 1024
     for peer in peers:
         peer.close()
 
 
 def test_late_rank_of_a_dead_engine_gets_no_memory_of_the_next(path: str) -> None:
-    one = Member(path, ONE, 4096)
+    one = Member(path, ONE, [4096])
     place = one.place()
     one.close()
-    two = Member(path, ONE, 4096)
+    two = Member(path, ONE, [4096])
     assert two.membership.number == place.number
     with pytest.raises(PoolRefused, match="another engine by now"):
-        join(place)
-    join(two.place())
+        join(place, 0)
+    join(two.place(), 0)
 
 
 def test_partition_is_kept_until_the_process_has_ended(
@@ -295,7 +342,7 @@ def test_partition_is_kept_until_the_process_has_ended(
     closed = os.pipe()
 
     def engine() -> None:
-        Member(path, ONE, 4096)._connection.close()
+        Member(path, ONE, [4096])._connection.close()
         os.write(closed[1], b"x")
         time.sleep(60)
 
@@ -316,7 +363,7 @@ def test_nothing_is_left_of_an_engine(tmp_path: Path, says_so: bool) -> None:
     ready, ends = os.pipe(), os.pipe()
 
     def engine() -> None:
-        member = Member(str(keeper._path), ONE, 4096)
+        member = Member(str(keeper._path), ONE, [4096])
         os.write(ready[1], b"x")
         os.read(ends[0], 1)
         if says_so:
@@ -365,4 +412,4 @@ def test_wrong_sizes_are_refused(
 
 def test_block_larger_than_a_partition_is_refused(path: str) -> None:
     with pytest.raises(PoolRefused, match="does not fit a partition"):
-        Member(path, ONE, 5 * MiB)
+        Member(path, ONE, [5 * MiB])

@@ -9,11 +9,13 @@ from statistics import median
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from vllm.v1.kv_tier.keeper.lock import RobustLock
 from vllm.v1.kv_tier.keeper.partition import (
     Claim,
     Partition,
+    Slots,
     mix,
     partition_bytes,
     rows_of,
@@ -41,10 +43,10 @@ def test_published_slot_is_found_until_it_is_claimed(partition: Partition) -> No
     assert (found.tolist(), slots.tolist()) == ([0, 1], [3, 5])
     pinned = partition.pin(ROWS[:2], slots, 1, IDENTITY)
     assert pinned is not None and pinned.all()
-    assert partition.claim(3) is Claim.PINNED
+    assert partition.claim([3]) == [Claim.PINNED]
     assert partition.unpin([3, 5], 1)
     # Once more, since a neighbour has used it.
-    assert [partition.claim(3) for _ in range(2)] == [Claim.USED, Claim.FREE]
+    assert [partition.claim([3]) for _ in range(2)] == [[Claim.USED], [Claim.FREE]]
     assert partition.find(ROWS[:4])[1].tolist() == [5]
 
 
@@ -72,7 +74,7 @@ def test_withdrawn_slot_is_not_found_but_stays_pinned(partition: Partition) -> N
 def test_slot_with_another_key_is_not_pinned(partition: Partition) -> None:
     assert partition.publish([3], KEYS[:1], [None])
     _, slots = partition.find(ROWS[:1])
-    assert partition.claim(3) is Claim.FREE
+    assert partition.claim([3]) == [Claim.FREE]
     assert partition.publish([3], KEYS[1:2], [None])
     pinned = partition.pin(ROWS[:1], slots, 1, IDENTITY)
     assert pinned is not None and not pinned.any()
@@ -98,10 +100,45 @@ def test_partition_is_given_away_only_when_nobody_reads_it(
 
 def test_successor_finds_what_was_published(partition: Partition) -> None:
     assert partition.publish([3, 5, 7], KEYS[:3], [16, None, 48])
-    assert partition.claim(5) is Claim.FREE
+    assert partition.claim([5]) == [Claim.FREE]
     found = partition.take_over(NUM_SLOTS)
     assert found is not None
     assert sorted(zip(*found)) == [(3, KEYS[0], 16), (7, KEYS[2], 48)]
+
+
+def test_owner_claims_several_slots_at_once(partition: Partition) -> None:
+    assert partition.publish([3, 5, 7], KEYS[:3], [None] * 3)
+    for number, slot in ((1, 5), (2, 7)):
+        rows = ROWS[number : number + 1]
+        assert partition.pin(rows, np.array([slot]), 1, partition.identity) is not None
+    assert partition.unpin([7], 1)
+    wanted = [Claim.FREE, Claim.PINNED, Claim.USED, Claim.FREE]
+    assert partition.claim([3, 5, 7, 9]) == wanted
+    # What is free is not found any more, and only that.
+    assert sorted(partition.find(ROWS[:3])[1].tolist()) == [5, 7]
+    assert partition.claim([3, 7]) == [Claim.FREE, Claim.FREE]
+
+
+def test_used_slots_are_not_spared_where_too_many_are(partition: Partition) -> None:
+    assert partition.publish([3], KEYS[:1], [None])
+    rows, slots = ROWS[:1], np.array([3])
+    assert partition.pin(rows, slots, 1, partition.identity) is not None
+    # What is read is never reused.
+    assert partition.claim([3], spares=False) == [Claim.PINNED]
+    assert partition.unpin([3], 1)
+    assert partition.claim([3], spares=False) == [Claim.FREE]
+
+
+def test_successor_with_less_room_drops_ends_of_prefixes(partition: Partition) -> None:
+    tokens = [32, 16, 48, 64, None]
+    assert partition.publish([3, 5, 7, 8, 9], KEYS[:5], tokens)
+    found = partition.take_over(3)
+    assert found is not None
+    # The end comes first, which the successor evicts first.
+    assert found.slots == [3, 5, 9]
+    assert found.num_tokens == [32, 16, None]
+    assert partition.find(ROWS[:5])[1].tolist() == [3, 5, 9]
+    assert [partition.is_published(slot) for slot in (7, 8)] == [False, False]
 
 
 def test_full_bucket_leaves_slots_unpublished() -> None:
@@ -131,14 +168,14 @@ def test_lock_of_a_stopped_process_is_not_waited_for() -> None:
     pid = start(hold)
     os.read(holds[0], 1)
     begun = time.perf_counter()
-    assert shared.partition.claim(3) is Claim.BUSY
+    assert shared.partition.claim([3]) == [Claim.BUSY]
     assert shared.partition.withdraw(3) is Claim.BUSY
     assert not shared.partition.publish([4], KEYS[1:2], [None])
     assert shared.partition.pin(ROWS[:1], np.array([3]), 1, IDENTITY) is None
     assert time.perf_counter() - begun < 0.5
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert shared.partition.claim(3) is Claim.FREE
+    assert shared.partition.claim([3]) == [Claim.FREE]
     assert shared.partition.lock.num_recovered == 1
 
 
@@ -169,8 +206,8 @@ def as_it_is(shared: Shared) -> Partition:
 class _IgnoresPins(Partition):
     """Reuses slots that are being read."""
 
-    def _is_pinned(self, slot: int) -> bool:
-        return False
+    def _are_pinned(self, slots: Slots) -> NDArray[np.bool_]:
+        return np.zeros(len(slots), np.bool_)
 
 
 class _PinsUnseen(Partition):
@@ -196,8 +233,8 @@ class _UnpinsAtOnce(Partition):
 class _LeavesEntries(Partition):
     """Removes what an entry says before the entry, and an heir believes entries."""
 
-    def _withdraw(self, slot: int) -> None:
-        self._places[slot] = 0
+    def _withdraw(self, slots: Slots) -> None:
+        self._places[slots] = 0
 
 
 BUGS = [_IgnoresPins, _PinsUnseen, _UnpinsAtOnce, _LeavesEntries]

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.plan import HostAim, OpenSlots, StepPlan, StepReport, merge_reports
 
 from ..tier import SLOT_BYTES, Tier, stores
@@ -128,6 +129,20 @@ def test_sizes_stay_within_what_was_reserved() -> None:
     tier = Tier(6, num_slots=6, open_slots=(6,))
     assert resize(tier, 100)["host_slots"] == 6
     assert resize(tier, 0)["host_slots"] == 1
+
+
+def test_the_order_of_eviction_decides_for_the_size_that_is_wanted() -> None:
+    tier = Tier(6, num_slots=6, open_slots=(6,))
+    policies: list[EvictionPolicy] = []
+
+    def look(policy: EvictionPolicy) -> EvictionPolicy:
+        policies.append(policy)
+        return policy
+
+    tier.host.wrap_policy(look)
+    for num_slots in (2, 6):
+        resize(tier, num_slots)
+        assert policies[0].num_slots == num_slots
 
 
 def test_a_slot_that_a_secondary_tier_writes_is_closed_later() -> None:

@@ -63,6 +63,35 @@ def test_nothing_is_found_before_it_is_complete(partition: Partition) -> None:
     assert not table.is_sharing
 
 
+def test_what_came_from_a_secondary_tier_is_found(partition: Partition) -> None:
+    table, key = table_of(partition), BlockHashWithGroupId(KEYS[0])
+    (index,) = table.reserve(1)
+    table.share(settled=1)
+    assert pin(partition, 0) == []
+    table.fill(index, key, 16)
+    assert table.is_sharing
+    table.share(settled=1)
+    assert pin(partition, 0) == [index]
+    assert not table.is_sharing
+
+
+def test_what_was_stored_over_it_is_not_found_with_it(partition: Partition) -> None:
+    table, key = table_of(partition), BlockHashWithGroupId(KEYS[0])
+    (index,) = table.reserve(1)
+    table.fill(index, key, 16)
+    slot = table.get(key)
+    assert slot is not None
+    table.remove(slot)
+    # The same block in the same slot, whose store has not ended.
+    assert table.insert((key,), 16, 1) == index
+    table.record_stores(StepPlan(1, store_slots=[index]), is_idle=False)
+    table.share(settled=1)
+    assert pin(partition, 0) == []
+    table.record_ended([1])
+    table.share(settled=1)
+    assert pin(partition, 0) == [index]
+
+
 def test_slot_that_is_read_is_passed_over(partition: Partition) -> None:
     table = table_of(partition)
     fill(table, 0, NUM_SLOTS, seq=1)
@@ -78,6 +107,24 @@ def test_slot_that_is_read_is_passed_over(partition: Partition) -> None:
     partition.unpin(read, READER)
     table.share(settled=3)
     assert fill(table, NUM_SLOTS + 20, 1, seq=4) == read
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_slot_that_is_read_is_not_reused_after_the_engine_has_left(
+    partition: Partition, is_cleared: bool
+) -> None:
+    table = table_of(partition)
+    fill(table, 0, NUM_SLOTS, seq=1)
+    read = pin(partition, 0)
+    table.leave()
+    if is_cleared:
+        for slot in table.filled_slots():
+            table.remove(slot)
+    stored = fill(table, NUM_SLOTS, NUM_SLOTS, seq=2)
+    assert len(stored) == NUM_SLOTS - 1 and not {*read} & {*stored}
+    partition.unpin(read, READER)
+    table.share(settled=2)
+    assert fill(table, 2 * NUM_SLOTS - 1, 1, seq=3) == read
 
 
 def test_busy_neighbour_costs_a_store_but_no_time(partition: Partition) -> None:

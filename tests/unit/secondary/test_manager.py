@@ -9,7 +9,7 @@ from vllm.v1.kv_tier.scheduler.secondary import tier
 
 from ..hints.test_conversations import Turn
 from ..secondary_pool import SETTLED, Below, Request, key
-from ..tier import BLOCK, Tier, hash_of
+from ..tier import BLOCK, SLOT_BYTES, Tier, hash_of
 
 pytestmark = pytest.mark.skipif(
     not keys_are_bytes(), reason="refused: hashes are numbers of a process"
@@ -31,6 +31,30 @@ def test_a_slot_is_written_once_its_steps_are_settled() -> None:
     assert job.after_stores == max(slot.store_seq for slot in slots)
     begun = next(s for s, p in by_plan.items() if p.secondary)
     assert begun - job.after_stores >= SETTLED
+
+
+@pytest.mark.parametrize("group_bytes", [(), (100, 60)])
+def test_jobs_name_groups_that_need_less_and_their_bytes_count(
+    group_bytes: tuple[int, ...],
+) -> None:
+    below = Below(group_bytes=group_bytes)
+    below.tier.computed("c", group_id=1)
+    groups: list[int] = []
+    for plan in [below.tier.demoted("de"), *below.plans(SETTLED + 4)]:
+        for job in plan.secondary:
+            groups += job.groups
+            below.end(job)
+    stats = below.stats()
+    num_bytes = stats.stored_blocks * SLOT_BYTES
+    if group_bytes:
+        assert sorted(groups) == [0, 0, 1]
+        num_bytes = sum(group_bytes[group] for group in groups)
+    assert stats.stored_bytes == num_bytes > 0
+    below.store.keys = {key("a")}
+    job = below.begins_to_fetch(Request("a"), "a")
+    assert job.groups == ((0,) if group_bytes else ())
+    below.end(job)
+    assert below.stats().loaded_bytes == (100 if group_bytes else SLOT_BYTES)
 
 
 def test_what_is_being_written_serves_loads_and_makes_no_room() -> None:

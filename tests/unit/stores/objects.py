@@ -37,7 +37,7 @@ def open_fs(
     max_gib = (objects * OBJECT_BYTES + OWN_BYTES) / GiB
     config = FsConfig(root_dir=str(root), max_gib=max_gib, debug=FsDebug(num_threads=3))
     config.check()
-    return FsStore(config, namespace, rank, ROW_BYTES)
+    return FsStore(config, namespace, rank)
 
 
 @contextmanager

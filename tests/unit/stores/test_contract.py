@@ -133,6 +133,36 @@ def test_what_is_put_comes_back(client: Client) -> None:
     assert client.put() == client.get() == client.exists() == []
 
 
+LENGTHS = (ROW_BYTES, 64, 1000, ROW_BYTES - 1)
+
+
+def test_rows_of_several_lengths(client: Client) -> None:
+    """KV cache groups need less than a slot, each as much as it does."""
+    lengths = [LENGTHS[i % len(LENGTHS)] for i in range(NUM_ROWS)]
+    keys, rows = KEYS[:NUM_ROWS], [client.row(i)[:n] for i, n in enumerate(lengths)]
+    assert client.store.put(keys, rows) == [True] * NUM_ROWS
+    assert client.store.put(keys, rows) == [True] * NUM_ROWS
+    for i in range(NUM_ROWS):
+        client.place(i)[:] = b"x" * ROW_BYTES
+    places = [client.place(i)[:n] for i, n in enumerate(lengths)]
+    assert client.store.get(keys, places) == [True] * NUM_ROWS
+    for i, n in enumerate(lengths):
+        assert places[i] == rows[i]
+        assert client.place(i)[n:] == b"x" * (ROW_BYTES - n)
+
+
+@pytest.mark.parametrize("asked", [936, 999, 1001, 1064, ROW_BYTES])
+def test_an_object_of_another_length_is_a_miss(client: Client, asked: int) -> None:
+    assert client.store.put([KEYS[0]], [client.row(0)[:1000]]) == [True]
+    client.place(0)[:] = b"x" * ROW_BYTES
+    assert client.store.get([KEYS[0]], [client.place(0)[:asked]]) == [False]
+    assert client.place(0)[asked:] == b"x" * (ROW_BYTES - asked)
+    # The next one of the length that is asked for can be put.
+    client.store.delete([KEYS[0]])
+    assert client.store.put([KEYS[0]], [client.row(0)[:asked]]) == [True]
+    assert client.store.get([KEYS[0]], [client.place(0)[:asked]]) == [True]
+
+
 def test_another_client_finds_it(servers: Servers, client: Client) -> None:
     assert client.put(1, 2) == [True, True]
     other = Client(servers)

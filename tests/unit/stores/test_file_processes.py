@@ -42,7 +42,7 @@ class Rank:
         max_gib = (objects * OBJECT_BYTES + OWN_BYTES) / GiB
         config = FsConfig(root_dir=str(root), max_gib=max_gib, debug=FsDebug(**debug))
         config.check()
-        self.store = FsStore(config, NAMESPACE, 0, ROW_BYTES)
+        self.store = FsStore(config, NAMESPACE, 0)
         memory = SharedMemory.create(NUM_ROWS, ROW_BYTES, 1)
         slots = memory.bytes.view(NUM_ROWS, ROW_BYTES)
         self.rows = [memoryview(slots[i].numpy()) for i in range(NUM_ROWS)]

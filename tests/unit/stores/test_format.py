@@ -19,7 +19,7 @@ def written(tmp_path: Path) -> Path:
     return path
 
 
-FORMAT = ObjectFormat(NAMESPACE, 0, ROW_BYTES)
+FORMAT = ObjectFormat(NAMESPACE, 0)
 
 
 def write(path: Path, key: bytes = KEYS[0]) -> None:
@@ -37,7 +37,7 @@ def read(path: Path, format_: ObjectFormat = FORMAT, key: bytes = KEYS[0]) -> bo
 
 def test_what_is_written_is_read(written: Path) -> None:
     assert read(written)
-    assert written.stat().st_size == FORMAT.size(KEYS[0]) == 128 + ROW_BYTES
+    assert written.stat().st_size == FORMAT.size(KEYS[0], ROW_BYTES) == 128 + ROW_BYTES
 
 
 @pytest.mark.parametrize("length", [1, 32, 64, 65, 120])
@@ -45,7 +45,7 @@ def test_keys_of_any_length(tmp_path: Path, length: int) -> None:
     key = os.urandom(length)
     write(tmp_path / "object", key)
     assert read(tmp_path / "object", key=key)
-    assert FORMAT.size(key) % 64 == ROW_BYTES % 64
+    assert FORMAT.size(key, ROW_BYTES) % 64 == ROW_BYTES % 64
 
 
 def test_every_flipped_bit_is_noticed(written: Path) -> None:
@@ -67,8 +67,8 @@ def test_every_length_but_the_right_one_is_noticed(written: Path) -> None:
 
 
 def test_another_object_is_noticed(written: Path) -> None:
-    assert not read(written, ObjectFormat("f" * 32, 0, ROW_BYTES))
-    assert not read(written, ObjectFormat(NAMESPACE, 1, ROW_BYTES))
+    assert not read(written, ObjectFormat("f" * 32, 0))
+    assert not read(written, ObjectFormat(NAMESPACE, 1))
     assert not read(written, key=KEYS[1])
     assert not read(written, key=KEYS[0] + b"\0")
 

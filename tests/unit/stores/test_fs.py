@@ -13,7 +13,7 @@ import pytest
 
 from vllm.v1.kv_tier.stores.fs import FsConfig, FsDebug, FsStore
 
-from .objects import KEYS, NAMESPACE, ROW_BYTES, empty, open_fs, path_of, row
+from .objects import KEYS, NAMESPACE, empty, open_fs, path_of, row
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_it_comes_back_after_a_restart(root: Path, store: FsStore) -> None:
     again = open_fs(root)
     assert get(again, 1) == row(1)
     again.close()
-    store.__init__(FsConfig(root_dir=str(root), max_gib=1), NAMESPACE, 0, ROW_BYTES)  # type: ignore[misc]
+    store.__init__(FsConfig(root_dir=str(root), max_gib=1), NAMESPACE, 0)  # type: ignore[misc]
 
 
 def test_what_is_there_is_not_written_again(root: Path, store: FsStore) -> None:
@@ -247,7 +247,7 @@ def test_what_has_not_begun_at_the_deadline_is_a_miss(
         max_gib=1,
         debug=FsDebug(num_threads=1, deadline_ms=100),
     )
-    slow = FsStore(config, NAMESPACE, 0, ROW_BYTES)
+    slow = FsStore(config, NAMESPACE, 0)
     assert slow.put(KEYS[:9], [row(i) for i in range(9)]) == [True] * 9
     read = os.preadv
 

@@ -533,7 +533,7 @@ def test_an_object_that_another_engine_is_writing_is_a_miss() -> None:
         store.register(memory)
         assert store.put(KEYS[:1], rows[:1]) == [True]
         name = servers.object_name(NAMESPACE, 0, KEYS[1])
-        size = store._format.size(KEYS[1])
+        size = store._format.size(KEYS[1], ROW_BYTES)
         assert servers.client().batch_put_session_start([name], [size]) == [0]
         assert store.exists(KEYS[:2]) == [True, False]
         assert store.get(KEYS[:2], rows[2:]) == [True, False]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which objects below the host are a rank's own, and which it has in common."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace as Bag
 from typing import Any
@@ -16,7 +16,7 @@ from vllm.v1.kv_tier.worker.secondary import common_objects, open_rank
 from ..stores.test_identity import NUM_BLOCKS, WORKERS, worker
 
 
-def opened(rank: int, replicas: int) -> Any:
+def opened(rank: int, replicas: int, group_bytes: Sequence[int] = ()) -> Any:
     """The store of a rank: its name, its number, and what it was opened from."""
     stores: list[Any] = []
     checked: list[int] = []
@@ -24,7 +24,11 @@ def opened(rank: int, replicas: int) -> Any:
     entry.check = lambda: checked.append(rank)
     entry.of_a_reader = lambda: Bag(open=lambda name, rank, _: (name, rank, "reader"))
     wrapper = Bag(
-        kv_tier=Bag(buffer=Bag(slots=torch.zeros(2, 8)), open_secondary=stores.extend),
+        kv_tier=Bag(
+            buffer=Bag(slots=torch.zeros(2, 8)),
+            slots=Bag(group_bytes=group_bytes),
+            open_secondary=stores.extend,
+        ),
         worker=worker(),
         rpc_rank=0,
     )
@@ -49,6 +53,11 @@ def test_ranks_of_several_machines_have_objects_of_their_own() -> None:
     assert first != other and (rank, other_rank) == (0, 2)
 
 
+def test_ranks_whose_groups_need_other_bytes_have_other_objects() -> None:
+    names = [opened(0, 1, sizes)[0] for sizes in ((), (8, 4), (8, 5), (8, 4))]
+    assert len({*names}) == 3 and names[1] == names[3]
+
+
 def test_ranks_that_hold_the_same_have_objects_in_common() -> None:
     stores = [opened(rank, 2) for rank in range(4)]
     assert [store[1:] for store in stores] == [
@@ -65,7 +74,7 @@ def test_ranks_have_objects_in_common_if_they_name_them_alike() -> None:
     alike, other = worker(), WORKERS["attention backend"]()
 
     def common(workers: list[Bag], told: int) -> int:
-        wrappers = [Bag(worker=each) for each in workers]
+        wrappers = [Bag(worker=each, kv_tier=None) for each in workers]
 
         def collective_rpc(method: Callable[..., Any], args: tuple) -> list[Any]:
             return [method(wrapper, *args) for wrapper in wrappers]

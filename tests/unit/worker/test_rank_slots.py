@@ -493,8 +493,10 @@ def serve_what_did_not_come(patch: pytest.MonkeyPatch) -> None:
 def only_stores_clear_what_is_bad(patch: pytest.MonkeyPatch) -> None:
     fill = RankSlots._fill
 
-    def fill_others(self: RankSlots, slots: Sequence[int]) -> None:
-        fill(self, [slot for slot in slots if self._states[slot] != BAD])
+    def fill_others(
+        self: RankSlots, slots: Sequence[int], groups: Sequence[int]
+    ) -> None:
+        fill(self, [slot for slot in slots if self._states[slot] != BAD], ())
 
     patch.setattr(RankSlots, "_fill", fill_others)
 
@@ -504,7 +506,9 @@ def forget_what_failed(patch: pytest.MonkeyPatch) -> None:
 
 
 def store_over_what_is_late(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RankSlots, "begin_store", lambda self, slots: self._fill(slots))
+    patch.setattr(
+        RankSlots, "begin_store", lambda self, slots, *_: self._fill(slots, ())
+    )
 
 
 def write_what_changed(patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from vllm.v1.kv_tier.worker.sharing import (
     kv_replicas,
     obstacle,
     owners,
+    why_no_replicas,
 )
 
 
@@ -98,6 +99,37 @@ def test_mla_in_releases_that_do_not_tell(
 
 def test_a_release_that_tells_of_mla_is_believed_if_it_says_no() -> None:
     assert kv_replicas(settings(2, use_mla=True), told(1, MLA)) == 1
+
+
+DRAFTER = SimpleNamespace(draft_parallel_config=None)
+
+
+@pytest.mark.parametrize(
+    "num_ranks, others, reason",
+    [
+        (2, {"decode_context_parallel_size": 2}, "KV of different tokens"),
+        (
+            2,
+            {
+                "speculative_config": SimpleNamespace(
+                    draft_parallel_config=SimpleNamespace(tensor_parallel_size=1)
+                )
+            },
+            "another number of ranks",
+        ),
+        (1, {}, "pipeline stages"),
+        (2, {}, "no two ranks"),
+        # A GQA draft model of an MLA model; states beside MLA.
+        (8, {"use_mla": True, "speculative_config": DRAFTER}, "of its draft model"),
+        (8, {"use_mla": True}, "of its other layers"),
+    ],
+)
+def test_one_message_says_why_nothing_is_shared(
+    num_ranks: int, others: dict[str, Any], reason: str
+) -> None:
+    config = settings(num_ranks, **others)
+    assert kv_replicas(config, told(1, MLA, FULL, num_kv_heads=4)) == 1
+    assert reason in why_no_replicas(config)
 
 
 @pytest.mark.parametrize("says", [None, 1])

@@ -306,10 +306,11 @@ def check_pool(vllm_config: "VllmConfig", settings: Mapping[str, bool]) -> None:
             "whose block hashes are valid in one process only. Remove pool."
         )
     events = vllm_config.kv_events_config
+    parallel = vllm_config.parallel_config
     on = {
-        f"{vllm_config.parallel_config.world_size} ranks": (
-            vllm_config.parallel_config.world_size > 1
-        ),
+        "ranks on several machines": releases.num_machines(parallel) > 1,
+        "--distributed-executor-backend ray": parallel.use_ray,
+        "--decode-context-parallel-size": releases.decode_context_ranks(parallel) > 1,
         "--enable-lora": vllm_config.lora_config is not None,
         "--speculative-config": vllm_config.speculative_config is not None,
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
@@ -318,9 +319,10 @@ def check_pool(vllm_config: "VllmConfig", settings: Mapping[str, bool]) -> None:
     }
     if found := [name for name, is_on in on.items() if is_on]:
         raise ValueError(
-            "--kv-offloading-config: pool has not been run with secondary tiers, "
-            "several ranks of an engine, share_replicas, quotas, shrink_after_s, "
-            "verify, LoRA, speculative decoding, KV connectors or KV events. Remove "
+            "--kv-offloading-config: pool has not been run with secondary tiers of "
+            "several ranks, ranks on several machines, Ray, decode context "
+            "parallelism, share_replicas, quotas, shrink_after_s, verify, LoRA, "
+            "speculative decoding, KV connectors or KV events. Remove "
             f"{' and '.join(found)}, or pool."
         )
 

@@ -248,7 +248,8 @@ class KVTierConfig:
         compatibility.check_pool(
             vllm_config,
             {
-                "secondary_tiers": bool(self.secondary_tiers),
+                "secondary_tiers with several ranks": bool(self.secondary_tiers)
+                and vllm_config.parallel_config.world_size > 1,
                 "share_replicas": self.share_replicas,
                 "quotas": bool(self.quotas),
                 "shrink_after_s": self.shrink_after_s is not None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faster switching between Python threads while files are read.
+"""Faster switching between Python threads while files are read, or copies launched.
 
 A thread that returns from a system call waits up to 5 ms (`sys.getswitchinterval`) for
 the GIL while another thread computes. Reading a file takes five system calls, and the
@@ -9,6 +9,7 @@ would run at a tenth of their speed.
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ SWITCH_S = 1e-4
 
 # Reentrant: a finalizer may leave a context while its thread holds the lock.
 _lock = threading.RLock()
-_asked: list[float] = []
+_asked: Counter[float] = Counter()
 _usual_s = 0.0
 
 
@@ -31,11 +32,13 @@ def fast_switching(turn_s: float = SWITCH_S) -> Iterator[None]:
     with _lock:
         if not _asked:
             _usual_s = sys.getswitchinterval()
-        _asked.append(turn_s)
+        _asked[turn_s] += 1
         sys.setswitchinterval(min([_usual_s, *_asked]))
     try:
         yield
     finally:
         with _lock:
-            _asked.remove(turn_s)
+            _asked[turn_s] -= 1
+            if not _asked[turn_s]:
+                del _asked[turn_s]
             sys.setswitchinterval(min([_usual_s, *_asked]))

@@ -267,10 +267,15 @@ class KVTierLayout:
     no group has ends."""
     reachable: tuple[ReachableBlocks, ...] = ()
     """By KV cache group; empty where hits can use all blocks."""
-    copies_groups: bool = False
-    """Whether ranks copy of a block what its KV cache group needs, which is less than
-    all for some groups."""
+    group_bytes: tuple[int, ...] = ()
+    """By KV cache group, how many bytes of a slot its blocks need, on all ranks
+    together. Empty if all need all of it."""
     pool: PoolLayout | None = None
     """The engine's part of a pool, if it has one."""
     can_jump: bool = False
     """Whether a prefill can skip blocks that others have computed or fetched since."""
+
+    @property
+    def copies_groups(self) -> bool:
+        """Whether ranks copy and store of a block what its KV cache group needs."""
+        return bool(self.group_bytes)

@@ -344,7 +344,7 @@ class KVTierProm:
         for part in stats.meeting_points:
             self._child("meeting_point", engine).observe(part)
         for store, each in stats.secondary.items():
-            self._observe_secondary(each, engine, store, stats.slot_bytes)
+            self._observe_secondary(each, engine, store)
         for kind, num_blocks, seconds in stats.times:
             if kind == "stall":
                 self._child("load_stall_seconds", engine).observe(seconds)
@@ -354,12 +354,9 @@ class KVTierProm:
                 self._child("copy_bytes_per_second", engine, kind).observe(rate)
 
     def _observe_secondary(
-        self, stats: SecondaryStats, engine: int, store: str, slot_bytes: int
+        self, stats: SecondaryStats, engine: int, store: str
     ) -> None:
-        counts = vars(stats) | {
-            "stored_bytes": stats.stored_blocks * slot_bytes,
-            "loaded_bytes": stats.loaded_blocks * slot_bytes,
-        }
+        counts = vars(stats)
         for name, is_a, _ in _SECONDARY:
             child = self._child(f"secondary_{name}", engine, store)
             (child.inc if is_a == "counter" else child.set)(counts[name])

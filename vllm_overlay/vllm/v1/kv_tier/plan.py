@@ -32,6 +32,8 @@ class SecondaryJob(NamedTuple):
     """Stores of plans up to this `seq` fill these slots, or filled them before."""
     after_loads: int
     """Loads of plans up to this `seq` read the slots' earlier content."""
+    groups: tuple[int, ...] = ()
+    """KV cache group by slot, where groups need less than all of some; else empty."""
 
 
 class HostAim(NamedTuple):

@@ -54,7 +54,7 @@ from vllm.v1.kv_tier.stores.identity import (
     youngest_s,
 )
 from vllm.v1.kv_tier.stores.settings import ALWAYS
-from vllm.v1.kv_tier.worker.group_bytes import group_bytes
+from vllm.v1.kv_tier.worker.group_bytes import bytes_of_groups, group_bytes
 from vllm.v1.kv_tier.worker.host_tier import HostTier
 from vllm.v1.kv_tier.worker.layers import make_layer_waits, set_layer_waits
 from vllm.v1.kv_tier.worker.pooled import join_pool
@@ -66,6 +66,8 @@ from vllm.v1.kv_tier.worker.sharing import (
     may_share,
     share_slots,
     take_shared,
+    tell_no_effect,
+    why_no_replicas,
 )
 
 if TYPE_CHECKING:
@@ -145,7 +147,9 @@ def start_kv_tier(
         elastic=open_elastic(*engine, per_rank),
         prefix_ends=prefix_ends(groups),
         reachable=reachable_blocks(groups, vllm_config.speculative_config is not None),
-        copies_groups=any(less for *_, less, _ in ranks),
+        group_bytes=bytes_of_groups(
+            [needs for *_, needs, _ in ranks], [size for _, size in per_rank], replicas
+        ),
         pool=pool,
         can_jump=_requests_meet(config, vllm_config, kv_cache_config),
     )
@@ -202,9 +206,15 @@ def _join_pool(
     names = executor.collective_rpc(
         name_of_rank, args=(space, 0, kv_cache_config.num_blocks)
     )
-    slot_bytes = sum(num_bytes for _, num_bytes in per_rank)
-    identity = hashlib.sha256(json.dumps([names, slot_bytes]).encode()).digest()
-    member = Member(config.pool, identity, slot_bytes)
+    rank_bytes = [num_bytes for _, num_bytes in per_rank]
+    if not all(rank_bytes):
+        raise ValueError(
+            "--kv-offloading-config: pool needs KV memory on every rank, but they have "
+            f"{rank_bytes} bytes for a block. Change the number of ranks, or remove "
+            "pool."
+        )
+    identity = hashlib.sha256(json.dumps([names, rank_bytes]).encode()).digest()
+    member = Member(config.pool, identity, rank_bytes)
     logger.info(
         "KV tier: partition %d of the pool at %s, with %d blocks of an earlier engine.",
         member.membership.number,
@@ -225,7 +235,7 @@ def _requests_meet(
     is_on = config.debug.meet and bool(tiers)
     is_on = is_on and all(tier.debug.fetch != ALWAYS for tier in tiers)
     # Memory that comes and goes counts blocks of a prompt at its admission.
-    is_on = is_on and config.shrink_after_s is None
+    is_on = is_on and config.shrink_after_s is None and config.pool is None
     return is_on and compatibility.engine_can_jump(vllm_config, kv_cache_config)
 
 
@@ -319,6 +329,8 @@ def _take_slots(
     told: int | None = 1
     if len(per_rank) > 1 and config.share_replicas:
         told = kv_replicas(vllm_config, kv_cache_config)
+        if told == 1:
+            tell_no_effect(why_no_replicas(vllm_config))
     found = None
     if told != 1:
         one_machine, below = is_one_machine(vllm_config), bool(config.secondary_tiers)
@@ -492,12 +504,13 @@ def _start_rank(
     as_file: bool,
     check_memory: bool,
     place: Place | None,
-) -> tuple[float, bool, bool, int]:
+) -> tuple[float, bool, list[int], int]:
     """Allocate a rank's part of the tier.
 
     Returns:
-        Seconds to load a slot, whether layers wait for their own loads, whether some
-        groups need less than whole blocks, and the number of slots that are open.
+        Seconds to load a slot, whether layers wait for their own loads, how many bytes
+        of a slot each KV cache group needs, or none if all need all, and the number of
+        slots that are open.
 
     """
     runner = wrapper.worker.model_runner
@@ -510,7 +523,8 @@ def _start_rank(
     set_layer_waits(None)
     if waits is not None:
         waits.use = set_layer_waits
-    needs = _group_bytes(wrapper.worker, regions, num_blocks)
+    # Slots of neighbours are in no table, so that blocks of a pool are whole.
+    needs = [] if place else _group_bytes(wrapper.worker, regions, num_blocks)
     shared = take_shared(wrapper)
     tier = HostTier.allocate(
         regions,
@@ -524,7 +538,7 @@ def _start_rank(
         as_file=as_file,
         group_bytes=needs,
         first_bytes=FIRST_BYTES,
-        pooled=None if place is None else join_pool(place, runner.device),
+        pooled=place and join_pool(place, wrapper.rpc_rank, runner.device),
     )
     if shared is not None:
         shared.memory.close()
@@ -546,7 +560,7 @@ def _start_rank(
         )
         load_s += check_s
     # A rank without KV memory never delays a step.
-    return load_s, waits is not None or not regions, bool(needs), num_open
+    return load_s, waits is not None or not regions, needs, num_open
 
 
 def _group_bytes(worker: Any, regions: Sequence[Region], num_blocks: int) -> list[int]:

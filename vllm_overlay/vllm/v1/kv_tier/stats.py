@@ -31,12 +31,15 @@ class SecondaryStats:
 
     stored_blocks: int = 0
     """Blocks written to it."""
+    stored_bytes: int = 0
+    """Bytes of these objects, without their headers."""
     refused_blocks: int = 0
     """Blocks that it did not take on some rank."""
     dropped_blocks: int = 0
     """Blocks that left the host before their turn to be written."""
     loaded_blocks: int = 0
     """Blocks read from it into slots."""
+    loaded_bytes: int = 0
     loaded_tokens: int = 0
     """Prompt tokens of these blocks, all groups of layers together."""
     hit_tokens: int = 0

@@ -47,6 +47,10 @@ class EvictionPolicy(ABC):
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
 
+    def resize(self, num_slots: int) -> None:
+        """Decide for so many slots from now on: at most those at the start."""
+        self.num_slots = num_slots
+
     @abstractmethod
     def insert(self, key: Key) -> None:
         """Add `key`, which was not resident."""

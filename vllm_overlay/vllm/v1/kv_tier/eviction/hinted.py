@@ -404,10 +404,9 @@ class Hinted(EvictionPolicy):
         """Whether the policy handles hints itself."""
         self._low = ByPriority()
         self._kept = ProtectedKeys()
-        self._max_kept = int(KEPT_PART * self.num_slots)
-        self.shares: dict[Hashable, Share] = {
-            name: Share(int(part * self.num_slots)) for name, part in quotas.items()
-        }
+        self._quotas = quotas
+        self.shares: dict[Hashable, Share] = {name: Share(0) for name in quotas}
+        self._set_limits()
         self._share_of: dict[Key, Share] = {}
         # No set: Python's garbage collector looks at nothing in a dict of plain values.
         self.kept: dict[Key, None] = {}
@@ -417,6 +416,16 @@ class Hinted(EvictionPolicy):
         self._ends = ExpiryQueue()
         # Unlimited for users that do not call `begin_step`.
         self._num_looks: float = float("inf")
+
+    def resize(self, num_slots: int) -> None:
+        super().resize(num_slots)
+        self._policy.resize(num_slots)
+        self._set_limits()
+
+    def _set_limits(self) -> None:
+        self._max_kept = int(KEPT_PART * self.num_slots)
+        for name, part in self._quotas.items():
+            self.shares[name].limit = int(part * self.num_slots)
 
     def begin_step(self) -> None:
         """Start a step, and reset the number of keys it may look at."""

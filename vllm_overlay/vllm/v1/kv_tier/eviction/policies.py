@@ -320,7 +320,6 @@ class S3FIFO(PlacedPolicy):
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots, num_queues=2)
-        self._min_first = self._FIRST * num_slots
         self._fresh, self._main = self._queues.queues
         self._is_main = bytearray(num_slots)
         self._num_first = self._num_main = 0
@@ -366,7 +365,7 @@ class S3FIFO(PlacedPolicy):
             self._num_first -= 1
 
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
-        if self._num_first < self._min_first:
+        if self._num_first < self._FIRST * self.num_slots:
             key = self._evict_main(is_pinned)
             if key is not None:
                 return key

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How engines and their ranks get the memory of the pool from its keeper."""
 
+import ctypes
 import json
 import mmap
 import os
@@ -20,15 +21,23 @@ from vllm.v1.kv_tier.keeper.partition import (
     partition_bytes,
 )
 
-VERSION = 1
+VERSION = 2
 """Of the messages, and of the layout of the shared memory."""
 
 MAX_MESSAGE_BYTES = 4096
 MIN_SLOT_BYTES = 4096
 """Blocks of fewer bytes take as much."""
 
-# Copy engines are tested on empty slots: one in so many, at least one.
-_EMPTY_PART = 100
+# Copy engines are tested on empty slots: one in so many, at least one, at most 64. What
+# an heir has to drop for it may be the end of a prefix.
+_EMPTY_PART, _MAX_EMPTY = 100, 64
+
+# Parts of ranks are whole huge pages where they have so many, so that the kernel maps
+# them as such.
+_HUGE_PAGE_BYTES = 2 << 20
+_MANY_HUGE_PAGES = 64
+
+_MAP_FIXED = 0x10
 
 _TIMEOUT_S = 10.0
 _RETRY_S = 0.1
@@ -57,15 +66,29 @@ class Geometry(NamedTuple):
     def index_bytes(self) -> int:
         return self.num_partitions * partition_bytes(self.capacity)
 
-    def slots_of(self, number: int, slot_bytes: int) -> tuple[int, int]:
+    def parts(self, rank_bytes: Sequence[int]) -> list[int]:
+        """Bytes that each rank of an engine has of a partition, in their order.
+
+        Args:
+            rank_bytes: Bytes of a block on each rank.
+
+        """
+        shares = [self.partition_bytes * each // sum(rank_bytes) for each in rank_bytes]
+        is_large = min(shares) >= _MANY_HUGE_PAGES * _HUGE_PAGE_BYTES
+        unit = _HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE
+        return [share // unit * unit for share in shares]
+
+    def slots_of(self, number: int, rank_bytes: Sequence[int]) -> tuple[int, int]:
         """The first slot of a partition, and how many it has.
 
-        Slots of all engines with blocks of this size lie on one grid, so that a number
-        means the same to all of them.
+        A rank maps its parts of all partitions one after the other. Slots of all
+        engines with blocks of these sizes lie on one grid there, so that a number means
+        the same to all of them, and to all of their ranks.
         """
-        first = -(-number * self.partition_bytes // slot_bytes)
-        end = (number + 1) * self.partition_bytes // slot_bytes
-        return first, min(end - first, self.capacity)
+        sizes = [*zip(self.parts(rank_bytes), rank_bytes)]
+        first = max(-(-number * part // each) for part, each in sizes)
+        end = min((number + 1) * part // each for part, each in sizes)
+        return first, max(0, min(end - first, self.capacity))
 
 
 class Place(NamedTuple):
@@ -76,7 +99,10 @@ class Place(NamedTuple):
     number: int
     lease: int
     """Number of the engine among those that have had the partition."""
-    slot_bytes: int
+    rank_bytes: tuple[int, ...]
+    """Bytes of a block on each rank."""
+    num_slots: int
+    """Of the whole pool."""
     own: range
     """Slots of the partition, as numbers in the whole pool."""
     empty: tuple[int, ...]
@@ -109,8 +135,9 @@ class Membership:
 
         """
         own, until = partitions[number], time.monotonic() + _TIMEOUT_S
+        num_empty = min(own.num_slots // _EMPTY_PART + 1, _MAX_EMPTY)
         while True:
-            adopted = own.take_over(own.num_slots - own.num_slots // _EMPTY_PART - 1)
+            adopted = own.take_over(own.num_slots - num_empty)
             unread = own.unpinned(range(own.num_slots))
             if (
                 adopted is not None
@@ -145,19 +172,20 @@ class Member:
     Args:
         path: Of the keeper's socket.
         identity: As in `Membership`.
-        slot_bytes: Bytes of a block.
+        rank_bytes: Bytes of a block on each rank of the engine.
 
     Raises:
         PoolRefused: The keeper cannot be reached, or gives no partition.
 
     """
 
-    def __init__(self, path: str, identity: bytes, slot_bytes: int) -> None:
-        self._path, self._slot_bytes = path, slot_bytes
-        wanted = {"identity": identity.hex(), "slot_bytes": slot_bytes}
+    def __init__(self, path: str, identity: bytes, rank_bytes: Sequence[int]) -> None:
+        self._path, self._rank_bytes = path, tuple(rank_bytes)
+        wanted = {"identity": identity.hex(), "rank_bytes": self._rank_bytes}
         self._connection, reply, fds = _ask(path, wanted)
         self._lease: int = reply["lease"]
-        partitions = map_partitions(fds[1], Geometry(*reply["geometry"]))
+        self._geometry = Geometry(*reply["geometry"])
+        partitions = map_partitions(fds[1], self._geometry)
         for fd in fds:
             os.close(fd)
         try:
@@ -171,12 +199,14 @@ class Member:
         """Where the ranks of the engine find its memory."""
         member = self.membership
         first, used = member.first_slot, {*member.adopted.slots}
+        last = self._geometry.num_partitions - 1
         return Place(
             self._path,
             member.identity,
             member.number,
             self._lease,
-            self._slot_bytes,
+            self._rank_bytes,
+            sum(self._geometry.slots_of(last, self._rank_bytes)),
             range(first, first + member.num_slots),
             tuple(first + slot for slot in member.unread if slot not in used),
         )
@@ -196,12 +226,16 @@ def end_lease(connection: socket.socket) -> None:
     connection.close()
 
 
-def join(place: Place) -> tuple[socket.socket, mmap.mmap]:
-    """Map the memory of all partitions, on a rank of the engine.
+def join(place: Place, rank: int) -> tuple[socket.socket, mmap.mmap]:
+    """Map what a rank uses of the memory: its part of every partition.
+
+    Args:
+        place: Where its engine has it.
+        rank: Number of the rank.
 
     Returns:
-        The connection and the memory. The rank has its part in the partition until
-        `end_lease`, or the end of the process.
+        The connection, and the parts one after the other. The partition is the engine's
+        until `end_lease`, or the end of the process, on all of its ranks.
 
     Raises:
         PoolRefused: The keeper cannot be reached.
@@ -213,13 +247,35 @@ def join(place: Place) -> tuple[socket.socket, mmap.mmap]:
         "lease": place.lease,
     }
     connection, reply, fds = _ask(place.path, wanted)
-    memory = mmap.mmap(fds[0], Geometry(*reply["geometry"]).data_bytes)
+    geometry = Geometry(*reply["geometry"])
+    parts = geometry.parts(place.rank_bytes)
+    memory = _map_parts(fds[0], geometry, sum(parts[:rank]), parts[rank])
     for fd in fds:
         os.close(fd)
     # A fork would copy all pinned memory at once, and a core dump contain prompts.
     memory.madvise(mmap.MADV_DONTFORK)
     memory.madvise(mmap.MADV_DONTDUMP)
     return connection, memory
+
+
+def _map_parts(fd: int, geometry: Geometry, offset: int, size: int) -> mmap.mmap:
+    """Map the bytes from `offset` on of every partition, one after the other."""
+    # All of it is mapped again, unless the whole partitions are wanted.
+    memory = mmap.mmap(fd, geometry.num_partitions * size)
+    if size == geometry.partition_bytes:
+        return memory
+    start = np.frombuffer(memory, np.uint8).ctypes.data
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    long, number = ctypes.c_long, ctypes.c_int
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[number] * 3, long]
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    for i in range(geometry.num_partitions):
+        at, source = start + i * size, i * geometry.partition_bytes + offset
+        if call(at, size, access, flags, fd, source) != at:
+            error = ctypes.get_errno()
+            raise OSError(error, f"mmap: {os.strerror(error)}")
+    return memory
 
 
 def map_partitions(fd: int, geometry: Geometry) -> list[Partition]:

@@ -72,11 +72,13 @@ class RobustLock:
         A dead holder has left what it guarded as it was at some instruction, so every
         order of writes under this lock must be valid at each of them.
         """
+        code = self._try(self._address)
+        return code == 0 or self._wait(code, spin_s)
+
+    def _wait(self, code: int, spin_s: float) -> bool:
+        """As `acquire`, after a first attempt that has given `code`."""
         until = 0.0
-        while True:
-            code = self._try(self._address)
-            if code == 0:
-                return True
+        while code:
             if code == errno.EOWNERDEAD:
                 _check(self._recover(self._address), "pthread_mutex_consistent")
                 self.num_recovered += 1
@@ -90,9 +92,12 @@ class RobustLock:
                 self._rests_until = now + _REST_S
                 return False
             time.sleep(0)
+            code = self._try(self._address)
+        return True
 
     def release(self) -> None:
-        _check(self._unlock(self._address), "pthread_mutex_unlock")
+        if code := self._unlock(self._address):
+            _check(code, "pthread_mutex_unlock")
 
 
 def _check(code: int, function: str) -> None:

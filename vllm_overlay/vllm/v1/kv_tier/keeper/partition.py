@@ -225,7 +225,7 @@ class Partition:
             max_slots: Withdraw what is more.
 
         Returns:
-            None if the lock is busy.
+            Ends of prefixes come before their beginnings. None if the lock is busy.
 
         """
         if not self.lock.acquire(_SPIN_S):
@@ -235,9 +235,12 @@ class Partition:
             n = self._num_slots
             self._places[:n] = 0
             places = np.flatnonzero(self._entries)
-            self._entries[places[max_slots:]] = 0
-            places = places[:max_slots]
             slots = (self._entries[places] & _LOW).astype(np.int64) - 1
+            # Ends of prefixes first: without its beginning, a prefix is of no use.
+            order = np.argsort(-self._num_tokens[slots], kind="stable")
+            dropped, kept = np.split(order, [max(len(order) - max_slots, 0)])
+            self._entries[places[dropped]] = 0
+            places, slots = places[kept], slots[kept]
             self._places[slots] = places + 1
             keys = self._keys[slots].view(np.uint8)[:, : self._key_bytes]
             tokens = self._num_tokens[slots].tolist()
@@ -297,20 +300,31 @@ class Partition:
         """Whether neighbours may find `slot`, as its owner has left it."""
         return bool(self._places[slot])
 
-    def claim(self, slot: int) -> Claim:
-        """Make a published slot one that can be reused, if it is not in use."""
+    def claim(self, slots: Sequence[int], spares: bool = True) -> list[Claim]:
+        """Make slots ones that can be reused, where no neighbour finds or uses them.
+
+        Args:
+            slots: Published or not.
+            spares: Spare those that a neighbour has used since the last claim.
+
+        """
+        numbers = np.array(slots, np.int64)
+        published = self._places[numbers] > 0
+        claims = np.full(len(slots), Claim.FREE)
+        if not published.any():
+            return list(claims)
         if not self.lock.acquire(_SPIN_S):
-            return Claim.BUSY
+            claims[published] = Claim.BUSY
+            return list(claims)
         try:
-            if self._is_pinned(slot):
-                return Claim.PINNED
-            if self._used[slot]:
-                self._used[slot] = 0
-                return Claim.USED
-            self._withdraw(slot)
-            return Claim.FREE
+            pinned = self._are_pinned(numbers) & published
+            used = (self._used[numbers] > 0) & published & ~pinned & spares
+            self._used[numbers[used]] = 0
+            self._withdraw(numbers[published & ~pinned & ~used])
         finally:
             self.lock.release()
+        claims[pinned], claims[used] = Claim.PINNED, Claim.USED
+        return list(claims)
 
     def withdraw(self, slot: int) -> Claim:
         """Let no neighbour find `slot` from now on.
@@ -322,21 +336,28 @@ class Partition:
         if not self.lock.acquire(_SPIN_S):
             return Claim.BUSY
         try:
-            self._withdraw(slot)
-            return Claim.PINNED if self._is_pinned(slot) else Claim.FREE
+            numbers = np.array([slot])
+            self._withdraw(numbers)
+            return Claim.PINNED if self._are_pinned(numbers)[0] else Claim.FREE
         finally:
             self.lock.release()
 
-    def withdraw_all(self) -> bool:
-        """Let neighbours find nothing. False if the lock is busy."""
+    def withdraw_all(self) -> list[int] | None:
+        """Let neighbours find nothing.
+
+        Returns:
+            Slots that they still read. None if the lock is busy.
+
+        """
         if not self.lock.acquire(_SPIN_S):
-            return False
+            return None
         try:
             self._entries[:] = 0
             self._places[: self._num_slots] = 0
+            pins = self._pin_words[: self._num_slots]
+            return list(np.flatnonzero(pins.any(axis=1)).tolist())
         finally:
             self.lock.release()
-        return True
 
     def unpinned(self, slots: Sequence[int]) -> list[int] | None:
         """Those of `slots` that no neighbour reads. None if the lock is busy."""
@@ -344,19 +365,19 @@ class Partition:
         if not self.lock.acquire(_SPIN_S):
             return None
         try:
-            numbers = numbers[(self._pin_words[numbers] == 0).all(axis=1)]
+            numbers = numbers[~self._are_pinned(numbers)]
         finally:
             self.lock.release()
         return list(numbers.tolist())
 
-    def _is_pinned(self, slot: int) -> bool:
-        first, second = self._pin_words[slot].tolist()
-        return bool(first or second)
+    def _are_pinned(self, slots: Slots) -> NDArray[np.bool_]:
+        words = self._pin_words[slots]
+        return (words[:, 0] | words[:, 1]) > 0
 
-    def _withdraw(self, slot: int) -> None:
-        if place := int(self._places[slot]):
-            self._entries[place - 1] = 0
-            self._places[slot] = 0
+    def _withdraw(self, slots: Slots) -> None:
+        places = self._places[slots]
+        self._entries[places[places > 0] - 1] = 0
+        self._places[slots] = 0
 
     # ------------------------------------------------------------------ for readers
 
@@ -446,14 +467,12 @@ class Partition:
 
     def _free_places(self, buckets: NDArray[np.int64]) -> NDArray[np.int64]:
         """A free place in each bucket; -1 where it is full."""
-        taken: set[int] = set()
-        places = np.full(len(buckets), -1, np.int64)
-        are_full = (self._entries.reshape(-1, _WAYS)[buckets] != 0).tolist()
-        for i, (bucket, row) in enumerate(zip(buckets.tolist(), are_full)):
-            for way, is_full in enumerate(row):
-                place = bucket * _WAYS + way
-                if not is_full and place not in taken:
-                    taken.add(place)
-                    places[i] = place
-                    break
-        return places
+        order = np.argsort(buckets, kind="stable")
+        ordered = buckets[order]
+        # Keys of one bucket take its free places in turn.
+        turns = np.empty_like(buckets)
+        turns[order] = np.arange(len(buckets)) - np.searchsorted(ordered, ordered)
+        are_free = self._entries.reshape(-1, _WAYS)[buckets] == 0
+        fits = are_free & (are_free.cumsum(axis=1) == turns[:, None] + 1)
+        places = buckets * _WAYS + fits.argmax(axis=1)
+        return np.where(fits.any(axis=1), places, -1)

@@ -60,8 +60,8 @@ class _Wish(TypedDict):
     """What a process asks for."""
 
     identity: bytes
-    slot_bytes: int
-    """Of a new engine; 0 for a rank."""
+    rank_bytes: list[int]
+    """Of a new engine, bytes of a block on each rank; empty for a rank."""
     partition: int
     """Of a rank's engine."""
     lease: int
@@ -267,8 +267,8 @@ class Keeper:
         if peer.process < 0:
             raise Refused("the process cannot be watched: it is not seen from here")
         number = wish["partition"]
-        if wish["slot_bytes"]:
-            number = self._assign(wish["identity"], wish["slot_bytes"])
+        if wish["rank_bytes"]:
+            number = self._assign(wish["identity"], wish["rank_bytes"])
             self._leases[number].number += 1
         elif not (
             number < len(self._leases)
@@ -285,13 +285,16 @@ class Keeper:
             "geometry": list(self.geometry),
         }
 
-    def _assign(self, identity: bytes, slot_bytes: int) -> int:
+    def _assign(self, identity: bytes, rank_bytes: Sequence[int]) -> int:
         """A partition for an engine: what one of its identity has left, else an empty
         one, else one of another identity, whose content is lost."""
-        first, num_slots = self.geometry.slots_of(0, slot_bytes)
-        if num_slots < 1:
+        shapes = [
+            self.geometry.slots_of(number, rank_bytes)
+            for number in range(len(self._leases))
+        ]
+        if min(num_slots for _, num_slots in shapes) < 1:
             raise Refused(
-                f"a block of {slot_bytes} bytes does not fit a partition of "
+                f"a block of {sum(rank_bytes)} bytes does not fit a partition of "
                 f"{self.geometry.partition_bytes}. Raise --size of the keeper, or "
                 "lower its --engines"
             )
@@ -307,14 +310,12 @@ class Keeper:
         free = [i for i in free if i not in unclear]
         owners = {i: self.partitions[i].identity for i in free}
         for number in free:
-            shape = self.geometry.slots_of(number, slot_bytes)
             partition = self.partitions[number]
             had = partition.first_slot, partition.num_slots
-            if owners[number] == identity and had == shape:
+            if owners[number] == identity and had == shapes[number]:
                 return number
         for number in sorted(free, key=lambda i: owners[i] != bytes(32)):
-            first, num_slots = self.geometry.slots_of(number, slot_bytes)
-            if self.partitions[number].assign(identity, first, num_slots):
+            if self.partitions[number].assign(identity, *shapes[number]):
                 return number
         raise Refused("busy")
 
@@ -373,18 +374,23 @@ def _wish_of(message: bytes) -> _Wish:
             "processes by their numbers. Let both see the processes of the machine "
             "(Kubernetes: hostPID: true; Docker: --pid host)"
         )
-    numbers = [wanted.get(name, 0) for name in ("slot_bytes", "partition", "lease")]
-    identity = wanted.get("identity")
+    numbers = [wanted.get(name, 0) for name in ("partition", "lease")]
+    identity, rank_bytes = wanted.get("identity"), wanted.get("rank_bytes", [])
     if not (
-        all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+        isinstance(rank_bytes, list)
+        and all(
+            type(number) is int and 0 <= number < 1 << 48
+            for number in (*numbers, *rank_bytes)
+        )
+        and all(rank_bytes)
         and isinstance(identity, str)
         and re.fullmatch("[0-9a-f]{64}", identity)
     ):
         raise Refused("the message is not understood")
-    slot_bytes, partition, lease = numbers
+    partition, lease = numbers
     return _Wish(
         identity=bytes.fromhex(identity),
-        slot_bytes=slot_bytes,
+        rank_bytes=rank_bytes,
         partition=partition,
         lease=lease,
     )

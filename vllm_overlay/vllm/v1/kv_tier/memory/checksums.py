@@ -45,6 +45,9 @@ class SlotChecksums:
         shared: NDArray[np.uint8] | None = None,
     ) -> None:
         self._memory = slots.numpy()
+        self.slot_bytes = slots.shape[1]
+        # Of each slot, how many of its first bytes count.
+        self._num_bytes = np.full(len(slots), self.slot_bytes, np.int64)
         self._shared = shared
         self._device = device
         self._lock = threading.Lock()
@@ -87,9 +90,20 @@ class SlotChecksums:
             self.forget(slots)
             raise
 
-    def forget(self, slots: Sequence[int]) -> None:
-        """Drop the checksums of `slots`, including those that are still to be taken."""
+    def forget(
+        self, slots: Sequence[int], num_bytes: Sequence[int] | None = None
+    ) -> None:
+        """Drop the checksums of `slots`, including those that are still to be taken.
+
+        Args:
+            slots: Slots whose content is void.
+            num_bytes: How many of the first bytes of each the next content has; None
+                if that is as before.
+
+        """
         with self._lock:
+            if num_bytes is not None:
+                self._num_bytes[slots] = num_bytes
             for slot in slots:
                 self._sums.pop(slot, None)
 
@@ -152,7 +166,8 @@ class SlotChecksums:
         taken.set_result(value)
 
     def _sum(self, slot: int) -> bytes:
-        return blake3(self._memory[slot]).digest(DIGEST_BYTES)
+        content = self._memory[slot, : self._num_bytes[slot]]
+        return blake3(content).digest(DIGEST_BYTES)
 
     def _end_of_copies(self) -> Callable[[], object]:
         """A function that waits on the host for the current stream's work so far."""

@@ -89,7 +89,7 @@ class HostSize:
             return {"refused": 1}
         self._wanted = max(1, min(num_slots, self._num_reserved))
         self._fence = self._num_awaited = 0
-        self._table.begin_closing()
+        self._table.expect(self._wanted)
         self.is_due = not self._is_closed
         return {"host_slots": self._wanted, "open_slots": self._table.num_slots}
 

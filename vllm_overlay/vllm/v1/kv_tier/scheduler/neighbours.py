@@ -6,7 +6,7 @@ of the engine's own slots. It is pinned from the look on: until the end of the s
 it is not loaded, else until all ranks have ended the plan that loads it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -133,9 +133,19 @@ class Neighbours:
             self._pinned[index] = partition, number, uses + 1
             over.discard(number)
 
-    def record_plan(self, plan: StepPlan, is_own: Callable[[int], bool]) -> int:
-        """Note what a plan loads. Returns how many slots of neighbours it reads."""
-        read = [i for i in (*plan.load_slots, *plan.ahead_slots) if not is_own(i)]
+    def record_plan(self, plan: StepPlan, num_own: int) -> int:
+        """Note what a plan loads. Returns how many slots of neighbours it reads.
+
+        Args:
+            plan: The plan of this step.
+            num_own: Slots from 0 to this one are of the engine itself.
+
+        """
+        loaded = (*plan.load_slots, *plan.ahead_slots)
+        if not loaded or 0 <= min(loaded) <= max(loaded) < num_own:
+            # A hot path: mostly all are.
+            return 0
+        read = [index for index in loaded if not 0 <= index < num_own]
         for index in read:
             partition, number, uses = self._pinned[index]
             self._pinned[index] = partition, number, uses + 1

@@ -3,7 +3,8 @@
 
 The engine decides about its own slots as without a pool. It publishes what it has
 stored (`shared_slots`), and its lookups find what neighbours have published
-(`neighbours`). Both end when the weights may have changed.
+(`neighbours`). Both end when the weights may have changed. Secondary tiers are asked
+for what neighbours lack, and move slots of the engine's own.
 """
 
 from collections.abc import Iterable
@@ -11,9 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import (
-    KVCacheBlock,
-)
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.layout import KVTierLayout, PoolLayout
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
@@ -36,8 +35,6 @@ class SharedBlockPool(TieredBlockPool):
         super().__init__(layout, **kwargs)
         assert layout.pool is not None
         self._layout: PoolLayout = layout.pool
-        # Slots of neighbours are in no table, so that all are copied whole.
-        self._copies_groups = False
         self._settled_outputs = layout.tuning.settled_outputs
         self._settled_steps = layout.tuning.settled_steps
         sizes = layout.pool.block_sizes
@@ -51,6 +48,12 @@ class SharedBlockPool(TieredBlockPool):
         max_looks = layout.tuning.max_looks
         self.neighbours = Neighbours(layout.pool.member, lookup, max_looks)
         self._find_elsewhere = self.neighbours.found.get
+        if layout.secondary is not None:
+            self._find_elsewhere = self._find
+            assert self.secondary is not None
+            self.secondary.reader.skip(self.neighbours.found.get)
+            # One of the two watches the ranks.
+            layout.secondary.rank_calls.may_change = self._weights_may_change
         self._ends = PlanEnds(layout.pool.num_ranks)
         self._is_off = False
         self._num_outputs = 0
@@ -69,21 +72,31 @@ class SharedBlockPool(TieredBlockPool):
     # ------------------------------------------------------------------ a step
 
     def is_loading(self, request: Request, has_scheduled_reqs: bool) -> bool:
-        """As `TieredBlockPool.is_loading`; then looks what neighbours have."""
-        if super().is_loading(request, has_scheduled_reqs):
-            return True
+        """As `TieredBlockPool.is_loading`; also looks what neighbours have, before
+        secondary tiers are asked, if there are some."""
+        if self.secondary is not None:
+            return self._is_looking(request) or super().is_loading(
+                request, has_scheduled_reqs
+            )
+        is_loading = super().is_loading(request, has_scheduled_reqs)
+        return is_loading or self._is_looking(request)
+
+    def _is_looking(self, request: Request) -> bool:
         if not self._serves_host:
             return False
         speaks = self.conversations.has_hints(request)
         loadable = self.conversations.make_load_filter if speaks else None
         return self.neighbours.look_up(request, loadable)
 
+    def _find(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+        assert self.secondary is not None
+        return self.neighbours.found.get(key) or self.secondary.reader.find(key)
+
     def take_plan(self, is_idle: bool = False) -> StepPlan:
         """As `TieredBlockPool.take_plan`. Slots in the plan are those of the pool."""
         plan = super().take_plan(is_idle)
         is_due = self.host.record_stores(plan, is_idle)
-        num_own = self.host.num_own
-        num_read = self.neighbours.record_plan(plan, lambda i: 0 <= i < num_own)
+        num_read = self.neighbours.record_plan(plan, self.host.num_own)
         if num_read:
             self._stats.neighbour_blocks += num_read
             self.host_writer.record_loads(plan, self.neighbours)
@@ -98,7 +111,7 @@ class SharedBlockPool(TieredBlockPool):
             plan.load_slots,
             plan.ahead_slots,
         ):
-            slots[:] = [first + slot for slot in slots]
+            slots[:] = map(first.__add__, slots)
         return plan
 
     def _settled(self, seq: int) -> int:
@@ -146,7 +159,10 @@ class SharedBlockPool(TieredBlockPool):
         self.host_writer.forget_elsewhere()
 
     def _weights_may_change(self, method: str) -> None:
-        self.leave(f"{method} of the ranks was called, which may change weights")
+        reason = f"{method} of the ranks was called, which may change weights"
+        self.leave(reason)
+        if self.secondary is not None:
+            self.secondary.detach(reason)
 
     def _clear_host(self) -> None:
         self.leave("the prefix cache was cleared, maybe for other weights")

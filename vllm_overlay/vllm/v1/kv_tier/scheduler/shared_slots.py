@@ -10,24 +10,28 @@ Withdrawing a slot and looking at its pins is one critical section of the partit
 is finding and pinning it for a neighbour.
 """
 
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice, repeat
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.keeper.partition import Claim
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
+from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable, index_of
 
 # Stands for all neighbours among those for whom slots are held.
 _NEIGHBOURS = -1
 # Most slots that a step publishes, and that it looks at for the end of a read.
 _MAX_PUBLISHED = 512
 _MAX_LOOKS = 512
-# Most victims of a plan that neighbours use or read, and that are passed over. Each
-# takes some microseconds.
-_MAX_REFUSED = 256
+# Most victims of a plan that neighbours have used and that are spared for it, and most
+# that they read. Each takes some microseconds. Beyond, what was used is evicted too: a
+# plan may need a slot for each block of a long prompt.
+_MAX_SPARED = 512
+_MAX_REFUSED = 1024
 
 
 class PlanEnds:
@@ -69,17 +73,19 @@ class SharedSlotTable(SlotTable):
     ) -> None:
         super().__init__(member.num_slots, policy)
         self._plans_per_report = plans_per_report
-        self.num_own = member.num_slots
+        self.num_own, self.first_slot = member.num_slots, member.first_slot
         self._partition = member.own
         self.has_left = False
         """Whether nothing is published any more."""
         self._is_leaving = False
-        self._num_refused = 0
+        self._num_refused = self._num_spared = 0
         # Plans with stores since the last one whose end is to be reported.
         self._num_unasked = 0
-        # Stores by plan, until it has ended: (slot, key). Then (plan, slot, key).
-        self._unended: dict[int, list[tuple[int, BlockHashWithGroupId]]] = {}
-        self._to_publish: deque[tuple[int, int, BlockHashWithGroupId]] = deque()
+        # Slots by the plan that stores them, until it has ended. Then (plan, slot).
+        self._unended: dict[int, list[int]] = {}
+        self._to_publish: list[tuple[int, int]] = []
+        # What came from a secondary tier and is to be published, by slot.
+        self._fetched: dict[int, BlockHashWithGroupId] = {}
         # Slots that neighbours read, with the keys under which they are held.
         self._read: dict[int, list[BlockHashWithGroupId]] = {}
         self._adopt(member)
@@ -115,13 +121,7 @@ class SharedSlotTable(SlotTable):
         """
         if self.has_left:
             return False
-        stores = []
-        for index in (*plan.store_slots, *plan.clean_slots):
-            key = self.places.keys[index]
-            # Others do not look for blocks with several keys.
-            if key is not None and index not in self._several:
-                stores.append((index, key))
-        if stores:
+        if stores := [*plan.store_slots, *plan.clean_slots]:
             self._unended[plan.seq] = stores
             self._num_unasked += 1
         is_due = self._num_unasked >= (1 if is_idle else self._plans_per_report)
@@ -133,8 +133,7 @@ class SharedSlotTable(SlotTable):
         """All ranks have ended these plans, and so all before them."""
         last = max(seqs)
         for seq in [seq for seq in self._unended if seq <= last]:
-            for index, key in self._unended.pop(seq):
-                self._to_publish.append((seq, index, key))
+            self._to_publish += zip(repeat(seq), self._unended.pop(seq))
 
     def share(self, settled: int) -> None:
         """Publish what is complete, and take back what is no longer read.
@@ -146,25 +145,56 @@ class SharedSlotTable(SlotTable):
         if self._is_leaving:
             self._leave()
         self._publish(settled)
+        if self._fetched:
+            self._publish_fetched()
         self._end_reads()
 
+    def fill(
+        self, index: int, key: BlockHashWithGroupId, num_tokens: int | None
+    ) -> None:
+        """As `SlotTable.fill`: all ranks have the block, so others may find it."""
+        super().fill(index, key, num_tokens)
+        if not self.has_left:
+            self._fetched[index] = key
+
     def _publish(self, settled: int) -> None:
-        slots: list[int] = []
-        keys: list[BlockHashWithGroupId] = []
-        last = 0
-        for seq, index, key in self._to_publish:
-            if seq > settled or len(slots) == _MAX_PUBLISHED:
-                break
-            last += 1
-            is_same = self.places.keys[index] == key and self._store_seq[index] == seq
-            if is_same and index not in self._several:
-                slots.append(index)
-                keys.append(key)
-        num_tokens = [self._num_tokens[index] or None for index in slots]
-        if slots and not self._partition.publish(slots, keys, num_tokens):
-            return
-        for _ in range(last):
-            self._to_publish.popleft()
+        num_settled = bisect_left(self._to_publish, (settled + 1,))
+        due = self._to_publish[: min(num_settled, _MAX_PUBLISHED)]
+        # Of what a plan has stored, others do not look for blocks with several keys.
+        keys = self.places.keys
+        slots = [
+            index
+            for seq, index in due
+            if keys[index] is not None
+            and self._store_seq[index] == seq
+            and index not in self._several
+        ]
+        if self._has_published(slots):
+            del self._to_publish[: len(due)]
+
+    def _publish_fetched(self) -> None:
+        some = list(islice(self._fetched.items(), _MAX_PUBLISHED))
+        keys = self.places.keys
+        slots = [
+            index
+            for index, key in some
+            # Else it was stored since, maybe not to its end.
+            if keys[index] == key
+            and self._store_seq[index] == 0
+            and index not in self._several
+            and not self._partition.is_published(index)
+        ]
+        if self._has_published(slots):
+            for index, _ in some:
+                del self._fetched[index]
+
+    def _has_published(self, slots: Sequence[int]) -> bool:
+        keys = self.places.keys
+        return not slots or self._partition.publish(
+            slots,
+            [keys[index] for index in slots],
+            [self._num_tokens[index] or None for index in slots],
+        )
 
     def _end_reads(self) -> None:
         if not self._read:
@@ -187,7 +217,8 @@ class SharedSlotTable(SlotTable):
     @property
     def is_sharing(self) -> bool:
         """Whether further steps publish something."""
-        return bool(self._unended or self._to_publish or self._is_leaving)
+        waiting = self._unended or self._to_publish or self._fetched
+        return bool(waiting or self._is_leaving)
 
     def leave(self) -> None:
         """Publish nothing from now on, and withdraw everything."""
@@ -195,24 +226,37 @@ class SharedSlotTable(SlotTable):
             self.has_left = self._is_leaving = True
             self._unended.clear()
             self._to_publish.clear()
+            self._fetched.clear()
             self._leave()
 
     def _leave(self) -> None:
-        self._is_leaving = not self._partition.withdraw_all()
+        read = self._partition.withdraw_all()
+        self._is_leaving = read is None
+        for index in read or ():
+            key = self.places.keys[index]
+            self._hold_read(index, [] if key is None else [key])
 
     # ------------------------------------------------------------------ of neighbours
 
     def pin(self, slots: Collection[HostSlot]) -> None:
         """As `SlotTable.pin`; slots of neighbours are pinned since they were found."""
-        super().pin([slot for slot in slots if self.is_own(slot)])
+        super().pin(self._own(slots))
 
     def mark_loaded(self, slots: Sequence[HostSlot], seq: int) -> None:
         """As `SlotTable.mark_loaded`, without slots of neighbours."""
-        super().mark_loaded([slot for slot in slots if self.is_own(slot)], seq)
+        super().mark_loaded(self._own(slots), seq)
+
+    def _own(self, slots: Collection[HostSlot]) -> Sequence[HostSlot]:
+        """Those of `slots` that are not of neighbours."""
+        # A hot path: each block of each prefix. Mostly all are.
+        indices = list(map(index_of, slots))
+        if not indices or 0 <= min(indices) <= max(indices) < self.num_own:
+            return [*slots]
+        return [slot for slot in slots if self.is_own(slot)]
 
     def unpin_all(self) -> None:
         super().unpin_all()
-        self._num_refused = 0
+        self._num_refused = self._num_spared = 0
 
     def _evict(self, num_slots: int) -> list[int]:
         if not self._released:
@@ -229,7 +273,7 @@ class SharedSlotTable(SlotTable):
         while self._released:
             key = next(reversed(self._released))
             index = self._index(key)
-            claim = self._claim(index)
+            (claim,) = self._partition.claim([index])
             if claim is Claim.BUSY:
                 return False
             if claim is Claim.FREE:
@@ -241,37 +285,33 @@ class SharedSlotTable(SlotTable):
     def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
         victims: list[BlockHashWithGroupId] = []
         while found := super()._victims(num_keys - len(victims)):
-            for i, victim in enumerate(found):
-                index = self._index(victim)
-                claim = self._claim(index)
+            indices = [self._index(victim) for victim in found]
+            spares = self._num_spared < _MAX_SPARED
+            claims = self._partition.claim(indices, spares)
+            if claims.count(Claim.FREE) == len(claims):
+                victims += found
+                continue
+            for victim, index, claim in zip(found, indices, claims):
                 if claim is Claim.FREE:
                     victims.append(victim)
-                    continue
-                if claim is Claim.BUSY:
+                elif claim is Claim.BUSY:
                     self._aside[victim] = None
                 elif claim is Claim.USED:
+                    self._num_spared += 1
                     self._policy.insert(victim)
                     self._policy.hit(victim)
                 else:
+                    self._num_refused += 1
                     self._hold_read(index, [victim])
                     self._passed[victim] = None
-                self._num_refused += claim is not Claim.BUSY
-                if claim is Claim.BUSY or self._num_refused >= _MAX_REFUSED:
-                    # The others are the next victims still.
-                    self._next.update(dict.fromkeys(found[i + 1 :]))
-                    return victims
+            if Claim.BUSY in claims or self._num_refused >= _MAX_REFUSED:
+                break
         return victims
 
     def _index(self, key: BlockHashWithGroupId) -> int:
         index = self.places.find(key)
         assert index is not None, "what is evicted is in a slot"
         return index
-
-    def _claim(self, index: int) -> Claim:
-        partition = self._partition
-        if not partition.is_published(index):
-            return Claim.FREE
-        return partition.claim(index)
 
     def _forget(self, key: BlockHashWithGroupId) -> None:
         index, partition = self._index(key), self._partition

@@ -119,6 +119,9 @@ class SlotTable:
 
     """
 
+    first_slot = 0
+    """Its number on the ranks, in jobs of secondary tiers."""
+
     def __init__(
         self, num_slots: int, policy: EvictionPolicy, num_open: int | None = None
     ) -> None:
@@ -525,10 +528,11 @@ class SlotTable:
         self._free.extend(range(num_slots - 1, self.num_slots - 1, -1))
         self.num_slots = max(num_slots, self.num_slots)
 
-    def begin_closing(self) -> None:
-        """Prepare for calls of `close_down`."""
+    def expect(self, num_slots: int) -> None:
+        """Prepare for calls of `open` or `close_down` until so many are open."""
         # The last slots come first, so that whole runs of them are taken at once.
         self._free.sort(reverse=True)
+        self._policy.resize(num_slots)
 
     def close_down(self, first: int, most: int) -> None:
         """Close the last slots, down to slot `first`, and evict their content.
@@ -555,7 +559,7 @@ class SlotTable:
                 self._remove(key)
                 free.pop()
             else:
-                # Freed since `begin_closing`, so one of the last.
+                # Freed since `expect`, so one of the last.
                 last = len(free) - 1
                 del free[next(i for i in range(last, -1, -1) if free[i] == index)]
             self.num_slots = index

@@ -27,7 +27,9 @@ class BlockStore(ABC):
 
     All methods may be called by several threads at once. None raises for a missing or
     damaged object, nor for a store that fails: the answer is False, and the caller
-    counts it. Rows are contiguous bytes of the size of a slot, one for each key.
+    counts it. Rows are contiguous bytes, one for each key: the first bytes of a slot,
+    as many as the block's KV cache group needs, always the same number for a key. An
+    object of another length is a miss.
 
     **No late writes.** Once `get` has returned, nothing may write to its rows, whether
     it succeeded or not, since the caller reuses them. A store that cannot guarantee

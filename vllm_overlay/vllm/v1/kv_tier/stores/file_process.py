@@ -52,7 +52,7 @@ def main() -> None:
     quiet = partial(_keep_quiet, memory, told["quiet_at"], threading.Lock())
     serving = []
     for connection, move in zip(asked, (partial(files.put, wait=quiet), files.get)):
-        arguments = (connection, move, memoryview(memory), place.row_bytes)
+        arguments = (connection, move, memoryview(memory))
         serving.append(threading.Thread(target=_serve, args=arguments))
         serving[-1].start()
     _populate(memory, told["num_bytes"])
@@ -61,13 +61,13 @@ def main() -> None:
         thread.join()
 
 
-def _serve(asked: Connection, move: Any, memory: memoryview, row_bytes: int) -> None:
+def _serve(asked: Connection, move: Any, memory: memoryview) -> None:
     """Handle requests of one connection, and send the answers."""
     try:
         asked.send(True)
         while True:
-            keys, starts, *rest = asked.recv()
-            rows = [memory[start : start + row_bytes] for start in starts]
+            keys, spans, *rest = asked.recv()
+            rows = [memory[start:end] for start, end in spans]
             asked.send(move(keys, rows, *rest))
     except (EOFError, ConnectionError):
         os._exit(0)

@@ -159,13 +159,14 @@ class FileProcesses:
         """
         processes = self._started(until)
         starts = [_address(row) - self._address for row in rows]
+        spans = [(start, start + len(row)) for start, row in zip(starts, rows)]
         asked: list[tuple[slice, _Process]] = []
         answers = []
         try:
             for i, process in enumerate(processes[: len(keys)]):
                 places = slice(i, None, len(processes))
                 asked.append((places, process))
-                process.ask(kind, (keys[places], starts[places], *rest))
+                process.ask(kind, (keys[places], spans[places], *rest))
         finally:
             # Even after an error, no process may move bytes once this returns.
             for places, process in asked:

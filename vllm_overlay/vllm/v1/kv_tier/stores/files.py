@@ -39,8 +39,6 @@ class Place(NamedTuple):
     namespace: str
     """Digest of everything that shapes the bytes, in hex digits."""
     rank: int
-    row_bytes: int
-    """Bytes of an object without its header."""
 
 
 class Written(NamedTuple):
@@ -74,7 +72,7 @@ class Files:
 
     def __init__(self, place: Place, num_threads: int) -> None:
         namespace, rank = place.namespace, place.rank
-        self._format = ObjectFormat(namespace, rank, place.row_bytes)
+        self._format = ObjectFormat(namespace, rank)
         self._space = DiskQuota(Path(place.root_dir), place.max_bytes)
         self._names = (namespace, f"r{rank}")
         self._path = os.path.join(place.root_dir, *self._names)
@@ -105,11 +103,13 @@ class Files:
             folder = self._folder()
         except OSError as e:
             return Written([False] * len(keys), error=e)
-        done = [self._has(folder, key) for key in keys]
+        done = [self._has(folder, key, len(row)) for key, row in zip(keys, rows)]
         left = [i for i, is_there in enumerate(done) if may_write and not is_there]
         num_new, error = 0, None
         while left:
-            some = left[:_MAX_OPEN]
+            # Space is reserved for files of one size at a time.
+            size = len(rows[left[0]])
+            some = [i for i in left if len(rows[i]) == size][:_MAX_OPEN]
             written, error = self._write(
                 folder, [keys[i] for i in some], [rows[i] for i in some], wait
             )
@@ -191,7 +191,7 @@ class Files:
         rows: Sequence[memoryview],
         wait: Callable[[], None],
     ) -> tuple[list[int], OSError | None]:
-        """Write objects in parallel, with two locks of the directory for all of them.
+        """Write objects of one size in parallel, with two locks of the directory.
 
         Writing one object takes less time than other writers hold the lock.
 
@@ -199,7 +199,7 @@ class Files:
             Indices of the objects that exist now, and why others do not.
 
         """
-        size = self._format.size(keys[0])
+        size = self._format.size(keys[0], len(rows[0]))
         names = [_name(key) for key in keys]
         files, error = self._space.create(folder.fd, [name[:2] for name in names], size)
         errors: list[OSError] = []
@@ -247,7 +247,8 @@ class Files:
             return False
         try:
             status = os.fstat(fd)
-            is_right = self._is_ours(status, key) and self._format.read(fd, key, row)
+            is_ours = self._is_ours(status, key, len(row))
+            is_right = is_ours and self._format.read(fd, key, row)
             if is_right:
                 _touch(fd, status)
         except OSError:
@@ -259,26 +260,26 @@ class Files:
             _remove(folder, name)
         return is_right is True
 
-    def _has(self, folder: "_Folder", key: bytes) -> bool:
+    def _has(self, folder: "_Folder", key: bytes, row_bytes: int) -> bool:
         """Whether the key has a file. If so, renew its time of last use."""
         name = _name(key)
         try:
             status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
         except OSError:
             return False
-        if not self._is_ours(status, key):
+        if not self._is_ours(status, key, row_bytes):
             return False
         if _is_old(status):
             with contextlib.suppress(OSError):
                 os.utime(name, dir_fd=folder.fd, follow_symlinks=False)
         return True
 
-    def _is_ours(self, status: os.stat_result, key: bytes) -> bool:
+    def _is_ours(self, status: os.stat_result, key: bytes, row_bytes: int) -> bool:
         return (
             stat.S_ISREG(status.st_mode)
             and status.st_uid == os.geteuid()
             and not status.st_mode & 0o077
-            and status.st_size == self._format.size(key)
+            and status.st_size == self._format.size(key, row_bytes)
         )
 
 

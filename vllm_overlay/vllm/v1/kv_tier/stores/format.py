@@ -4,7 +4,8 @@
 The header has, in this order: a magic with the format's version, the checksum's
 algorithm and value, a digest of namespace and rank, the row's length, the key's length,
 the key, and zeros up to a multiple of 64 bytes, to align the row. A reader knows all of
-it but the checksum, and compares every byte.
+it but the checksum, and compares every byte: an object of another length is not its
+own.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from collections.abc import Callable
 
 from blake3 import blake3
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _MAGIC = b"KVTIER" + FORMAT_VERSION.to_bytes(2, "big")
 _FIXED = struct.Struct("<8s8s16s16sQQ")
@@ -53,18 +54,16 @@ class ObjectFormat:
     Args:
         namespace: Digest of everything that shapes the bytes.
         rank: Number of the rank.
-        row_bytes: Bytes of a row.
 
     """
 
-    def __init__(self, namespace: str, rank: int, row_bytes: int) -> None:
+    def __init__(self, namespace: str, rank: int) -> None:
         name = f"{namespace}/r{rank}".encode()
         self._namespace = hashlib.blake2b(name, digest_size=16).digest()
-        self._row_bytes = row_bytes
 
-    def size(self, key: bytes) -> int:
-        """Bytes of an object, header included."""
-        return self.header_bytes(key) + self._row_bytes
+    def size(self, key: bytes, row_bytes: int) -> int:
+        """Bytes of an object with a row of `row_bytes`, header included."""
+        return self.header_bytes(key) + row_bytes
 
     @staticmethod
     def header_bytes(key: bytes) -> int:
@@ -73,7 +72,7 @@ class ObjectFormat:
     def header(self, key: bytes, row: memoryview) -> bytes:
         """The header of an object."""
         algorithm, checksum = list(CHECKSUMS.items())[-1]
-        return self._header(key, algorithm, checksum(row))
+        return self._header(key, algorithm, checksum(row), len(row))
 
     def is_right(
         self, header: bytes | bytearray, key: bytes, row: memoryview
@@ -85,10 +84,10 @@ class ObjectFormat:
         algorithm, theirs = _FIXED.unpack_from(header)[1:3]
         algorithm = algorithm.rstrip(b"\0")
         checksum = CHECKSUMS.get(algorithm)
-        if checksum is not None and len(row) == self._row_bytes:
-            return header == self._header(key, algorithm, checksum(row))
-        is_theirs = algorithm == _FAST and header == self._header(key, _FAST, theirs)
-        return None if is_theirs else False
+        if checksum is not None:
+            return header == self._header(key, algorithm, checksum(row), len(row))
+        expected = self._header(key, _FAST, theirs, len(row))
+        return None if algorithm == _FAST and header == expected else False
 
     def write(self, fd: int, key: bytes, row: memoryview) -> None:
         """Write an object to an empty file.
@@ -99,7 +98,7 @@ class ObjectFormat:
         """
         header = self.header(key, row)
         written = os.writev(fd, [header, row])
-        if written != self.size(key):
+        if written != self.size(key, len(row)):
             # Writing the rest either succeeds or raises the reason.
             self._write_rest(fd, memoryview(header + bytes(row))[written:])
 
@@ -111,13 +110,15 @@ class ObjectFormat:
 
         """
         header = bytearray(self.header_bytes(key))
-        if os.preadv(fd, [header, row], 0) != self.size(key):
+        if os.preadv(fd, [header, row], 0) != self.size(key, len(row)):
             return False
         return self.is_right(header, key, row)
 
-    def _header(self, key: bytes, algorithm: bytes, checksum: bytes) -> bytes:
+    def _header(
+        self, key: bytes, algorithm: bytes, checksum: bytes, row_bytes: int
+    ) -> bytes:
         fixed = _FIXED.pack(
-            _MAGIC, algorithm, checksum, self._namespace, self._row_bytes, len(key)
+            _MAGIC, algorithm, checksum, self._namespace, row_bytes, len(key)
         )
         return (fixed + key).ljust(self.header_bytes(key), b"\0")
 

@@ -139,7 +139,7 @@ class FsConfig(StoreConfig):
         return self.debug.num_processes > 0
 
     def open(self, namespace: str, rank: int, slot_bytes: int) -> "FsStore":
-        return FsStore(self, namespace, rank, slot_bytes)
+        return FsStore(self, namespace, rank)
 
     def check(self) -> None:
         """Make the directory if it is missing, and check that it can be used.
@@ -205,21 +205,16 @@ class FsStore(BlockStore):
         config: Checked settings.
         namespace: Digest of everything that shapes the bytes, in hex digits.
         rank: Number of the rank.
-        slot_bytes: Bytes of a row.
 
     Raises:
         OSError: The directory cannot be used.
 
     """
 
-    def __init__(
-        self, config: FsConfig, namespace: str, rank: int, slot_bytes: int
-    ) -> None:
+    def __init__(self, config: FsConfig, namespace: str, rank: int) -> None:
         assert re.fullmatch("[0-9a-f]+", namespace), namespace
         self._config = config
-        self._place = Place(
-            config.root_dir, config.max_bytes, namespace, rank, slot_bytes
-        )
+        self._place = Place(config.root_dir, config.max_bytes, namespace, rank)
         self._files = Files(self._place, config.debug.num_threads)
         self._writing = Breaker(
             config.root_dir,

@@ -384,7 +384,7 @@ class MooncakeStore(BlockStore):
         config: Checked settings.
         namespace: Digest of everything that shapes the bytes, in hex digits.
         rank: Number of the rank.
-        slot_bytes: Bytes of a row.
+        slot_bytes: Most bytes of a row.
 
     """
 
@@ -394,7 +394,7 @@ class MooncakeStore(BlockStore):
         self._config = config
         self._prefix = f"kvtier/{namespace}/r{rank}/"
         self._gives = rank == 0 and config.debug.global_segment_gib > 0
-        self._format = ObjectFormat(namespace, rank, slot_bytes)
+        self._format = ObjectFormat(namespace, rank)
         self._deadline_s = config.debug.deadline_ms / 1e3
         self._batch = min(MAX_BATCH, max(1, _BATCH_BYTES // slot_bytes))
         self._threads = Threads(_NUM_THREADS, "mooncake")
@@ -508,6 +508,7 @@ class MooncakeStore(BlockStore):
         """
         names = [self._name(key) for key in keys]
         headers = [bytearray(self._format.header_bytes(key)) for key in keys]
+        sizes = [self._format.size(*each) for each in zip(keys, map(len, rows))]
 
         def get(client: Client) -> list[int]:
             with client.headers() as places:
@@ -524,7 +525,7 @@ class MooncakeStore(BlockStore):
                     size = client.calls.get_size(names[i])
                     if size < 0:
                         break
-                    if size != self._format.size(keys[i]):
+                    if size != sizes[i]:
                         damaged.append(names[i])
                         codes[i] = _NOT_THERE
                         self._client.drop(client)
@@ -535,7 +536,7 @@ class MooncakeStore(BlockStore):
         def check(part: Sequence[int]) -> list[bool]:
             answers = []
             for i in part:
-                is_read = codes[i] == self._format.size(keys[i])
+                is_read = codes[i] == sizes[i]
                 is_right = is_read and self._format.is_right(
                     headers[i], keys[i], rows[i]
                 )

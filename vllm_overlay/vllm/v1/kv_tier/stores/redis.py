@@ -352,7 +352,7 @@ class RedisStore(BlockStore):
         config: Checked settings.
         namespace: Digest of everything that shapes the bytes, in hex digits.
         rank: Number of the rank.
-        slot_bytes: Bytes of a row.
+        slot_bytes: Most bytes of a row.
 
     """
 
@@ -361,7 +361,7 @@ class RedisStore(BlockStore):
     ) -> None:
         self._config = config
         self._prefix = f"kvtier:{namespace}:r{rank}:".encode()
-        self._format = ObjectFormat(namespace, rank, slot_bytes)
+        self._format = ObjectFormat(namespace, rank)
         self._deadline_s = config.debug.deadline_ms / 1e3
         self._readers = Threads(config.debug.num_connections, "redis-get")
         self._writers = Threads(config.debug.num_connections, "redis-put")
@@ -468,7 +468,7 @@ class RedisStore(BlockStore):
             wire.send(b"".join(command(b"EXPIRE", names[i], ttl) for i in there))
             changed = there + missing
         for i in missing:
-            name, size = names[i], self._format.size(keys[i])
+            name, size = names[i], self._format.size(keys[i], len(rows[i]))
             begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
             wire.send(
                 begin % (parts, len(name), name, size)
@@ -522,7 +522,7 @@ class RedisStore(BlockStore):
         if not answer.startswith(b"$"):
             raise Refused(answer.decode(errors="replace"))
         size = int(answer[1:])
-        if size != self._format.size(key):
+        if size != self._format.size(key, len(row)):
             wire.skip(size + 2)
             return False
         header = bytearray(self._format.header_bytes(key))

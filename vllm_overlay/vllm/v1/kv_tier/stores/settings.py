@@ -125,7 +125,7 @@ class StoreConfig(ABC):
         Args:
             namespace: What shaped the bytes: hex digits, see `identity`.
             rank: Whose part they are.
-            slot_bytes: Size of a row, in bytes.
+            slot_bytes: Most bytes of a row.
 
         Raises:
             OSError: It cannot be used.

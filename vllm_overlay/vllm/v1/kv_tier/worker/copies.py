@@ -278,7 +278,7 @@ class Copier:
         try:
             if slots and self._peers is not None:
                 self._peers.wait_for_loads(after_loads)
-            self._slots.begin_store(slots)
+            self._slots.begin_store(slots, *_groups(plan, slots))
             engine, size = self.engines.stores, self._tuning.store_chunk_bytes
             for chunk in _each(self._chunks(engine, len(slots), size), between_parts):
                 groups = _groups(plan, slots[chunk])

@@ -9,6 +9,8 @@ from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.copying.engine import slot_bytes, slot_offsets
 from vllm.v1.kv_tier.memory.regions import Region, find_tiles, flatten
 
+_LEAST_BYTES = 64
+
 
 def group_bytes(
     groups: Sequence[Any],
@@ -63,10 +65,32 @@ def _parts(
 
 def _last_byte(ends: Mapping[int, Sequence[int]], regions: Sequence[Region]) -> int:
     if not ends:
-        return 0
+        # The rank has no layer of the group, and no object is empty.
+        return min(_LEAST_BYTES, slot_bytes(regions))
     last = max(ends)
     width = regions[last].block_bytes
     # Alone in its region a layer may have more there than its view shows.
     if len(ends[last]) > 1:
         width = min(max(ends[last]), width)
     return slot_offsets(regions)[last] + width
+
+
+def bytes_of_groups(
+    needs: Sequence[Sequence[int]], slots: Sequence[int], replicas: int
+) -> tuple[int, ...]:
+    """Bytes by group, on all ranks together; empty if all groups need whole slots.
+
+    Args:
+        needs: For each rank, bytes by group; empty where all need whole slots.
+        slots: For each rank, the bytes of a slot.
+        replicas: Number of consecutive ranks that share a slot.
+
+    """
+    num_groups = max(map(len, needs), default=0)
+    return tuple(
+        sum(
+            each[group] if each else size
+            for each, size in [*zip(needs, slots)][::replicas]
+        )
+        for group in range(num_groups)
+    )

@@ -182,7 +182,7 @@ class HostTier:
             engines = _engines(
                 regions, buffer, copy_engine, device, num_mapped, empty, group_bytes
             )
-        slots = _slots(buffer.slots, device, verify, shared, pooled)
+        slots = _slots(buffer.slots, device, verify, shared, pooled, group_bytes)
         peers = None
         if shared is not None:
             peers = Peers(shared.memory, shared.index, slots, tuning)
@@ -422,6 +422,7 @@ def _slots(
     verify: bool,
     shared: SharedSlots | None,
     pooled: PooledSlots | None,
+    group_bytes: Sequence[int],
 ) -> RankSlots:
     """The slots of this rank, or those that it shares with others."""
     if pooled is not None:
@@ -432,5 +433,7 @@ def _slots(
     sums, states = None, None
     if shared is not None:
         sums, states = shared.memory.sums, shared.memory.states
+        # The ranks that only load do not see of which group the content of a slot is.
+        group_bytes = ()
     checksums = SlotChecksums(memory, device, sums) if verify else None
-    return RankSlots(len(memory), checksums, states)
+    return RankSlots(len(memory), checksums, states, group_bytes)

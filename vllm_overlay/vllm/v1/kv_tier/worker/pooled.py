@@ -38,11 +38,12 @@ class PooledSlots:
     of the rank has ended."""
 
 
-def join_pool(place: Place, device: torch.device) -> PooledSlots:
-    """Map the memory of the pool on a rank, and register it with the GPU driver.
+def join_pool(place: Place, rank: int, device: torch.device) -> PooledSlots:
+    """Map a rank's parts of the pool, and register them with the GPU driver.
 
     Args:
-        place: Where it is.
+        place: Where the engine has them.
+        rank: Number of the rank.
         device: Device of the rank.
 
     Raises:
@@ -50,15 +51,15 @@ def join_pool(place: Place, device: torch.device) -> PooledSlots:
         NotShared: The driver refused to register it.
 
     """
-    connection, memory = join(place)
+    connection, memory = join(place, rank)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    num_slots = len(memory) // place.slot_bytes
-    num_bytes = num_slots * place.slot_bytes
+    num_slots, slot_bytes = place.num_slots, place.rank_bytes[rank]
+    num_bytes = num_slots * slot_bytes
     on_gpu = device.type == "cuda"
     buffer = HostBuffer(
         num_slots,
-        place.slot_bytes,
+        slot_bytes,
         pin=on_gpu,
         device=device if on_gpu else None,
         shared=PoolMemory(torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]),

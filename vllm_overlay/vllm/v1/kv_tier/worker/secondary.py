@@ -104,7 +104,11 @@ def open_rank(
 
 def name_of_rank(wrapper: Any, space: str, rank: int, num_blocks: int) -> str:
     """The namespace of what a rank stores."""
-    return rank_namespace(space, rank, describe(wrapper.worker, num_blocks))
+    described = describe(wrapper.worker, num_blocks)
+    if (tier := wrapper.kv_tier) is not None:
+        # A pool has whole slots, and is named before the tier is made.
+        described.append([*tier.slots.group_bytes])
+    return rank_namespace(space, rank, described)
 
 
 def describe(worker: Any, num_blocks: int) -> list[object]:
@@ -154,7 +158,7 @@ class SlotMover:
 
     Args:
         stores: The store of each tier.
-        row: Returns the memory of a slot.
+        row: Returns what a KV cache group needs of the memory of a slot.
         slots: State of the slots.
 
     """
@@ -162,7 +166,7 @@ class SlotMover:
     def __init__(
         self,
         stores: Sequence[BlockStore],
-        row: Callable[[int], memoryview],
+        row: Callable[[int, int], memoryview],
         slots: RankSlots,
     ) -> None:
         self._stores = stores
@@ -176,8 +180,9 @@ class SlotMover:
             Indices of the slots that can be moved, for `move`.
 
         """
-        slots = self._slots
-        return (slots.begin_put if job.is_put else slots.begin_fetch)(job.slots)
+        if job.is_put:
+            return self._slots.begin_put(job.slots)
+        return self._slots.begin_fetch(job.slots, job.groups)
 
     def move(
         self, job: SecondaryJob, places: list[int]
@@ -223,7 +228,8 @@ class SlotMover:
             return set()
         store = self._stores[job.tier]
         keys = [job.keys[i] for i in places]
-        rows = [self._row(job.slots[i]) for i in places]
+        groups = job.groups or [-1] * len(job.slots)
+        rows = [self._row(job.slots[i], groups[i]) for i in places]
         move = store.put if job.is_put else store.get
         try:
             with nullcontext() if store.is_apart else fast_switching():
@@ -261,7 +267,11 @@ class SecondaryIO:
     ) -> None:
         self._stores = stores
         self._memory = rows = memory.numpy()
-        self._mover = SlotMover(stores, lambda slot: memoryview(rows[slot]), slots)
+
+        def row(slot: int, group: int) -> memoryview:
+            return memoryview(rows[slot])[: slots.num_bytes(group, rows.shape[1])]
+
+        self._mover = SlotMover(stores, row, slots)
         # Times until which processes of stores must pause, for launches and for reads.
         self._quiet = np.zeros(8, np.int64) if shared is None else shared.board[0]
         self._is_launched = threading.Event()

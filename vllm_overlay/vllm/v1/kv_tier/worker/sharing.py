@@ -60,19 +60,10 @@ def kv_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
         `head_replicas` counts.
 
     """
-    parallel = vllm_config.parallel_config
-    num_ranks = parallel.tensor_parallel_size
-    if num_ranks == 1:
-        return 1
-    # Context parallel ranks hold different tokens.
-    if releases.decode_context_ranks(parallel) > 1:
-        return 1
-    if releases.prefill_context_ranks(parallel) > 1:
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    if num_ranks == 1 or _differing_ranks(vllm_config):
         return 1
     speculative = vllm_config.speculative_config
-    builder = None if speculative is None else speculative.draft_parallel_config
-    if builder is not None and builder.tensor_parallel_size != num_ranks:
-        return 1
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     is_mla = vllm_config.model_config.use_mla
     replicas = releases.kv_replicas(kv_cache_config)
@@ -86,6 +77,39 @@ def kv_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
     if not specs or not kinds <= _PLAIN:
         return 1
     return None if all(spec.num_kv_heads == 1 for spec in specs) else 1
+
+
+def why_no_replicas(vllm_config: Any) -> str:
+    """Why `kv_replicas` is 1, where several ranks have KV."""
+    if reason := _differing_ranks(vllm_config):
+        return reason
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return "pipeline stages hold KV of different layers"
+    if not vllm_config.model_config.use_mla:
+        return "no two ranks hold the same KV of every layer"
+    is_drafted = vllm_config.speculative_config is not None
+    others = "its draft model" if is_drafted else "its other layers"
+    # Blocks of all layers alias the same memory, and a slot holds any of them.
+    return (
+        "ranks hold the same KV of the model's MLA layers, but not, as far as is "
+        f"known, of {others}, and a host slot can be shared as a whole only"
+    )
+
+
+def _differing_ranks(vllm_config: Any) -> str | None:
+    """Why each rank holds other KV, whatever the layers are; None if it need not."""
+    parallel = vllm_config.parallel_config
+    if (
+        releases.decode_context_ranks(parallel) > 1
+        or releases.prefill_context_ranks(parallel) > 1
+    ):
+        return "context parallel ranks hold KV of different tokens"
+    speculative = vllm_config.speculative_config
+    builder = None if speculative is None else speculative.draft_parallel_config
+    num_ranks = parallel.tensor_parallel_size
+    if builder is not None and builder.tensor_parallel_size != num_ranks:
+        return "the draft model has another number of ranks than the model"
+    return None
 
 
 def _are_latent(specs: Sequence[Any]) -> bool:
@@ -209,6 +233,7 @@ def may_share(
     if replicas is None:
         replicas = math.gcd(*(each.head_replicas for each in facts))
     if replicas == 1:
+        tell_no_effect("no two ranks hold the same heads in every layer")
         return None
     layouts = [each.layout for each in facts]
     reason = obstacle(layouts, replicas, is_one_machine, has_below)
@@ -277,6 +302,15 @@ def _tell_why_not(replicas: int, reason: str) -> None:
         "KV tier: %d ranks hold the same KV each, but every rank keeps a copy of its "
         "own on the host: %s.",
         replicas,
+        reason,
+    )
+
+
+def tell_no_effect(reason: str) -> None:
+    """Log why no ranks share slots although it was asked for."""
+    logger.info(
+        "KV tier: share_replicas has no effect, and every rank keeps host slots of its "
+        "own: %s.",
         reason,
     )
 

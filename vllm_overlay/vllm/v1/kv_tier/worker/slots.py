@@ -49,6 +49,8 @@ class RankSlots:
         checksums: Checksums of the slots, with `verify`.
         states: `[num_slots]`, uint8, zeros: states in memory that ranks share. Only the
             rank that stores fills slots.
+        group_bytes: By KV cache group, how many of the first bytes of a slot count;
+            empty if all do for all groups.
 
     """
 
@@ -57,17 +59,34 @@ class RankSlots:
         num_slots: int,
         checksums: SlotChecksums | None = None,
         states: NDArray[np.uint8] | None = None,
+        group_bytes: Sequence[int] = (),
     ) -> None:
         self.checksums = checksums
+        self.group_bytes = group_bytes
         self._states = np.zeros(num_slots, np.uint8) if states is None else states
         self._lock = threading.Lock()
         # Number of secondary tiers' jobs that reserve each slot.
         self._taken: Counter[int] = Counter()
 
+    def num_bytes(self, group: int, slot_bytes: int) -> int:
+        """How many of the first bytes of a slot a KV cache group needs.
+
+        Args:
+            group: Its number; -1 if it is unknown.
+            slot_bytes: Bytes of a slot.
+
+        """
+        known = 0 <= group < len(self.group_bytes)
+        return self.group_bytes[group] if known else slot_bytes
+
     # ------------------------------------------------------- device and slots
 
-    def begin_store(self, slots: Sequence[int]) -> None:
+    def begin_store(self, slots: Sequence[int], groups: Sequence[int] = ()) -> None:
         """Mark `slots` as being overwritten.
+
+        Args:
+            slots: Slots that are overwritten.
+            groups: KV cache group of each; empty if whole slots are.
 
         Raises:
             RuntimeError: A secondary tier still reads or writes one of them.
@@ -76,7 +95,7 @@ class RankSlots:
         with self._lock:
             if self._taken and (taken := [s for s in slots if s in self._taken]):
                 raise RuntimeError(f"Secondary tiers still use host slots {taken}.")
-            self._fill(slots)
+            self._fill(slots, groups)
 
     def mark_stored(self, slots: Sequence[int]) -> None:
         """Mark `slots` as filled: their stores are on the current stream, or done."""
@@ -140,8 +159,14 @@ class RankSlots:
         with self._lock:
             self._release(slots)
 
-    def begin_fetch(self, slots: Sequence[int]) -> list[int]:
+    def begin_fetch(
+        self, slots: Sequence[int], groups: Sequence[int] = ()
+    ) -> list[int]:
         """Reserve `slots` for a secondary tier to fill, until `end_fetch`.
+
+        Args:
+            slots: Slots to fill.
+            groups: KV cache group of each; empty if whole slots are filled.
 
         Returns:
             Indices of the slots that no other job uses.
@@ -150,7 +175,9 @@ class RankSlots:
         with self._lock:
             free = [i for i, slot in enumerate(slots) if slot not in self._taken]
             self._taken.update(slots)
-            self._fill([slots[i] for i in free])
+            self._fill(
+                [slots[i] for i in free], [groups[i] for i in free] if groups else ()
+            )
             return free
 
     def end_fetch(self, slots: Sequence[int], came: Sequence[int]) -> set[int]:
@@ -182,10 +209,12 @@ class RankSlots:
 
     # ------------------------------------------------------------------ own
 
-    def _fill(self, slots: Sequence[int]) -> None:
+    def _fill(self, slots: Sequence[int], groups: Sequence[int]) -> None:
         self._states[slots] = FILLING
-        if self.checksums is not None:
-            self.checksums.forget(slots)
+        if (sums := self.checksums) is not None:
+            groups = groups or [-1] * len(slots)
+            sizes = [self.num_bytes(group, sums.slot_bytes) for group in groups]
+            sums.forget(slots, sizes)
 
     def _release(self, slots: Iterable[int]) -> None:
         self._taken.subtract(slots)

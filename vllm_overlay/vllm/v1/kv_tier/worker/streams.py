@@ -11,7 +11,6 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from weakref import finalize
 
 import torch
 
@@ -96,6 +95,8 @@ class Job(Done):
         self._woken = threading.Event()
         self.before: Job | None = None
         """The previous job of the same thread, until this one is launched."""
+        self.turns = ExitStack()
+        """Closed once a thread has launched it: lets threads take turns until then."""
 
     def wait_for_launch(self, timeout_s: float | None = None) -> bool:
         self.hurry()
@@ -215,6 +216,7 @@ class CopyThread:
     ) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._last: Job | None = None
+        self._switch_interval_s = tuning.switch_interval_s
         self._launcher = _Launcher(
             torch.cuda.Stream(device, priority), parts_in_flight, gate, tuning
         )
@@ -228,6 +230,9 @@ class CopyThread:
 
     def submit(self, job: Job) -> Job:
         """Let the thread launch `job`."""
+        # Only as long as there is one: a step without copies should not be interrupted
+        # more often than without the tier.
+        job.turns.enter_context(fast_switching(self._switch_interval_s))
         job.before = self._last
         self._last = job
         self._jobs.put(job)
@@ -315,6 +320,8 @@ def _run(jobs: "queue.SimpleQueue[Job | None]", launcher: _Launcher) -> None:
         except Exception:
             # Copies report their own failures; this is one of the device.
             logger.exception("KV tier: a thread could not wait for the device.")
+        finally:
+            job.turns.close()
         del job
 
 
@@ -408,9 +415,6 @@ class CudaStreams(CopyOrder):
         self._peers = peers
         self._layer_waits = layer_waits
         self._tuning = tuning
-        turns = ExitStack()
-        turns.enter_context(fast_switching(tuning.switch_interval_s))
-        finalize(self, turns.close)
         # Open while no step is being launched.
         self._gate = Gate()
         # Loads of the newest step, if loads ahead may wait for them.

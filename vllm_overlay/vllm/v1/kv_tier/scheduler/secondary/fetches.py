@@ -68,6 +68,7 @@ class Fetches:
 
     def __init__(self, pool: PoolView, jobs: SecondaryJobs) -> None:
         self._table = pool.table
+        self._num_bytes = pool.num_bytes
         self._jobs = jobs
         self._tuning = pool.tuning
         self.by_key: dict[BlockHashWithGroupId, Fetch] = {}
@@ -106,6 +107,8 @@ class Fetches:
             fetch.is_over = True
             for block, index, is_there in zip(fetch.blocks, indices, done):
                 self._end(block, index, is_there)
+            came = [key for key, is_there in zip(keys, done) if is_there]
+            fetch.tier.stats.loaded_bytes += self._num_bytes(came)
             fetch.tier.record_fetch(done, seconds)
 
         fetch.tier.begin_fetch(num)

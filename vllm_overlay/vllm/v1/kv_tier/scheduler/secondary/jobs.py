@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_group_id
 from vllm.v1.kv_tier.plan import SecondaryJob, SecondaryResult, StepPlan
 from vllm.v1.kv_tier.scheduler.slots import SlotTable
 
@@ -56,10 +56,18 @@ class SecondaryJobs:
         num_ranks: Number of ranks that report each job.
         max_ended: Slots of jobs whose end a step takes in. The rest follows with the
             next steps, in order.
+        names_groups: Whether ranks move of a slot what its KV cache group needs.
 
     """
 
-    def __init__(self, table: SlotTable, num_ranks: int, max_ended: int) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        num_ranks: int,
+        max_ended: int,
+        names_groups: bool = False,
+    ) -> None:
+        self._names_groups = names_groups
         self._table = table
         self._num_ranks = num_ranks
         self._max_ended = self._num_left = max_ended
@@ -95,6 +103,7 @@ class SecondaryJobs:
             after_stores=stored,
             # Loads may read slots that are being written to a store.
             after_loads=0 if is_put else loaded,
+            groups=tuple(map(get_group_id, keys)) if self._names_groups else (),
         )
 
     def add(self, job: SecondaryJob, ended: Ended) -> None:
@@ -105,7 +114,13 @@ class SecondaryJobs:
     def finish(self, plan: StepPlan) -> None:
         """Put the added jobs into `plan`."""
         if self._queue:
-            plan.secondary, self._queue = self._queue, []
+            plan.secondary, self._queue = self.of_ranks(self._queue), []
+
+    def of_ranks(self, jobs: list[SecondaryJob]) -> list[SecondaryJob]:
+        """Jobs with the numbers that slots have on the ranks."""
+        if not (first := self._table.first_slot):
+            return jobs
+        return [job._replace(slots=[first + i for i in job.slots]) for job in jobs]
 
     def take_results(self, results: Sequence[SecondaryResult]) -> None:
         """Take in results that ranks have reported."""
@@ -116,7 +131,7 @@ class SecondaryJobs:
             # The slot is pinned until the job ends, so it still has the content of the
             # job.
             for index in result.changed:
-                if (slot := self._table.at(index)) is not None:
+                if (slot := self._table.at(index - self._table.first_slot)) is not None:
                     self._table.remove(slot)
             told = zip(job.done, result.done, strict=True)
             job.done = [a and b for a, b in told]

@@ -59,6 +59,11 @@ class PromptLookup:
         self._table = table
         self._is_cached = is_cached
 
+    def skip(self, is_elsewhere: Callable[[BlockHashWithGroupId], object]) -> None:
+        """Blocks that `is_elsewhere` finds are not missing."""
+        is_cached = self._is_cached
+        self._is_cached = lambda key: is_cached(key) or is_elsewhere(key)
+
     def num_tokens(self, request: Request) -> int:
         """Tokens of a request that have hashes."""
         return len(request.block_hashes) * self._hash_size

@@ -68,6 +68,8 @@ def make_secondary_manager(
         layout.tuning,
         layout.can_jump,
         layout.reachable,
+        layout.slot_bytes,
+        layout.group_bytes,
     )
     return SecondaryTierManager(view)
 
@@ -84,7 +86,10 @@ class SecondaryTierManager:
         self._seq = 0
         self._idle_since: float | None = None
         self._jobs = jobs = SecondaryJobs(
-            pool.table, layout.num_ranks, pool.tuning.max_ended
+            pool.table,
+            layout.num_ranks,
+            pool.tuning.max_ended,
+            bool(pool.group_bytes),
         )
         self.tiers = [Tier(i, each, pool) for i, each in enumerate(layout.tiers)]
         self.writers = [SecondaryWriter(tier, pool, jobs) for tier in self.tiers]
@@ -224,7 +229,7 @@ class SecondaryTierManager:
             # Ranks have reported all of them, and were asked once more.
             settled = self._seq
         return [
-            (flush_s, writer.last_jobs(slots, settled))
+            (flush_s, self._jobs.of_ranks(writer.last_jobs(slots, settled)))
             for writer in self.writers
             if (flush_s := writer.tier.settings.flush_s)
         ]

@@ -122,6 +122,10 @@ class SecondaryReader:
         and the tokens up to the end of the last of them."""
         self.meetings = Meetings(pool, fetches)
 
+    def skip(self, is_elsewhere: Callable[[BlockHashWithGroupId], object]) -> None:
+        """Ask for no block that `is_elsewhere` finds."""
+        self._lookup.skip(is_elsewhere)
+
     def forget(self) -> None:
         """Nothing that was found is there any more, and nothing else is fetched."""
         self._waits.clear()

@@ -12,7 +12,7 @@ from itertools import compress
 from statistics import median_high
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_group_id
 from vllm.v1.kv_tier.layout import ReachableBlocks, SecondaryLayout, SecondaryTier
 from vllm.v1.kv_tier.scheduler.costs import Costs
 from vllm.v1.kv_tier.scheduler.secondary.jobs import object_keys
@@ -44,7 +44,15 @@ class PoolView:
     can_jump: bool
     """Whether requests may compute while they are read for."""
     reachable: tuple[ReachableBlocks, ...] = ()
-    """As in `KVTierLayout`."""
+    slot_bytes: int = 0
+    group_bytes: tuple[int, ...] = ()
+    """These as in `KVTierLayout`."""
+
+    def num_bytes(self, keys: Sequence[BlockHashWithGroupId]) -> int:
+        """Bytes of the objects of these blocks, on all ranks together."""
+        if not self.group_bytes:
+            return len(keys) * self.slot_bytes
+        return sum(self.group_bytes[get_group_id(key)] for key in keys)
 
     def is_there(self, key: BlockHashWithGroupId | None) -> bool:
         """Whether the device or the host has a block; False without a key."""
@@ -117,6 +125,7 @@ class Tier:
         self.presence = PresenceIndex(pool.layout.max_known)
         self.num_hit = 0
         """Blocks from it that a request has hit, since the reader reset this."""
+        self._pool = pool
         self._costs = pool.costs
         self._tuning = tuning = pool.tuning
         self._max_job = pool.layout.max_job
@@ -184,8 +193,9 @@ class Tier:
         stats.stored_blocks += num_stored
         stats.refused_blocks += len(done) - num_stored
         # Requests that asked for these keys before got a negative answer.
-        if num_stored:
-            self.settings.lookup.mark_present(object_keys([*compress(keys, done)]))
+        if stored := [*compress(keys, done)]:
+            stats.stored_bytes += self._pool.num_bytes(stored)
+            self.settings.lookup.mark_present(object_keys(stored))
         for key, is_written in zip(keys, done):
             if is_written:
                 self.presence.mark_present(key)
