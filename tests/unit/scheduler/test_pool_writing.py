@@ -96,6 +96,18 @@ def looked_at(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> list[KVCacheBlock]
     return seen
 
 
+def test_the_cleaner_stops_at_the_first_block_without_a_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks are stored together, and the next plan goes on after those that were."""
+    tier, blocks = dirty(15)
+    host: Any = tier.host
+    insert_all = host.insert_all
+    monkeypatch.setattr(host, "insert_all", lambda k, *args: insert_all(k[:2], *args))
+    for i in (0, 2, 4):
+        assert cleaned(tier.idle()[0]) == ids(blocks[i : i + 2])
+
+
 def test_the_cleaner_keeps_three_quarters_of_the_device_clean() -> None:
     tier, blocks = dirty(15)
     plan = tier.idle()[0]
