@@ -510,10 +510,8 @@ class SlotTable:
         self._forget(key)
 
     def by_value(self) -> list[HostSlot]:
-        """All filled slots, in reverse order of eviction.
-
-        Only for the end of an engine, since it empties the policy.
-        """
+        """All filled slots, in reverse order of eviction. Empties the policy: only for
+        the end of an engine."""
         order = dict.fromkeys(reversed(self._released))
         order.update(self._released_later)
         order.update({**self._next, **self._passed})
