@@ -119,7 +119,7 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     result: dict[str, Any] = {"start_s": time.perf_counter() - started}
     core = llm.llm_engine.engine_core.engine_core
-    failed_loads = _count_failed_loads(core)
+    failed_loads, loads = _count_failed_loads(core), _count_loads(core)
     result |= _converse(llm, args)
     device_tokens = core.scheduler.kv_cache_config.num_blocks * block
     result["ttft_ms"] = {
@@ -128,7 +128,7 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
         ]
         for length in args.lengths
     }
-    result["failed_loads"] = len(failed_loads)
+    result["failed_loads"], result["loads"] = len(failed_loads), sum(loads)
     return result
 
 
@@ -208,6 +208,23 @@ def _count_failed_loads(core: Any) -> list[Any]:
     return found
 
 
+def _count_loads(core: Any) -> list[int]:
+    """Blocks that each plan loads."""
+    pool = core.scheduler.kv_cache_manager.block_pool
+    found: list[int] = []
+    if hasattr(pool, "take_plan"):
+        take_plan = pool.take_plan
+
+        def take_and_count(*args: Any) -> Any:
+            plan = take_plan(*args)
+            if plan is not None:
+                found.append(len(plan.load_slots) + len(plan.ahead_slots))
+            return plan
+
+        pool.take_plan = take_and_count
+    return found
+
+
 class Run:
     """One configuration on one replica, in a process of its own."""
 
@@ -248,7 +265,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     alone = [name for name in CONFIGS if not name.startswith("shared")]
     parser.add_argument("--configs", default=",".join(alone))
-    parser.add_argument("--device-gib", type=float, default=2.0)
+    parser.add_argument("--device-gib", type=float, help="half of what is asked for")
     parser.add_argument("--host-gib", type=float, default=16.0)
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument(
@@ -288,6 +305,11 @@ def arguments() -> argparse.Namespace:
         )
     if args.configs.split(",")[0] != "large":
         parser.error("--configs must begin with large, whose outputs are right.")
+    if args.device_gib is None:
+        tokens = args.sessions * (args.prompt_len + 64 * args.turns)
+        itemsize = 2 if args.device == "cuda" else 4
+        needed = tokens * SHAPES[args.size].kv_bytes_per_token(itemsize)
+        args.device_gib = needed / 2**31
     args.out.mkdir(parents=True, exist_ok=True)
     args.model = args.out / f"model-{args.size}"
     return args
@@ -312,6 +334,7 @@ def verdict(run: Run, result: dict[str, Any], right: list[list[int]]) -> bool:
     print(
         f"{run.label:20} start {result['start_s']:5.1f} s  conversations "
         f"{result['makespan_s']:6.2f} s  cached {result['cached_tokens']:7d}  "
+        f"loaded {result['loads']:6d}  "
         f"different {wrong:3d} of {len(pairs)}  distinct tokens "
         f"{len({t for out in outputs for t in out})}  TTFT ms {ttft}",
         flush=True,
@@ -320,6 +343,11 @@ def verdict(run: Run, result: dict[str, Any], right: list[list[int]]) -> bool:
     if name not in RACES and result["failed_loads"]:
         good = False
         print(f"{run.label}: {result['failed_loads']} loads failed")
+    if "core" in CONFIGS[name].get("llm", {}).values() and not result["loads"]:
+        good = False
+        print(
+            f"{run.label}: nothing was loaded, so nothing is shown: --device-gib less"
+        )
     if name not in MAY_DIFFER:
         good &= wrong == 0
     elif name in RACES and not wrong:

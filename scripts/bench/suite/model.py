@@ -37,9 +37,9 @@ class Shape:
     """Tokens that all layers see but every sixth, which sees all; 0: all see all."""
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes that one token takes in the KV cache of all layers."""
+        """Bytes that one token takes in the KV cache of all layers that keep it."""
         width = self.latent + ROPE_DIM if self.latent else 2 * self.kv_width
-        return self.layers * width * itemsize
+        return (self.layers // 6 if self.window else self.layers) * width * itemsize
 
     @property
     def kv_width(self) -> int:
