@@ -535,15 +535,10 @@ class SlotTable:
         self._policy.resize(num_slots)
 
     def close_down(self, first: int, most: int) -> None:
-        """Close the last slots, down to slot `first`, and evict their content.
+        """Close `most` of the last slots, down to `first`, and evict their content.
 
         Stops at a slot that a secondary tier uses, which may be closed later. Call it
         when no slot is pinned.
-
-        Args:
-            first: The first slot to close.
-            most: Most slots to close.
-
         """
         free, num_free = self._free, 0
         for index in range(
