@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines that share a pool, each a fork of one process, which kills them, their
-ranks and the keeper at random moments:
-`python -m tests.e2e.pool_crowd MODEL FOLDER RESULT.json KILLS SEED RANKS`.
+"""Real engines that share a pool, each a fork of one process, which kills them at
+random moments: `python -m tests.e2e.pool_crowd MODEL SOCKET RESULT.json KILLS SEED`.
 
 A fork has imported everything, so an engine is there after some seconds. The process
 itself never makes an engine.
@@ -13,23 +12,16 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
-import psutil
-
-from vllm.v1.kv_tier.keeper.client import Geometry, map_partitions
 
 from ..settings import options
 from ..unit.keeper.crowd import start
 from .engine import Engine
 from .jobs import COMMON, SMALL, device
-from .pool import KeeperProcess
 from .release import known
 from .secondary import prompts
 
@@ -37,19 +29,16 @@ NUM_ENGINES = 3
 # Twice as much as the pool holds, so that slots are reused while neighbours read them.
 PROMPTS = prompts(900, 40)
 MAX_TOKENS = 4
-POOL_BYTES = 6 << 20
+READY, ANSWERS, WRONG, HITS, FROM_NEIGHBOURS, ADOPTED = range(6)
 NAMES = ("starts", "answers", "wrong", "hits", "from neighbours", "adopted")
-READY, ANSWERS, WRONG, HITS, FROM_NEIGHBOURS, ADOPTED, PARTITION, RANKS = range(8)
-# Longer than that, and an engine or a rank hangs.
+# An engine that answers nothing for so long hangs.
 HANGS_S = 60
 # Then there are no more kills.
 MAX_S = float(os.environ.get("KV_TIER_POOL_SECONDS", "420"))
-KINDS = {"engine": 5, "starting": 2, "keeper": 1}
-"""How often each is killed."""
 
 
-def engine(model: str, socket: str | None, num_ranks: int = 1) -> Engine:
-    llm: dict[str, Any] = {**COMMON, **device(SMALL, num_ranks)}
+def engine(model: str, socket: str | None) -> Engine:
+    llm: dict[str, Any] = {**COMMON, **device(SMALL)}
     if socket is not None:
         llm["kv_offloading_backend"] = "core"
         llm["kv_offloading_config"] = options(
@@ -64,16 +53,12 @@ def answers(engine: Engine, numbers: list[int]) -> list[tuple[list[int], int]]:
     return [(answer["tokens"], answer["cached_tokens"]) for answer in found]
 
 
-def _process_of(wrapper: Any) -> int:
-    return os.getpid()
-
-
-def live(counts: np.ndarray, own: Engine, truth: list[list[int]], rng: Random) -> None:
+def live(
+    counts: np.ndarray, model: str, socket: str, truth: list[list[int]], seed: int
+) -> None:
     """Ask an engine until it is killed."""
-    ranks = own.on_ranks(_process_of)
-    counts[RANKS : RANKS + len(ranks)] = ranks
+    rng, own = Random(seed), engine(model, socket)
     counts[ADOPTED] += len(own.pool.host)
-    counts[PARTITION] = own.pool.neighbours._reader
     counts[READY] += 1
     seen = 0.0
     while True:
@@ -87,12 +72,12 @@ def live(counts: np.ndarray, own: Engine, truth: list[list[int]], rng: Random) -
         seen = total
 
 
-def ask_alone(model: str, num_ranks: int) -> list[list[int]]:
+def ask_alone(model: str) -> list[list[int]]:
     """What an engine without a tier answers."""
     reads, writes = os.pipe()
 
     def body() -> None:
-        alone = engine(model, None, num_ranks)
+        alone = engine(model, None)
         truth = [answers(alone, [n])[0][0] for n in range(len(PROMPTS))]
         os.write(writes, json.dumps(truth).encode())
         os._exit(0)
@@ -104,159 +89,58 @@ def ask_alone(model: str, num_ranks: int) -> list[list[int]]:
     return truth
 
 
-def is_over(process: psutil.Process) -> bool:
+def main(model: str, socket: str, result: Path, num_kills: int, seed: int) -> None:
+    truth, rng = ask_alone(model), Random(seed)
+    shared = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
+    counts = shared[: NUM_ENGINES * 8].reshape(NUM_ENGINES, 8)
+    total: dict[str, int] = {"kills": 0, "while starting": 0, "ended": 0, "hung": 0}
+
+    def begin(number: int) -> int:
+        of_engine = rng.randrange(1 << 30)
+        return start(lambda: live(counts[number], model, socket, truth, of_engine))
+
+    running = {number: begin(number) for number in range(NUM_ENGINES)}
+    starts, end = dict.fromkeys(running, 0), time.monotonic() + MAX_S
     try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-class Crowd:
-    """Engines, their keeper, and what has happened to them.
-
-    Args:
-        model: Of all engines.
-        folder: For the keeper.
-        num_ranks: Of each engine.
-        rng: Draws what is killed, and when.
-
-    """
-
-    def __init__(self, model: str, folder: Path, num_ranks: int, rng: Random) -> None:
-        self._model, self._folder = model, folder
-        self._num_ranks, self._rng = num_ranks, rng
-        self._truth = ask_alone(model, num_ranks)
-        shared = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
-        self.counts = shared[: NUM_ENGINES * 16].reshape(NUM_ENGINES, 16)
-        self.events: Counter[str] = Counter()
-        self.slowest_s = 0.0
-        """Until nothing of an engine was left, from the end of its last process on."""
-        self._running: dict[int, int] = {}
-        self._starts = [0] * NUM_ENGINES
-        self._begin_all()
-
-    def _begin_all(self) -> None:
-        self._keeper = KeeperProcess(self._folder, POOL_BYTES / (1 << 30), NUM_ENGINES)
-        self._is_kept = True
-        for number in range(NUM_ENGINES):
-            self._begin(number)
-
-    def _begin(self, number: int) -> None:
-        of_engine = Random(self._rng.random())
-        socket = str(self._keeper.socket)
-
-        def body() -> None:
-            own = engine(self._model, socket, self._num_ranks)
-            live(self.counts[number], own, self._truth, of_engine)
-
-        self._starts[number] = int(self.counts[number, READY])
-        self._running[number] = start(body)
-
-    def _is_ready(self, number: int) -> bool:
-        return bool(self.counts[number, READY] > self._starts[number])
-
-    def _await(self, number: int, is_so: Callable[[], bool]) -> None:
-        """Wait for an engine; what takes too long hangs."""
-        until = time.monotonic() + HANGS_S
-        while not is_so():
-            if is_over(psutil.Process(self._running[number])):
-                raise RuntimeError(f"engine {number} ended by itself")
-            if time.monotonic() > until:
-                self.events["hung"] += 1
-                break
-            time.sleep(0.005)
-
-    def kill(self, kind: str) -> None:
-        """Kill one of a kind, after a while, and start what is missing."""
-        rng, number = self._rng, self._rng.randrange(NUM_ENGINES)
-        if kind == "starting":
-            time.sleep(rng.uniform(0, 3))
-            kind = "engine" if self._is_ready(number) else kind
-        else:
-            self._await(number, lambda: self._is_ready(number))
-            self._await_answers(number)
-            time.sleep(rng.expovariate(2))
-        if kind == "keeper":
-            self._kill_keeper()
-        else:
-            self._kill_engine(number, kind)
-            self._begin(number)
-        self.events[kind] += 1
-
-    def _await_answers(self, number: int) -> None:
-        before = int(self.counts[number, ANSWERS])
-        self._await(number, lambda: self.counts[number, ANSWERS] > before)
-
-    def _kill_engine(self, number: int, kind: str) -> None:
-        engine = psutil.Process(self._running.pop(number))
-        processes = [engine, *engine.children(recursive=True)]
-        was_ready = self._is_ready(number)
-        of_ranks = self.counts[number, RANKS : RANKS + self._num_ranks].tolist()
-        os.kill(self._rng.choice(of_ranks) if kind == "rank" else engine.pid, 9)
-        # With one rank dead, the engine ends by itself, and its ranks with it.
-        until = time.monotonic() + HANGS_S
-        while not all(map(is_over, processes)):
-            if time.monotonic() > until:
-                self.events["left over"] += 1
-                break
-            time.sleep(0.005)
-        begun = time.monotonic()
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        os.waitpid(engine.pid, 0)
-        if was_ready and self._is_kept:
-            self._await_nothing_left(int(self.counts[number, PARTITION]), begun)
-
-    def _await_nothing_left(self, number: int, begun: float) -> None:
-        """Until no slot is pinned for the engine that had a partition."""
-        files = Path(f"/proc/{self._keeper.process.pid}/fd").iterdir()
-        (path,) = (p for p in files if "kv-tier-index" in os.readlink(p))
-        each = POOL_BYTES // NUM_ENGINES // (2 << 20) * (2 << 20)
-        fd = os.open(path, os.O_RDWR)
-        partitions = map_partitions(fd, Geometry(NUM_ENGINES, each))
-        os.close(fd)
-        while any(partition._pins[:, number].any() for partition in partitions):
-            if time.monotonic() > begun + HANGS_S:
-                raise RuntimeError(f"pins of engine {number} are left")
-            time.sleep(0.001)
-        self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
-
-    def _kill_keeper(self) -> None:
-        """Engines go on without it, until a new one needs the memory."""
-        self._keeper.end()
-        self._is_kept = False
-        for number in range(NUM_ENGINES):
-            if self._is_ready(number):
-                self._await_answers(number)
-        for number in self._rng.sample(range(NUM_ENGINES), NUM_ENGINES):
-            self._kill_engine(number, "engine")
-        self._begin_all()
-
-    def close(self) -> None:
-        for number in list(self._running):
-            self._kill_engine(number, "engine")
-        self._keeper.end(signal.SIGTERM)
-
-
-def main(
-    model: str, folder: Path, result: Path, num_kills: int, seed: int, num_ranks: int
-) -> None:
-    rng, end = Random(seed), time.monotonic() + MAX_S
-    kinds = KINDS | ({"rank": 5} if num_ranks > 1 else {})
-    crowd = Crowd(model, folder, num_ranks, rng)
-    try:
-        for _ in range(num_kills):
-            if time.monotonic() > end:
-                break
-            crowd.kill(*rng.choices([*kinds], [*kinds.values()]))
+        while total["kills"] < num_kills and time.monotonic() < end:
+            number = rng.randrange(NUM_ENGINES)
+            if rng.random() < 0.7:
+                # Else it may die while it starts.
+                until = time.monotonic() + HANGS_S
+                while counts[number, READY] == starts[number]:
+                    if os.waitpid(running[number], os.WNOHANG)[0]:
+                        raise RuntimeError("an engine did not start")
+                    if time.monotonic() > until:
+                        total["hung"] += 1
+                        break
+                    time.sleep(0.01)
+                before = int(counts[number, ANSWERS])
+                time.sleep(rng.expovariate(2))
+                until = time.monotonic() + HANGS_S
+                while counts[number, ANSWERS] == before:
+                    if time.monotonic() > until:
+                        total["hung"] += 1
+                        break
+                    time.sleep(0.001)
+            else:
+                time.sleep(rng.uniform(0, 3))
+            total["while starting"] += int(counts[number, READY] == starts[number])
+            os.kill(running[number], signal.SIGKILL)
+            _, status = os.waitpid(running[number], 0)
+            total["ended"] += not os.WIFSIGNALED(status)
+            total["kills"] += 1
+            starts[number] = int(counts[number, READY])
+            running[number] = begin(number)
     finally:
-        crowd.close()
-    sums = crowd.counts.sum(axis=0).tolist()
-    total = {"hung": 0, "left over": 0, **crowd.events, **dict(zip(NAMES, sums))}
-    result.write_text(json.dumps(total | {"slowest_s": round(crowd.slowest_s, 3)}))
+        for pid in running.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    sums = counts.sum(axis=0).tolist()
+    total |= dict(zip(NAMES, sums))
+    result.write_text(json.dumps(total))
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    main(given[0], Path(given[1]), Path(given[2]), *map(int, given[3:]))
+    main(
+        sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+    )

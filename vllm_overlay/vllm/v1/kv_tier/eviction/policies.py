@@ -110,10 +110,10 @@ class ARC(PlacedPolicy):
             if not self._once_ghosts:
                 break
             self._once_ghosts.popitem(last=False)
+        # More keys are resident than that while the number of slots is shrinking.
         resident = self._num_once + self._num_again
-        while resident + len(self._once_ghosts) + len(self._again_ghosts) > (
-            2 * self.num_slots
-        ):
+        most = max(2 * self.num_slots - resident, 0)
+        while len(self._once_ghosts) + len(self._again_ghosts) > most:
             (self._again_ghosts or self._once_ghosts).popitem(last=False)
 
 

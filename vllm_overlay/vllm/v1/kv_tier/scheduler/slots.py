@@ -510,10 +510,8 @@ class SlotTable:
         self._forget(key)
 
     def by_value(self) -> list[HostSlot]:
-        """All filled slots, in reverse order of eviction.
-
-        Only for the end of an engine, since it empties the policy.
-        """
+        """All filled slots, in reverse order of eviction. Empties the policy: only for
+        the end of an engine."""
         order = dict.fromkeys(reversed(self._released))
         order.update(self._released_later)
         order.update({**self._next, **self._passed})
@@ -535,15 +533,17 @@ class SlotTable:
         self._policy.resize(num_slots)
 
     def close_down(self, first: int, most: int) -> None:
-        """Close `most` of the last slots, down to `first`, and evict their content.
+        """Close the last slots, down to slot `first`, and evict their content. No slot
+        may be pinned. Stops at one that a secondary tier uses; it may be closed later.
 
-        Stops at a slot that a secondary tier uses, which may be closed later. Call it
-        when no slot is pinned.
+        Args:
+            first: The first slot to close.
+            most: Most slots to close.
+
         """
         free, num_free = self._free, 0
-        for index in range(
-            self.num_slots - 1, max(first, self.num_slots - most) - 1, -1
-        ):
+        num_left = max(first, self.num_slots - most)
+        for index in reversed(range(num_left, self.num_slots)):
             if index in self._held or index in self._reserved:
                 break
             if num_free < len(free) and free[num_free] == index:
@@ -555,8 +555,9 @@ class SlotTable:
                 free.pop()
             else:
                 # Freed since `expect`, so one of the last.
-                last = len(free) - 1
-                del free[next(i for i in range(last, -1, -1) if free[i] == index)]
+                del free[
+                    next(i for i in reversed(range(len(free))) if free[i] == index)
+                ]
             self.num_slots = index
         del free[:num_free]
 
