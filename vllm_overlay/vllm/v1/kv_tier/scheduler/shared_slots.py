@@ -295,7 +295,8 @@ class SharedSlotTable(SlotTable):
                 if claim is Claim.FREE:
                     victims.append(victim)
                 elif claim is Claim.BUSY:
-                    self._aside[victim] = None
+                    # Still the next ones: they were not used.
+                    self._next[victim] = None
                 elif claim is Claim.USED:
                     self._num_spared += 1
                     self._policy.insert(victim)
