@@ -195,7 +195,7 @@ def asked(planned: Planned, num_tokens: int = TOKENS) -> tuple[list[int], list[i
     nowhere else; and the number of its blocks."""
     groups = group_blocks(planned.vllm_config, planned.kv_cache_config)
     sizes = [group.block_size for group in groups]
-    nothing: Any = SimpleNamespace(get=lambda key: None)
+    nothing: Any = SimpleNamespace(has=lambda key: False)
     hashes = [i.to_bytes(32, "big") for i in range(num_tokens // planned.hash_size)]
     request: Any = SimpleNamespace(block_hashes=hashes)
     found = []

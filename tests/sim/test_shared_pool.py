@@ -251,16 +251,6 @@ def publish_later_plans(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedSlotTable, "record_ended", record)
 
 
-def leave_readers(patch: pytest.MonkeyPatch) -> None:
-    """An engine that leaves reuses what neighbours still read."""
-    withdraw_all = Partition.withdraw_all
-
-    def withdraw(self: Partition) -> list[int] | None:
-        return None if withdraw_all(self) is None else []
-
-    patch.setattr(Partition, "withdraw_all", withdraw)
-
-
 def count_one_rank(patch: pytest.MonkeyPatch) -> None:
     """A plan has ended when one rank says so."""
     patch.setattr(PlanEnds, "take", lambda self, seqs: [*dict.fromkeys(seqs)])
@@ -314,7 +304,6 @@ def test_bug_of_a_partition_is_found(make: type[Partition]) -> None:
     [
         (publish_at_once, {}),
         (publish_later_plans, {}),
-        (leave_readers, {"num_ranks": 1, "resets": True}),
         (count_one_rank, {}),
         (unpin_at_once, {"num_ranks": 1, "fails": 0.0, "num_kills": 0}),
         (share_after_reset, {}),

@@ -27,7 +27,8 @@ from .scripts import DOCUMENTS
 from .tables import put_in, sizes, tables
 
 CACHED = re.compile(
-    r"pool\.(host\.(_free|_slots|_next|_released|_policy\b.*|listeners\[\d\]\._known)"
+    r"pool\.(host\.(_free|_parts\[\d+\]|_several|_next|_released|_policy\b.*"
+    r"|listeners\[\d\]\._known)"
     r"|secondary\.(fetches\._came_from|tiers\[\d\]\.presence\.keys)"
     r"|admission\b.*|conversations\._sole_users\b.*|retention\.(key_hints|hinted)\b.*"
     r"|conversations\._turns\b.*|host_writer\.(released|forbidden)|elastic\.(unmapped|mapper\._unmapped)"

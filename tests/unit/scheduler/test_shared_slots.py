@@ -127,6 +127,18 @@ def test_slot_that_is_read_is_not_reused_after_the_engine_has_left(
     assert fill(table, 2 * NUM_SLOTS - 1, 1, seq=3) == read
 
 
+def test_planted_bug_that_forgets_readers_of_an_engine_that_leaves_is_seen(
+    partition: Partition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    withdraw_all = partition.withdraw_all
+    monkeypatch.setattr(partition, "withdraw_all", lambda: withdraw_all() and [])
+    table = table_of(partition)
+    fill(table, 0, NUM_SLOTS, seq=1)
+    read = pin(partition, 0)
+    table.leave()
+    assert {*read} <= {*fill(table, NUM_SLOTS, NUM_SLOTS, seq=2)}
+
+
 def test_busy_neighbour_costs_a_store_but_no_time(partition: Partition) -> None:
     table = table_of(partition)
     fill(table, 0, NUM_SLOTS, seq=1)
