@@ -130,4 +130,4 @@ def test_a_window_that_the_next_turn_needs_is_missed(
 
     monkeypatch.setattr(SupersededEnds, "record_cached", record)
     found = hybrid_bytes.measure(WINDOWS, 3, [1.3], [0.0], "proven", TOKENS)
-    assert found["hits"][0.0][1.3] < 0.9
+    assert found["hits"][0.0][1.3] < 0.95
