@@ -23,7 +23,7 @@ class SlowConfig(FsConfig):
     """Has the bytes per second that are read at most, by one `get` after the other."""
 
     def open(self, namespace: str, rank: int, slot_bytes: int) -> FsStore:
-        return SlowStore(self, namespace, rank, slot_bytes)
+        return SlowStore(self, namespace, rank)
 
 
 class SlowStore(FsStore):

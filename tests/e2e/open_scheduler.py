@@ -74,7 +74,7 @@ class OpenScheduler(Scheduler):
         state = {
             "steps": self._num_steps,
             "device": _listed(device),
-            "host": _listed({key: 1 for key in pool.host._slots}),
+            "host": _listed({key: 1 for key, _ in pool.host.places.items()}),
             "num_slots_used": len(pool.host),
             "num_slots": pool.host.num_slots,
             "slot_bytes": pool.slot_bytes,
