@@ -42,6 +42,10 @@ class Places:
         """The place of `key`; None if it has none."""
         return self.parts[hash(key) % self.num_parts].get(key)
 
+    def place(self, key: Key) -> int:
+        """The place of `key`, which has one."""
+        return self.parts[hash(key) % self.num_parts][key]
+
     def items(self) -> Iterator[tuple[Key, int]]:
         """All keys with their places."""
         for part in self.parts:
@@ -142,16 +146,11 @@ class PlacedPolicy(EvictionPolicy):
         keys = self._places.keys
         self.hits([keys[place] for place in places])
 
-    def _place(self, key: Key) -> int:
-        place = self._places.find(key)
-        assert place is not None, "only resident keys have places"
-        return place
-
     def _entered(self, key: Key) -> int:
         """The place of `key`, which is about to be resident."""
         if self._own is not None:
             self._own.enter(key)
-        return self._place(key)
+        return self._places.place(key)
 
     def _left(self, key: Key) -> None:
         if self._own is not None:

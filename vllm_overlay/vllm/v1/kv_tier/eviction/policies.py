@@ -23,10 +23,10 @@ class LRU(PlacedPolicy):
         self._queues.append(self._all, self._entered(key))
 
     def hit(self, key: Key) -> None:
-        self._queues.move(self._all, self._place(key))
+        self._queues.move(self._all, self._places.place(key))
 
     def remove(self, key: Key) -> None:
-        self._queues.remove(self._place(key))
+        self._queues.remove(self._places.place(key))
         self._left(key)
 
     def evict(self, is_pinned: Callable[[Key], bool]) -> Key | None:
@@ -73,7 +73,7 @@ class ARC(PlacedPolicy):
         self._queues.append(self._again, place)
 
     def hit(self, key: Key) -> None:
-        place = self._place(key)
+        place = self._places.place(key)
         self._queues.move(self._again, place)
         if not self._is_again[place]:
             self._is_again[place] = True
@@ -81,7 +81,7 @@ class ARC(PlacedPolicy):
             self._num_again += 1
 
     def remove(self, key: Key) -> None:
-        place = self._place(key)
+        place = self._places.place(key)
         self._queues.remove(place)
         self._left(key)
         if self._is_again[place]:
@@ -186,10 +186,10 @@ class AdaptiveSLRU(PlacedPolicy):
         self._num_insertions = now
 
     def hit(self, key: Key) -> None:
-        self.hit_places((self._place(key),))
+        self.hit_places((self._places.place(key),))
 
     def hits(self, keys: Collection[Key]) -> None:
-        self.hit_places([self._place(key) for key in keys])
+        self.hit_places([self._places.place(key) for key in keys])
 
     def hit_places(self, places: Collection[int]) -> None:
         after, before = self._after, self._before
@@ -214,7 +214,7 @@ class AdaptiveSLRU(PlacedPolicy):
         self._num_proven += num_new
 
     def remove(self, key: Key) -> None:
-        place = self._place(key)
+        place = self._places.place(key)
         self._queues.remove(place)
         self._left(key)
         self._num_proven -= self._is_proven[place]
@@ -347,12 +347,12 @@ class S3FIFO(PlacedPolicy):
         self._queues.append(self._main, place)
 
     def hit(self, key: Key) -> None:
-        place = self._place(key)
+        place = self._places.place(key)
         if self._uses[place] < self._MAX_USES:
             self._uses[place] += 1
 
     def remove(self, key: Key) -> None:
-        place = self._place(key)
+        place = self._places.place(key)
         self._take(place)
         self._left(key)
 

@@ -169,7 +169,7 @@ class SharedSlotTable(SlotTable):
             and self._store_seq[index] == seq
             and index not in self._several
         ]
-        if self._has_published(slots):
+        if self._publish_all(slots):
             del self._to_publish[: len(due)]
 
     def _publish_fetched(self) -> None:
@@ -184,11 +184,12 @@ class SharedSlotTable(SlotTable):
             and index not in self._several
             and not self._partition.is_published(index)
         ]
-        if self._has_published(slots):
+        if self._publish_all(slots):
             for index, _ in some:
                 del self._fetched[index]
 
-    def _has_published(self, slots: Sequence[int]) -> bool:
+    def _publish_all(self, slots: Sequence[int]) -> bool:
+        """Publish slots. False if that must wait."""
         keys = self.places.keys
         return not slots or self._partition.publish(
             slots,
@@ -272,7 +273,7 @@ class SharedSlotTable(SlotTable):
         """Claim the next released slot, if there is any. False if that must wait."""
         while self._released:
             key = next(reversed(self._released))
-            index = self._index(key)
+            index = self.places.place(key)
             (claim,) = self._partition.claim([index])
             if claim is Claim.BUSY:
                 return False
@@ -285,7 +286,7 @@ class SharedSlotTable(SlotTable):
     def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
         victims: list[BlockHashWithGroupId] = []
         while found := super()._victims(num_keys - len(victims)):
-            indices = [self._index(victim) for victim in found]
+            indices = [self.places.place(victim) for victim in found]
             spares = self._num_spared < _MAX_SPARED
             claims = self._partition.claim(indices, spares)
             if claims.count(Claim.FREE) == len(claims):
@@ -309,13 +310,8 @@ class SharedSlotTable(SlotTable):
                 break
         return victims
 
-    def _index(self, key: BlockHashWithGroupId) -> int:
-        index = self.places.find(key)
-        assert index is not None, "what is evicted is in a slot"
-        return index
-
     def _forget(self, key: BlockHashWithGroupId) -> None:
-        index, partition = self._index(key), self._partition
+        index, partition = self.places.place(key), self._partition
         if partition.is_published(index) and (
             partition.withdraw(index) is not Claim.FREE
         ):
