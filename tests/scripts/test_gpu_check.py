@@ -43,8 +43,11 @@ def test_each_replica_has_devices_of_its_own(
 class Engines:
     """Stands for the processes: outputs by configuration and replica; None: failed."""
 
-    def __init__(self, outputs: dict[str, list[list[list[int]] | None]]) -> None:
+    def __init__(
+        self, outputs: dict[str, list[list[list[int]] | None]], loads: int
+    ) -> None:
         self.outputs = outputs
+        self.loads = loads
         self.started: list[tuple[str, int]] = []
 
     def run(self, name: str, args: Namespace, replica: int) -> Any:
@@ -56,6 +59,7 @@ class Engines:
             "start_s": 1.0,
             "makespan_s": 1.0,
             "cached_tokens": 0,
+            "loads": self.loads,
             "failed_loads": 0,
         }
         process = Namespace(wait=lambda: 0)
@@ -69,8 +73,9 @@ def checked(
     out: Path,
     outputs: dict[str, list[list[list[int]] | None]],
     *given: str,
+    loads: int = 1,
 ) -> tuple[int, Engines]:
-    engines = Engines(outputs)
+    engines = Engines(outputs, loads)
     command = ["gpu_check.py", "--out", str(out), "--configs", ",".join(outputs)]
     monkeypatch.setattr("sys.argv", [*command, *given])
     monkeypatch.setattr(check, "Run", engines.run)
@@ -105,6 +110,15 @@ def test_what_failed_or_differs_is_no_success(
     # A race that nobody notices is none that is found.
     assert code(large=[[1]], race=[[1]]) == 1
     assert code(large=[[1]], race=[[2]]) == 0
+
+
+def test_a_tier_that_loaded_nothing_is_no_success(
+    check: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    same: dict[str, list[list[list[int]] | None]] = {"large": [[[1]]], "dma": [[[1]]]}
+    assert checked(check, monkeypatch, tmp_path, same, loads=0)[0] == 1
+    alone = {"large": same["large"]}
+    assert checked(check, monkeypatch, tmp_path, alone, loads=0)[0] == 0
 
 
 def test_the_reference_comes_first(
