@@ -4,11 +4,13 @@
 Nothing asks for a version: each helper looks at what the release at hand has.
 """
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from inspect import Parameter, getsource, signature
+from functools import cache
+from inspect import Parameter, getsource
 from typing import Any, get_args
 
 import torch
@@ -66,6 +68,10 @@ try:
     )
 except ModuleNotFoundError:
     compute_mamba_prefill_checkpoints = None  # type: ignore[assignment]
+
+
+signature = cache(inspect.signature)
+"""Of what does not change while tests run: helpers ask for it in each step."""
 
 
 def _has(cls: Any, name: str) -> bool:
