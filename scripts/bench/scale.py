@@ -5,9 +5,11 @@
 
 Writes a table and a plot.
 
-Each size runs in a process of its own. The real scheduler starts, Python's objects are
-excepted from collections as an engine does, and so many blocks go through the host that
-every slot was filled and evicted once. Then come steps like those of `bench-scheduler`.
+Each size runs in a process of its own, and the same steps without a tier (0 slots) show
+what the machine itself adds to the longest. The real scheduler starts, Python's objects
+are excepted from collections as an engine does, and so many blocks go through the host
+that every slot was filled and evicted once. Then come steps like those of
+`bench-scheduler`.
 The columns:
 
 start      Seconds until the scheduler with its slots exists.
@@ -16,7 +18,9 @@ bytes      Resident bytes for each slot, beyond those of a scheduler without a t
            that are gone.
 decode     Microseconds of a step with 256 decoding requests, median.
 admit      The same with an admission that loads 64 blocks.
-worst      Milliseconds of the longest of 10,000 decoding steps, above their median.
+worst      Milliseconds of the longest of 10,000 decoding steps, above their median, and
+           how many are longer than the limit. Requests end before the device is full of
+           them: a step that resumes preempted ones loads thousands of blocks.
 collector  Milliseconds of the longest collection in any step, and of a full one.
 """
 
@@ -35,6 +39,8 @@ from typing import Any
 SIZES = (10_000, 100_000, 1_000_000, 4_000_000)
 STEPS = 320
 WORST_OF = 10_000
+WINDOW = 1_500
+"""Steps until requests are replaced. After 1,950 they fill the device."""
 MAX_RATIO = 1.03
 """Of a step's cost with the most slots, against 100,000."""
 BASE = 100_000
@@ -93,9 +99,11 @@ def measure(num_slots: int, worst_of: int) -> Row:
 
     scheduler_load.make_scheduler = make
     before = resident()
-    setup = Setup("write_back", num_slots=num_slots, num_prefilled=2 * num_slots)
+    policy: Any = "write_back" if num_slots else None
+    setup = Setup(policy, num_slots=num_slots, num_prefilled=2 * num_slots)
     load = Load(setup)
-    row["bytes"] = (resident() - before - of_scheduler) / num_slots
+    if num_slots:
+        row["bytes"] = (resident() - before - of_scheduler) / num_slots
     collections = Collections()
 
     def median(steps: list[Step]) -> float:
@@ -109,9 +117,11 @@ def measure(num_slots: int, worst_of: int) -> Row:
     times: list[float] = []
     while len(times) < worst_of:
         load.begin_requests()
-        num = min(3_000, worst_of - len(times))
+        num = min(WINDOW, worst_of - len(times))
         times += [1e3 * step.seconds for step in load.decode(num)]
-    row["worst"] = max(times) - statistics.median(times)
+    usual = statistics.median(times)
+    row["worst"] = max(times) - usual
+    row["long"] = sum(each > usual + MAX_WORST_MS for each in times)
     row["collector"] = collections.worst
     collections.worst = 0.0
     gc.collect()
@@ -127,9 +137,11 @@ def table(rows: list[Row]) -> str:
         f"|{'---|' * 7}",
     ]
     for r in rows:
+        name = f"{r['slots']:,}" if r["slots"] else "no tier"
         lines.append(
-            f"| {r['slots']:,} | {r['start']:.2f} | {r['bytes']:.0f} "
-            f"| {r['decode']:.0f} | {r.get('admit', 0):.0f} | {r['worst']:.1f} "
+            f"| {name} | {r['start']:.2f} | {r.get('bytes', 0):.0f} "
+            f"| {r['decode']:.0f} | {r.get('admit', 0):.0f} "
+            f"| {r['worst']:.1f}, {r['long']:.0f} "
             f"| {r['collector']:.1f}, {r['full_collection']:.1f} |"
         )
     return "\n".join(lines)
@@ -155,11 +167,14 @@ def plot(rows: list[Row]) -> str:
         f'<path d="M{left} {top}V{bottom}H{width - left}" fill="none" stroke="#999"/>',
         text(left, top - 8, "ms by number of slots; bytes for each slot under it"),
     ]
+    rows = [row for row in rows if row["slots"]]
     for row in rows:
         x, _ = at(row["slots"], 0)
         words = f"{row['slots']:,} ({row['bytes']:.0f})"
         parts.append(text(x, bottom + 16, words, 'text-anchor="middle"'))
     for (kind, words), color in zip(KINDS.items(), ("#1f77b4", "#2ca02c", "#d62728")):
+        if not any(kind in row for row in rows):
+            continue
         scale = 1 if kind == "worst" else 1e-3
         points = [at(row["slots"], scale * row[kind]) for row in rows if kind in row]
         line = " ".join(f"{x:.0f},{y:.0f}" for x, y in points)
@@ -174,11 +189,15 @@ def misses(rows: list[Row]) -> list[str]:
     found = []
     base = next((row for row in rows if row["slots"] == BASE), None)
     for row in rows:
+        if not row["slots"]:
+            continue
         name = f"{row['slots']:,} slots"
         if row["slots"] >= BASE and row["bytes"] > MAX_BYTES:
             found.append(f"{name}: {row['bytes']:.0f} bytes for each")
         if row["worst"] > MAX_WORST_MS:
-            found.append(f"{name}: a step takes {row['worst']:.1f} ms longer")
+            found.append(
+                f"{name}: {row['long']:.0f} steps take {row['worst']:.1f} ms longer"
+            )
         for kind in ("decode", "admit"):
             if base is not None and row["slots"] > BASE:
                 ratio = row[kind] / base[kind]
@@ -194,12 +213,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/bench-scale"))
     parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.measure:
+    if args.measure is not None:
         print(json.dumps(measure(args.measure, args.worst_of)))
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    for num_slots in args.slots:
+    for num_slots in (0, *args.slots):
         command = [sys.executable, __file__, "--measure", str(num_slots)]
         command += ["--worst-of", str(args.worst_of)]
         env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
