@@ -244,15 +244,14 @@ class AdaptiveSLRU(PlacedPolicy):
             if place == new:
                 if other == proven:
                     break
-                queue, place = proven, other
+                queue, place, num_proven = proven, other, num_proven - 1
             elif (
                 num_proven <= num_few
                 or (now - used[place]) % modulus >= (now - used[other]) % modulus
             ):
                 queue = new
             else:
-                queue, place = proven, other
-            num_proven -= queue == proven
+                queue, place, num_proven = proven, other, num_proven - 1
             after[queue] = other = after[place]
             before[other] = queue
             victims.append(keys[place])

@@ -55,9 +55,9 @@ class SeenKeys(_Rows):
         # A hot path: each computed block. What is added again takes two places.
         tag, number = divmod(hash(key), self._num_rows)
         entry = (tag & _TAG_MASK).to_bytes(_TAG_BYTES, "little")
-        end = (number + 1) * self._row_bytes
-        row = self._data[end - self._row_bytes : end]
-        self._data[end - self._row_bytes : end] = row[_TAG_BYTES:] + entry
+        begin, end = number * self._row_bytes, (number + 1) * self._row_bytes
+        row = self._data[begin:end]
+        self._data[begin:end] = row[_TAG_BYTES:] + entry
         return entry in row
 
 

@@ -123,8 +123,6 @@ class TieredBlockPool(BlockPool):
         self._promotion.listeners += _hit_listeners(self)
         self._jumps = self._make_jumps(loader)
         self._can_jump, self._copies_groups = layout.can_jump, layout.copies_groups
-        self.has_jumped = False
-        """Whether requests may have blocks that no step has named to workers yet."""
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
         self.void_plan = 0
@@ -308,21 +306,19 @@ class TieredBlockPool(BlockPool):
         if not (self._serves_host and self._may_jump(request)):
             return []
         hit = self._jumps.jump(request, manager, num_tokens, among_others)
-        self.has_jumped = self.has_jumped or bool(hit)
         below = self.secondary
         if hit and below is not None and below.reader.meetings.is_first_jump(request):
             self._stats.record_meeting(request.num_computed_tokens, request.num_tokens)
         return hit
 
-    def take_jumped(
-        self, request: Request, new_blocks: tuple[list[KVCacheBlock], ...]
-    ) -> tuple[list[KVCacheBlock], ...]:
-        """The blocks of a jump of `request`, and then `new_blocks`."""
+    def take_jumped(self, request: Request, new_blocks: Any) -> Any:
+        """`new_blocks`, a `KVCacheBlocks`, behind the blocks of a jump of `request`."""
         jumped = self._jumps.take_unnamed(request)
-        self.has_jumped = self._jumps.has_unnamed
-        if jumped:
-            self._builder.name_jump(request.request_id)
-        return ([*jumped, *new_blocks[0]], *new_blocks[1:])
+        if not jumped:
+            return new_blocks
+        self._builder.name_jump(request.request_id)
+        first, *others = new_blocks.blocks
+        return type(new_blocks)(([*jumped, *first], *others))
 
     def cut(
         self, request: Request, start: int, num_new_tokens: int, may_wait: bool

@@ -444,45 +444,46 @@ class Cleaner:
             The last block that is clean then. It and all before it are counted.
 
         """
-        last, num_clean = None, 0
         seq, computed_by = self._builder.seq, self._builder.computed_by
         host_writer, places = self._host_writer, self._table.places
         parts, num_parts = places.parts, places.num_parts
         have_one_key = not self._pool.cached_block_hashes_by_block
         together = host_writer.stores_together
-        # To be stored together, and how many clean ones are before each.
         due: dict[BlockHashWithGroupId, KVCacheBlock] = {}
-        before: list[int] = []
         queue = self._pool.free_block_queue
         end = queue.fake_free_list_tail
-        block: Any = (after or queue.fake_free_list_head).next_free_block
+        first: Any = (after or queue.fake_free_list_head).next_free_block
+        block, num_clean = first, max(num_looks, 0)
+        # A hot path for each block that is about to be evicted.
         for i in range(num_looks):
-            if block is end:
-                break
             key = block.block_hash
-            # No call: a hot path for each block that is about to be evicted.
-            is_clean = key is None or (
+            if key is None:
+                if block is end:
+                    num_clean = i
+                    break
+            elif not (
                 key in parts[hash(key) % num_parts] or key in due
                 if have_one_key
                 else host_writer.is_clean(block)
-            )
-            if not is_clean and (together or host_writer.is_admitted(block)):
+            ) and (together or host_writer.is_admitted(block)):
                 # Blocks that this step computes come last.
                 if computed_by[block.block_id] == seq or max_stores == 0:
+                    num_clean = i
                     break
                 if together:
                     due[key] = block
-                    before.append(i)
                 elif not host_writer.store([block], before_eviction=True):
+                    num_clean = i
                     break
                 max_stores -= 1
-            last, num_clean = block, i + 1
             block = block.next_free_block
         if due:
             stored = [*due.values()]
             num_stored = host_writer.store(stored, before_eviction=True)
             if num_stored < len(stored):
-                num_clean = before[num_stored]
-                last = stored[num_stored].prev_free_block if num_clean else None
+                block, num_clean = first, 0
+                while block is not stored[num_stored]:
+                    block, num_clean = block.next_free_block, num_clean + 1
+        last = block.prev_free_block if num_clean else None
         self._num_clean += num_clean
         return last

@@ -148,11 +148,6 @@ class Jumps:
         self._unnamed[request] = request.num_preemptions, [*earlier, *hit]
         return hit
 
-    @property
-    def has_unnamed(self) -> bool:
-        """Whether requests have blocks that no step has named to the workers yet."""
-        return bool(self._unnamed)
-
     def take_unnamed(self, request: Request) -> list[KVCacheBlock]:
         """Those of `request`, which are about to be named."""
         num_preemptions, blocks = self._unnamed.pop(request, (0, []))
