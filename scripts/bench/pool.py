@@ -599,7 +599,7 @@ def opened(engine: Engine, limit_s: float) -> float:
     while time.monotonic() - begun < limit_s:
         log = engine.log.read_text(errors="replace")
         done = re.search(r"([\d.]+) of \1 GiB of host memory ready, after", log)
-        if done or "are open now" not in log:
+        if done or " are open" not in log:
             break
         time.sleep(0.5)
     return time.monotonic() - begun

@@ -297,9 +297,9 @@ def _pool() -> Any:
         memory = np.zeros(partition_bytes(NUM_SLOTS), np.uint8)
         partition = Partition(memory, NUM_SLOTS)
         partition.lock.create()
-        partition.assign(identity, i * NUM_SLOTS, NUM_SLOTS)
+        partition.assign(identity, NUM_SLOTS)
         partitions.append(partition)
-    member = Membership.take(partitions, 0, identity)
+    member = Membership.take(partitions, 0, identity, NUM_SLOTS)
     return PoolLayout(member, (BLOCK_SIZE,), num_ranks=1)
 
 

@@ -19,7 +19,7 @@ from . import upstream
 from .content import STOP_TOKEN, Sequence, Violation
 from .invariants import Invariants
 from .layouts import MAX_MODEL_LEN
-from .opening import Opening
+from .opening import Opening, RingOpening
 from .pages import Pages
 from .real_ranks import RealRanks
 from .scheduler import NUM_DRAFTS, Setup, make_scheduler
@@ -77,8 +77,10 @@ class Engine:
         self._in_flight: deque[Step] = deque()
         self.below = None if setup.below is None else Below(*setup.below)
         self._roots: dict[str, int] = {}
-        self.opening = None
-        if setup.opens is not None:
+        self.opening: Opening | None = None
+        if setup.opens is not None and setup.member is not None:
+            self.opening = RingOpening(setup.opens, setup.member, setup.num_ranks)
+        elif setup.opens is not None:
             self.opening = Opening(setup.opens, setup.num_slots)
         self._worker = Worker(
             setup.layout,
@@ -114,9 +116,7 @@ class Engine:
             setup.layout.hash_block_size, sha256, *([lookahead] if lookahead else [])
         )
         self._invariants = Invariants(
-            setup.layout,
-            self._scheduler.kv_cache_manager.coordinator,
-            0 if setup.member is None else setup.member.first_slot,
+            setup.layout, self._scheduler.kv_cache_manager.coordinator
         )
 
     def add(

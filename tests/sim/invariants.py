@@ -34,14 +34,10 @@ class Invariants:
     Args:
         layout: Groups of the model.
         coordinator: Owns the pool and the block tables.
-        first_slot: Place of the engine's first slot in its memory.
 
     """
 
-    def __init__(
-        self, layout: Layout, coordinator: KVCacheCoordinator, first_slot: int = 0
-    ) -> None:
-        self._first_slot = first_slot
+    def __init__(self, layout: Layout, coordinator: KVCacheCoordinator) -> None:
         assert isinstance(coordinator.block_pool, TieredBlockPool)
         self._pool: TieredBlockPool = coordinator.block_pool
         self._managers: Any = coordinator.single_type_managers
@@ -215,10 +211,9 @@ class Invariants:
                     self._compare("device", block, key, worker.device[block.block_id])
         host = self._pool.host
         for slot in host.filled_slots():
-            place = self._first_slot + slot.index
-            if place not in unreported:
+            if slot.index not in unreported:
                 for key in slot.keys:
-                    self._compare("host", slot, key, worker.host[place])
+                    self._compare("host", slot, key, worker.host[slot.index])
 
     def _compare(
         self,

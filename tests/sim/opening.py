@@ -8,6 +8,7 @@ copy in flight uses. Some ranks are refused memory beyond a limit.
 from collections.abc import Collection
 from random import Random
 
+from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.plan import HostAim, OpenSlots, StepPlan
 from vllm.v1.kv_tier.worker.report import StepReportBuilder
 
@@ -25,6 +26,8 @@ class Opening:
     """
 
     def __init__(self, seed: int, num_slots: int, num_ranks: int = 3) -> None:
+        self.num_ended = num_ranks
+        """Ranks that end a plan with the one whose copies are simulated, and it."""
         self.num_closed = self.num_opened = 0
         self._rng = rng = Random(seed)
         self._num_slots = num_slots
@@ -78,7 +81,7 @@ class Opening:
         """A rank opens or closes one piece. Returns whether it did."""
         size, num_open = self._pieces[rank], self.open[rank]
         if num_open < aim.num_slots:
-            end = min(num_open + size, self._num_slots)
+            end = self._end_of(num_open, size)
             if end > self._limits[rank]:
                 return False
             self.num_opened += 1
@@ -91,10 +94,38 @@ class Opening:
         self.open[rank] = end
         return True
 
+    def _end_of(self, first: int, size: int) -> int:
+        """Where the next piece ends, if so many slots are open."""
+        return min(first + size, self._num_slots)
+
     def _state(self, rank: int, aim: HostAim) -> OpenSlots:
         size, num_open = self._pieces[rank], self.open[rank]
         if num_open < aim.num_slots:
-            is_done = min(num_open + size, self._num_slots) > self._limits[rank]
+            is_done = self._end_of(num_open, size) > self._limits[rank]
         else:
             is_done = (num_open - 1) // size * size < aim.num_slots
         return OpenSlots(aim.number, num_open, is_done)
+
+
+class RingOpening(Opening):
+    """The same for ranks of an engine in a pool, which open its own slots first, and
+    then those of its neighbours.
+
+    Args:
+        seed: Of their pace and luck.
+        member: The engine's part of the pool.
+        num_ranks: How many ranks there are. All of them are simulated.
+
+    """
+
+    def __init__(self, seed: int, member: Membership, num_ranks: int) -> None:
+        self._of_each, self._stride = member.num_slots, member.stride
+        super().__init__(seed, member.end, num_ranks)
+        self.num_ended = 1
+        self.open = [min(num_open, self._of_each) for num_open in self.open]
+
+    def _end_of(self, first: int, size: int) -> int:
+        number, slot = divmod(first, self._stride)
+        if slot == self._of_each:
+            number, slot = number + 1, 0
+        return number * self._stride + min(slot + size, self._of_each)

@@ -2,16 +2,19 @@
 """Several engines whose host slots are partitions of one pool."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.keeper.lock import LOCK_BYTES, RobustLock
 from vllm.v1.kv_tier.keeper.partition import Partition, Rows, Slots, partition_bytes
 from vllm.v1.kv_tier.pool import SharedBlockPool
+from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
 from vllm.v1.kv_tier.worker.host_tier import HostTier
 from vllm.v1.kv_tier.worker.slots import FILLED, RankSlots
 
@@ -64,11 +67,48 @@ class OldLooks(Partition):
         return np.array(places, np.int64), np.array(slots, np.int64)
 
 
+class Ring(list[list[int]]):
+    """Slots of the whole pool as the ranks of an engine number them.
+
+    Args:
+        slots: Those of each partition.
+        member: The engine's part.
+
+    """
+
+    def __init__(self, slots: list[list[list[int]]], member: Membership) -> None:
+        super().__init__()
+        self._slots, self._member = slots, member
+
+    def _at(self, index: int) -> tuple[list[list[int]], int]:
+        distance, slot = divmod(index, self._member.stride)
+        if not (0 <= distance < len(self._slots) and slot < self._member.num_slots):
+            raise Violation("slots", f"slot {index} is in no partition")
+        return self._slots[(self._member.number + distance) % len(self._slots)], slot
+
+    def __len__(self) -> int:
+        return self._member.end
+
+    def __getitem__(self, index: int) -> list[int]:  # type: ignore[override]
+        slots, slot = self._at(index)
+        return slots[slot]
+
+    def __setitem__(self, index: int, block: list[int]) -> None:  # type: ignore[override]
+        slots, slot = self._at(index)
+        slots[slot] = block
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """With garbage between partitions."""
+        stride, num_slots = self._member.stride, self._member.num_slots
+        for index in range(len(self)):
+            yield self[index] if index % stride < num_slots else [GARBAGE]
+
+
 class Machine:
     """Engines of one identity, and the memory that outlives them.
 
     Args:
-        setup: Of every engine.
+        setup: Of every engine. Where `opens` is set, each draws its own.
         num_engines: Number of partitions.
         make: The class of partitions.
         busy: How often a lock is busy.
@@ -98,14 +138,16 @@ class Machine:
             partition.lock = BusyLock(memory[start : start + LOCK_BYTES], rng)
             self._locks.append(partition.lock)
             partition.lock.create()
-            assert partition.assign(IDENTITY, i * num_slots, num_slots)
+            assert partition.assign(IDENTITY, num_slots)
             self.partitions.append(partition)
         empty = [EMPTY] * setup.layout.block_size
         self.memory = [
-            [empty] * (num_engines * num_slots) for _ in range(setup.num_ranks)
+            [[empty] * num_slots for _ in range(num_engines)]
+            for _ in range(setup.num_ranks)
         ]
-        """By rank, the slots of the whole pool."""
+        """By rank, the slots of each partition."""
         self._rng = rng
+        self._stride = num_slots + rng.choice([0, 1, 5])
         # Engines that were killed and some of whose ranks still run.
         self._dying: dict[int, bool] = {}
         self._haste = rng.choice([0.3, 0.03])
@@ -121,9 +163,16 @@ class Machine:
 
     def _start(self, number: int) -> Engine:
         setup = self.setup
-        member = Membership.take(self.partitions, number, IDENTITY)
+        opens = None if setup.opens is None else self._rng.randrange(1 << 16)
+        member = Membership.take(
+            self.partitions,
+            number,
+            IDENTITY,
+            self._stride,
+            num_first=None if opens is None else 1,
+        )
         self.events["adopted"] += len(member.adopted.slots)
-        engine = Engine(replace(setup, member=member))
+        engine = Engine(replace(setup, member=member, opens=opens))
         engine._invariants.know(self._prefixes)
         first, *others = [
             engine._worker,
@@ -133,9 +182,12 @@ class Machine:
             ),
         ]
         for worker, memory in zip((first, *others), self.memory):
-            worker.host = memory
-            old, states = worker._tier, np.full(len(memory), FILLED, np.uint8)
-            slots = RankSlots(len(memory), states=states)
+            worker.host = Ring(memory, member)
+            for slot in member.empty:
+                # Copy engines were tested there.
+                worker.host[slot] = [GARBAGE] * setup.layout.block_size
+            old, states = worker._tier, np.full(member.end, FILLED, np.uint8)
+            slots = RankSlots(member.end, states=states)
             worker._tier = HostTier([], old.engines, old._order, slots)
         engine._worker._attach([engine._worker.host])
         if engine.below is not None:
@@ -152,7 +204,27 @@ class Machine:
             self._run_left(self.engines[each])
         if number in self._dying:
             self._replace(number)
-        action.run(self.engines[number])
+        engine = self.engines[number]
+        num_open = _table_of(engine).num_slots
+        action.run(engine)
+        self._check_adopted(engine, num_open)
+
+    def _check_adopted(self, engine: Engine, num_before: int) -> None:
+        """What an earlier engine has left is found as soon as its slot is open.
+
+        Args:
+            engine: It has taken a step at the most.
+            num_before: Slots that were open before.
+
+        """
+        table, member = _table_of(engine), engine.setup.member
+        assert member is not None
+        opened = range(num_before, table.num_slots)
+        for slot, key in zip(member.adopted.slots, member.adopted.keys):
+            if slot in opened and not table.has_left:
+                self.events["adopted later"] += 1
+                if not table.has(BlockHashWithGroupId(key)):
+                    raise Violation("adopted", f"slot {slot} of {member.number}")
 
     def _run_left(self, engine: Engine) -> None:
         """Copies of a dead engine whose ranks still run."""
@@ -179,14 +251,15 @@ class Machine:
         engine = self.engines[number]
         self._be_busy(0)
         if not self._dying.pop(number):
-            for rank, memory in zip(engine._worker.all_ranks, self.memory):
+            for rank in engine._worker.all_ranks:
                 for stores in rank._stores:
                     step = stores.step
                     for _, slot in step.cleans if stores.is_clean else step.stores:
-                        memory[slot] = [GARBAGE] * len(memory[slot])
+                        rank.host[slot] = [GARBAGE] * len(rank.host[slot])
         if engine.below is not None:
+            host = engine._worker.host
             for slot in engine.below.slots_being_filled:
-                self.memory[0][slot] = [GARBAGE] * len(self.memory[0][slot])
+                host[slot] = [GARBAGE] * len(host[slot])
         for partition in self.partitions:
             assert partition.clear_reader(number)
         own = self.partitions[number]
@@ -206,6 +279,7 @@ class Machine:
         counts = Counter(engine.events)
         counts["from neighbours"] = pool._stats.neighbour_blocks
         counts["read"] = len(pool.host._read)
+        counts["opening"] = engine.opening is not None
         if engine.below is not None:
             counts["fetched"] = engine.below.num_got
             counts["written"] = engine.below.num_put
@@ -229,10 +303,20 @@ class Machine:
             assert isinstance(pool, SharedBlockPool)
             if pool.has_more or pool.host._read:
                 raise Violation("pins", "there is more to do at the end")
+            opening = engine.opening
+            num_open = pool.host.num_own if opening is None else min(opening.open)
+            if pool.host.num_slots != min(num_open, pool.host.num_own):
+                raise Violation("open", f"{pool.host.num_slots} slots of {num_open}")
         for partition in self.partitions:
             slots = range(partition.num_slots)
             if partition.unpinned(slots) != list(slots):
                 raise Violation("pins", "pins are left")
+
+
+def _table_of(engine: Engine) -> SharedSlotTable:
+    pool = engine._pool
+    assert isinstance(pool, SharedBlockPool)
+    return pool.host
 
 
 def play(machine: Machine, actions: list[tuple[int, Action | bool]]) -> Counter[str]:

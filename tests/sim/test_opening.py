@@ -76,7 +76,7 @@ def use_what_the_first_rank_has(patch: pytest.MonkeyPatch) -> None:
 
     def take(self: HostSize, report: StepReport) -> None:
         take_report(self, report)
-        self._num_open = max(each.num_slots for each in self._ranks.values())
+        self.num_open = max(each.num_slots for each in self._ranks.values())
 
     patch.setattr(HostSize, "take_report", take)
 
@@ -88,7 +88,7 @@ def believe_what_was_said_before(patch: pytest.MonkeyPatch) -> None:
     def take(self: HostSize, report: StepReport) -> None:
         take_report(self, report)
         num_open = min(each.num_slots for each in self._ranks.values())
-        self._num_open = min(num_open, self._aim.num_slots)
+        self.num_open = min(num_open, self._aim.num_slots)
 
     patch.setattr(HostSize, "take_report", take)
 

@@ -20,7 +20,6 @@ from vllm.v1.kv_tier.keeper.partition import Claim, Partition, Published, Rows, 
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.releases import keys_are_bytes
 from vllm.v1.kv_tier.scheduler.neighbours import Neighbours
-from vllm.v1.kv_tier.scheduler.secondary.jobs import SecondaryJobs
 from vllm.v1.kv_tier.scheduler.shared_pool import SharedBlockPool
 from vllm.v1.kv_tier.scheduler.shared_slots import PlanEnds, SharedSlotTable
 
@@ -31,7 +30,6 @@ from .shared_pool import Machine, OldLooks, play, turns
 
 EXAMPLES = int(os.environ.get("KV_TIER_POOL_EXAMPLES", "120"))
 SEED = int(os.environ.get("KV_TIER_SIM_SEED", "0"))
-NEEDS_KEYS = pytest.mark.skipif(not keys_are_bytes(), reason="has no secondary tiers")
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +50,7 @@ def play_random(
     fails: float | None = None,
     has_below: bool | None = None,
     resets: bool | None = None,
+    opens: bool | None = None,
 ) -> Counter[str]:
     """Play a script. What is given is not drawn.
 
@@ -65,6 +64,7 @@ def play_random(
         fails: Part of the steps whose loads fail.
         has_below: There is a store below the pool.
         resets: Engines may be reset.
+        opens: Ranks open most slots while their engines run.
 
     """
     rng = Random(seed)
@@ -92,18 +92,11 @@ def play_random(
     draws_below = keys_are_bytes() and rng.random() < 0.3
     if draws_below if has_below is None else has_below:
         setup = with_store(setup, rng)
+    if rng.random() < 0.5 if opens is None else opens:
+        setup = replace(setup, opens=0)
     busy = rng.choice([0, 0, 0.1, 0.5])
     num_engines = rng.randint(2, 4)
-    scripts = []
-    for _ in range(num_engines):
-        script = [random_action(rng) for _ in range(20)]
-        # After a reset an engine shares nothing.
-        keeps = rng.random() < 0.8 if resets is None else not resets
-        script = [a for a in script if not (keeps and isinstance(a, Reset))]
-        if resets:
-            script[rng.randrange(len(script))] = Reset(running=True)
-        part = rng.choice([0, 0, 0.2]) if fails is None else fails
-        scripts.append(single_steps(rng, script, is_pressed, part))
+    scripts = [draw_script(rng, is_pressed, fails, resets) for _ in range(num_engines)]
     machine = make_machine(setup, num_engines, make, busy, rng)
     deaths = rng.choice([0, 1, 3]) if num_kills is None else num_kills
     events = play(machine, turns(rng, scripts, deaths))
@@ -111,6 +104,20 @@ def play_random(
     events["below"] += setup.below is not None
     events[f"{tuning.plans_per_report} plans a report"] += 1
     return events
+
+
+def draw_script(
+    rng: Random, is_pressed: bool, fails: float | None, resets: bool | None
+) -> list[Action]:
+    """The actions of an engine. Arguments as in `play_random`."""
+    script = [random_action(rng) for _ in range(20)]
+    # After a reset an engine shares nothing.
+    keeps = rng.random() < 0.8 if resets is None else not resets
+    script = [a for a in script if not (keeps and isinstance(a, Reset))]
+    if resets:
+        script[rng.randrange(len(script))] = Reset(running=True)
+    part = rng.choice([0, 0, 0.2]) if fails is None else fails
+    return single_steps(rng, script, is_pressed, part)
 
 
 def press(setup: Setup, rng: Random) -> Setup:
@@ -175,6 +182,7 @@ def test_scripts_of_engines_that_share_a_pool() -> None:
             raise
     some = ["from neighbours", "adopted", "read", "stored", "loaded", "failed"]
     some += ["fetched", "written"] if keys_are_bytes() else []
+    some += ["adopted later", "opening"]
     for event in (*some, "2 ranks", "3 ranks", "8 plans a report"):
         assert events[event], event
     print(dict(events))
@@ -213,11 +221,15 @@ class _ForgetsEntries(Partition):
 class _StaleAfterDeath(Partition):
     """An heir takes over nothing, but what was published can still be found."""
 
-    def take_over(self, max_slots: int) -> Published | None:
-        return None if super().take_over(max_slots) is None else Published([], [], [])
+    def take_over(self, num_empty: int, num_first: int) -> Published | None:
+        found = super().take_over(num_empty, num_first)
+        return None if found is None else Published([], [], [])
 
     def is_published(self, slot: int) -> bool:
         return False
+
+    def published(self, first: int, end: int) -> list[int]:
+        return []
 
     def claim(self, slots: Sequence[int], spares: bool = True) -> list[Claim]:
         return [Claim.FREE] * len(slots)
@@ -272,11 +284,6 @@ class _HeirAtOnce(Machine):
         super().act(number, action)
 
 
-def move_slots_of_others(patch: pytest.MonkeyPatch) -> None:
-    """Secondary tiers read and write slots of the first engine."""
-    patch.setattr(SecondaryJobs, "of_ranks", lambda self, jobs: jobs)
-
-
 def unpin_at_once(patch: pytest.MonkeyPatch) -> None:
     """Before the ranks have ended the loads."""
     patch.setattr(Neighbours, "record_plan", lambda self, plan, num_own: 0)
@@ -287,6 +294,47 @@ def share_after_reset(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedBlockPool, "leave", lambda self, reason: None)
 
 
+def find_what_is_not_open(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of neighbours whose slots not all ranks have open."""
+    every = property(lambda self: 10_000, lambda self, num_open: None)
+    patch.setattr(Neighbours, "num_open", every, raising=False)
+
+
+def adopt_what_is_not_open(patch: pytest.MonkeyPatch) -> None:
+    """An heir finds, and reuses, all slots at once."""
+    init = SharedSlotTable.__init__
+    patch.setattr(SharedSlotTable, "__init__", lambda *args: init(*args[:4]))
+
+
+def fill_what_is_to_be_adopted(patch: pytest.MonkeyPatch) -> None:
+    """Slots of adopted blocks are free."""
+    adopt = SharedSlotTable._adopt
+
+    def forget(self: SharedSlotTable, opened: range) -> set[int]:
+        adopt(self, opened)
+        return set()
+
+    patch.setattr(SharedSlotTable, "_adopt", forget)
+
+
+def lose_what_is_to_be_adopted(patch: pytest.MonkeyPatch) -> None:
+    """What an earlier engine has left is withdrawn when its slot is opened."""
+    patch.setattr(SharedSlotTable, "_adopt", lambda self, opened: set())
+
+
+def keep_what_is_to_be_adopted(patch: pytest.MonkeyPatch) -> None:
+    """What other weights have computed is adopted after a reset."""
+    leave = SharedSlotTable.leave
+
+    def keep(self: SharedSlotTable) -> None:
+        to_adopt = dict(self._to_adopt)
+        leave(self)
+        self._to_adopt = to_adopt
+
+    patch.setattr(SharedSlotTable, "leave", keep)
+
+
+OPENS = {"opens": True, "num_kills": 3}
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -296,7 +344,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
     ids=lambda make: make.__name__,
 )
 def test_bug_of_a_partition_is_found(make: type[Partition]) -> None:
-    assert finds(make=make)
+    assert finds(make=make, opens=False)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +355,11 @@ def test_bug_of_a_partition_is_found(make: type[Partition]) -> None:
         (count_one_rank, {}),
         (unpin_at_once, {"num_ranks": 1, "fails": 0.0, "num_kills": 0}),
         (share_after_reset, {}),
-        pytest.param(move_slots_of_others, {"has_below": True}, marks=NEEDS_KEYS),
+        (find_what_is_not_open, OPENS),
+        (adopt_what_is_not_open, OPENS),
+        (fill_what_is_to_be_adopted, OPENS),
+        (lose_what_is_to_be_adopted, OPENS),
+        (keep_what_is_to_be_adopted, {**OPENS, "resets": True}),
     ],
 )
 def test_bug_of_an_engine_is_found(
@@ -318,7 +370,7 @@ def test_bug_of_an_engine_is_found(
 
 
 def test_heir_of_an_engine_that_still_copies_is_found() -> None:
-    assert finds(make_machine=_HeirAtOnce, num_ranks=2, num_kills=4)
+    assert finds(make_machine=_HeirAtOnce, num_ranks=2, num_kills=4, opens=False)
 
 
 def finds(**sure: Any) -> bool:

@@ -126,7 +126,7 @@ class Worker(ForwardPasses):
     ) -> None:
         super().__init__(layout, num_blocks, roots)
         self._opening = opening
-        self.host = [[EMPTY] * self._width for _ in range(num_slots)]
+        self.host: list[list[int]] = [[EMPTY] * self._width for _ in range(num_slots)]
         self._steps: deque[Step] = deque()
         # Steps whose stores, loads or loads ahead have not been executed yet.
         self._stores: deque[_Stores] = deque()
@@ -224,8 +224,7 @@ class Worker(ForwardPasses):
         step.result = self._tier.end_step(output)
         report = step.result.kv_tier_report
         if self._opening is not None and report is not None:
-            # The other ranks end with this one.
-            report.ended *= len(self._opening.open)
+            report.ended *= self._opening.num_ended
 
     def run_next(self) -> Step:
         """Execute the oldest step that was not."""

@@ -41,7 +41,7 @@ class Shared:
         self.partition_memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         self.partition = Partition(self.partition_memory, NUM_SLOTS)
         self.partition.lock.create()
-        assert self.partition.assign(IDENTITY, 0, NUM_SLOTS)
+        assert self.partition.assign(IDENTITY, NUM_SLOTS)
         numbers = np.frombuffer(mmap.mmap(-1, 1 << 16), np.int64)
         self.data = numbers[: 2 * NUM_SLOTS].reshape(NUM_SLOTS, 2)
         self.counts = numbers[1024:]
@@ -53,7 +53,7 @@ def own(
 ) -> None:
     """Store blocks and reuse slots, as the engine that owns the partition does."""
     partition = make(shared)
-    while (found := partition.take_over(NUM_SLOTS)) is None:
+    while (found := partition.take_over(0, NUM_SLOTS)) is None:
         pass
     shared.counts[3] += len(found.slots)
     table = dict(zip(found.slots, found.keys))

@@ -8,11 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from vllm.v1.kv_tier.keeper import server
 from vllm.v1.kv_tier.keeper.client import (
@@ -27,15 +28,15 @@ from vllm.v1.kv_tier.keeper.client import (
 from vllm.v1.kv_tier.keeper.partition import Claim, rows_of
 from vllm.v1.kv_tier.keeper.server import Keeper
 
-from .crowd import KEYS, start
+from .crowd import KEYS, key, start
 
 MiB = 1 << 20
 ONE, OTHER = b"1" * 32, b"2" * 32
 
 
-@pytest.fixture
-def keeper(tmp_path: Path) -> Iterator[Keeper]:
-    keeper = Keeper(8 * MiB, 2, tmp_path / "keeper.sock")
+@contextmanager
+def serving(folder: Path, num_engines: int = 2) -> Iterator[Keeper]:
+    keeper = Keeper(4 * MiB * num_engines, num_engines, folder / "keeper.sock")
     is_over = threading.Event()
 
     def serve() -> None:
@@ -48,6 +49,12 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
     is_over.set()
     thread.join()
     keeper.close()
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[Keeper]:
+    with serving(tmp_path) as keeper:
+        yield keeper
 
 
 @pytest.fixture
@@ -64,13 +71,17 @@ def eventually(is_so: Callable[[], bool]) -> float:
     return time.monotonic() - begun
 
 
-def test_engines_get_partitions_on_one_grid(path: str) -> None:
+def test_engines_number_slots_from_their_own_on(path: str) -> None:
     members = Member(path, ONE, [5000]), Member(path, ONE, [5000])
     one, two = (member.membership for member in members)
     assert {one.number, two.number} == {0, 1}
-    assert (one.first_slot, one.num_slots) == (0, 4 * MiB // 5000)
-    assert two.first_slot * 5000 >= 4 * MiB
-    assert (two.first_slot + two.num_slots) * 5000 <= 8 * MiB
+    for mine, theirs in ((one, two), (two, one)):
+        assert mine.num_slots == 4 * MiB // 5000
+        ((first, partition),) = mine.neighbours
+        assert partition is mine.partitions[theirs.number]
+        # The next page begins with a slot after 512 of them.
+        assert first == mine.stride == 1024
+        assert mine.end == 1024 + mine.num_slots
     with pytest.raises(PoolRefused, match="more --engines"):
         Member(path, ONE, [5000])
 
@@ -78,8 +89,10 @@ def test_engines_get_partitions_on_one_grid(path: str) -> None:
 def test_ranks_and_neighbours_map_the_same_bytes(path: str) -> None:
     one, two = Member(path, ONE, [4096]), Member(path, ONE, [4096])
     (_, first), (_, second) = join(one.place(), 0), join(two.place(), 0)
-    first[5 * MiB] = 42
-    assert second[5 * MiB] == 42
+    first[3 * 4096] = 42
+    assert second[4 * MiB + 3 * 4096] == 42
+    second[5 * 4096] = 43
+    assert first[4 * MiB + 5 * 4096] == 43
     assert one.membership.own.publish([3], KEYS[:1], [None])
     theirs = two.membership.partitions[one.membership.number]
     theirs.open()
@@ -87,29 +100,55 @@ def test_ranks_and_neighbours_map_the_same_bytes(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [[4096], [4096, 4096], [5000, 9000], [960, 700, 4096]]
+    "sizes", [[4096], [4096, 4096], [5000, 9000], [960, 700, 4096], [41984], [5001]]
 )
-def test_a_rank_has_its_part_of_every_partition(path: str, sizes: list[int]) -> None:
-    places = [Member(path, ONE, sizes).place() for _ in range(2)]
-    joined = [[join(p, rank) for rank in range(len(sizes))] for p in places]
-    slots = []
-    for rank, size in enumerate(sizes):
-        one, two = (
-            np.frombuffer(ranks[rank][1], np.uint8)[: places[0].num_slots * size]
-            for ranks in joined
-        )
-        slots.append((one.reshape(-1, size), two.reshape(-1, size)))
-    # Both engines fill their own slots, on all ranks.
-    for rank, both in enumerate(slots):
-        for number, (place, memory) in enumerate(zip(places, both)):
-            numbers = np.array(place.own) % 50 + 100 * number + 50 * (rank % 2)
-            memory[place.own] = numbers[:, None]
-    for rank, both in enumerate(slots):
+@pytest.mark.parametrize("num_engines", [1, 3])
+def test_a_rank_has_its_part_of_every_partition(
+    tmp_path: Path, sizes: list[int], num_engines: int
+) -> None:
+    with serving(tmp_path, num_engines) as keeper:
+        path = str(keeper._path)
+        members = [Member(path, ONE, sizes) for _ in range(num_engines)]
+        places = [member.place() for member in members]
+        joined = [[join(p, rank) for rank in range(len(sizes))] for p in places]
+
+    def slots(number: int, distance: int, rank: int) -> NDArray[np.uint8]:
+        """Slots of an engine's neighbour, as the engine sees them."""
+        memory = joined[number][rank][1].reshape(-1, sizes[rank])
+        first = distance * places[number].stride
+        return memory[first : first + places[number].num_slots]
+
+    num_slots = places[0].num_slots
+    assert 0 < num_slots >= 0.9 * (4 * MiB // sum(sizes)) - 1
+    of_partition = {place.number: i for i, place in enumerate(places)}
+
+    def numbers(partition: int, rank: int) -> NDArray[np.int64]:
+        return np.arange(num_slots)[:, None] % 20 + 60 * partition + 20 * rank
+
+    # All engines fill their own slots, on all ranks.
+    for rank in range(len(sizes)):
         for number, place in enumerate(places):
-            assert 0 < len(place.own) >= 0.9 * (4 * MiB // sum(sizes)) - 1
-            numbers = np.array(place.own) % 50 + 100 * number + 50 * (rank % 2)
-            for memory in both:
-                assert (memory[place.own] == numbers[:, None]).all()
+            slots(number, 0, rank)[:] = numbers(place.number, rank)
+    for rank, size in enumerate(sizes):
+        for number, place in enumerate(places):
+            for distance in range(num_engines):
+                partition = (place.number + distance) % num_engines
+                found = slots(number, distance, rank)
+                assert (found == numbers(partition, rank)).all()
+                assert found.ctypes.data % 4096 == 0
+                assert len(joined[number][rank][1]) % size == 0
+    assert len(of_partition) == num_engines
+
+
+def test_a_rank_sees_no_other_memory_between_parts(path: str) -> None:
+    one, two = Member(path, ONE, [5001]).place(), Member(path, ONE, [5001]).place()
+    (_, mine), (_, theirs) = join(one, 0), join(two, 0)
+    size = 5001
+    mine[: one.num_slots * size] = theirs[: one.num_slots * size] = 7
+    for memory in (mine, theirs):
+        # Of the pool, the rest of the last page at the most.
+        gap = memory[one.num_slots * size : one.stride * size]
+        assert len(gap) > MiB and not gap.any()
 
 
 def test_parts_of_large_partitions_are_whole_huge_pages() -> None:
@@ -118,15 +157,51 @@ def test_parts_of_large_partitions_are_whole_huge_pages() -> None:
         parts = geometry.parts(sizes)
         assert all(part % (2 * MiB) == 0 for part in parts)
         assert (4 << 30) - sum(parts) < 2 * MiB * len(parts)
-        ends = 0
-        for number in range(3):
-            first, num_slots = geometry.slots_of(number, sizes)
-            assert ends <= first
-            ends = first + num_slots
-            for part, size in zip(parts, sizes):
-                assert number * part <= first * size
-                assert ends * size <= (number + 1) * part
-            assert num_slots >= (4 << 30) * 0.99 // sum(sizes)
+        num_slots = geometry.num_slots(sizes)
+        for part, size in zip(parts, sizes):
+            assert num_slots * size <= part
+        assert num_slots >= (4 << 30) * 0.99 // sum(sizes)
+
+
+@pytest.mark.parametrize("gib", [1 / 256, 1, 64])
+@pytest.mark.parametrize(
+    "sizes, alignment",
+    [
+        ([2 * MiB], 2 * MiB),
+        ([41984], 2 * MiB),
+        ([41984, 41984], 2 * MiB),
+        ([5001], 2 * MiB),
+        # Every 131,072 slots, which would leave a third of the addresses.
+        ([60000, 50000, 1 << 18], 4096),
+    ],
+)
+def test_next_part_begins_at_a_page_and_soon(
+    gib: float, sizes: list[int], alignment: int
+) -> None:
+    """At a huge one where that leaves little between two parts."""
+    geometry = Geometry(3, int(gib * (1 << 30)))
+    num_slots, stride = geometry.num_slots(sizes), geometry.stride(sizes)
+    assert stride >= num_slots
+    offsets = [stride * size for size in sizes]
+    assert all(offset % 4096 == 0 for offset in offsets)
+    if gib == 64:
+        assert all(offset % alignment == 0 for offset in offsets)
+        assert stride <= 1.13 * num_slots
+    assert stride - num_slots < max(4096, num_slots / 8)
+
+
+def test_copies_are_tested_on_slots_that_are_open_at_the_start(path: str) -> None:
+    one = Member(path, ONE, [4096], first_bytes=5 * 4096)
+    slots = list(range(1024))
+    keys = [key(n) for n in slots]
+    assert one.membership.own.publish(slots, keys, [16 * (n + 1) for n in slots])
+    number = one.membership.number
+    one.close()
+    heir = Member(path, ONE, [4096], first_bytes=5 * 4096)
+    assert heir.membership.number == number
+    # No more than there are, of the many that it may drop.
+    assert heir.place().empty == (0, 1, 2, 3, 4)
+    assert sorted(heir.membership.adopted.slots) == slots[5:]
 
 
 def test_successor_adopts_what_a_killed_engine_has_published(

@@ -91,17 +91,17 @@ def test_partition_is_given_away_only_when_nobody_reads_it(
 ) -> None:
     assert partition.publish([3], KEYS[:1], [None])
     assert pin(partition, KEYS[:1]) == [3]
-    assert not partition.assign(b"j" * 32, 0, 10)
+    assert not partition.assign(b"j" * 32, 10)
     assert pin(partition, KEYS[:1], reader=2) == []
     assert partition.unpin([3], 1)
-    assert partition.assign(b"j" * 32, 7, 10)
-    assert (partition.identity, partition.first_slot) == (b"j" * 32, 7)
+    assert partition.assign(b"j" * 32, 10)
+    assert (partition.identity, partition.num_slots) == (b"j" * 32, 10)
 
 
 def test_successor_finds_what_was_published(partition: Partition) -> None:
     assert partition.publish([3, 5, 7], KEYS[:3], [16, None, 48])
     assert partition.claim([5]) == [Claim.FREE]
-    found = partition.take_over(NUM_SLOTS)
+    found = partition.take_over(0, NUM_SLOTS)
     assert found is not None
     assert sorted(zip(*found)) == [(3, KEYS[0], 16), (7, KEYS[2], 48)]
 
@@ -132,13 +132,25 @@ def test_used_slots_are_not_spared_where_too_many_are(partition: Partition) -> N
 def test_successor_with_less_room_drops_ends_of_prefixes(partition: Partition) -> None:
     tokens = [32, 16, 48, 64, None]
     assert partition.publish([3, 5, 7, 8, 9], KEYS[:5], tokens)
-    found = partition.take_over(3)
+    found = partition.take_over(NUM_SLOTS - 3, NUM_SLOTS)
     assert found is not None
     # The end comes first, which the successor evicts first.
     assert found.slots == [3, 5, 9]
     assert found.num_tokens == [32, 16, None]
     assert partition.find(ROWS[:5])[1].tolist() == [3, 5, 9]
     assert [partition.is_published(slot) for slot in (7, 8)] == [False, False]
+
+
+def test_successor_drops_what_lies_in_the_first_slots(partition: Partition) -> None:
+    tokens = [32, 16, 48, 64, None]
+    assert partition.publish([0, 2, 3, 4, 9], KEYS[:5], tokens)
+    found = partition.take_over(2, 5)
+    assert found is not None
+    # One of the first five was empty already. Of the others the end of a prefix goes,
+    # though there are later slots with such ends.
+    assert found.slots == [3, 0, 2, 9]
+    assert partition.published(0, NUM_SLOTS) == [0, 2, 3, 9]
+    assert partition.published(1, 9) == [2, 3]
 
 
 def test_full_bucket_leaves_slots_unpublished() -> None:
@@ -269,7 +281,7 @@ def filled(num_slots: int) -> Partition:
     memory = np.zeros(partition_bytes(num_slots), np.uint8)
     partition = Partition(memory, num_slots)
     partition.lock.create()
-    assert partition.assign(IDENTITY, 0, num_slots)
+    assert partition.assign(IDENTITY, num_slots)
     keys = [key(n) for n in range(num_slots)]
     for first in range(0, num_slots, 4096):
         slots = list(range(first, min(first + 4096, num_slots)))

@@ -14,8 +14,9 @@ from tests.unit.memory.test_buffer import GPU, Driver, MiB, driver, log
 from tests.unit.memory.test_pages import num_resident
 from vllm.v1.kv_tier.memory import buffer as host_buffer
 from vllm.v1.kv_tier.memory import opener as slot_opener
-from vllm.v1.kv_tier.memory.buffer import GiB, HostBuffer
+from vllm.v1.kv_tier.memory.buffer import GiB, HostBuffer, Parts
 from vllm.v1.kv_tier.memory.opener import FIRST_BYTES, SlotOpener
+from vllm.v1.kv_tier.memory.pages import anonymous
 from vllm.v1.kv_tier.memory.shared import SharedMemory
 from vllm.v1.kv_tier.plan import OpenSlots
 
@@ -37,6 +38,13 @@ def pinned(num_slots: int = 40, **settings: Any) -> HostBuffer:
     """Slots of a mebibyte, of which the first four are open."""
     settings = {"piece_bytes": 4 * MiB, "first_bytes": MiB} | settings
     return HostBuffer(num_slots, MiB, pin=True, device=GPU, **settings)
+
+
+class Memory:
+    """Memory that has no pages yet, as that of a pool before it is mapped."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.bytes = anonymous(num_bytes, huge_pages=False)
 
 
 def opener_of(buffer: HostBuffer, **settings: Any) -> SlotOpener:
@@ -147,6 +155,70 @@ def test_memory_that_others_took_is_not_opened(warnings: list[str]) -> None:
     assert state_of(opener, 0) == (0, 8, True)
     assert len(warnings) == 1 and "no memory available" in warnings[0]
     assert num_resident(buffer.slots) == 8 * MiB
+
+
+@pytest.mark.parametrize("num_slots, stride", [(10, 10), (10, 14), (7, 8)])
+def test_pieces_lie_in_one_part_each(
+    driver: Driver, num_slots: int, stride: int
+) -> None:
+    """Between parts there is no memory: it is neither touched nor registered."""
+    whole = 2 * stride + num_slots
+    memory = Memory(whole * MiB)
+    buffer = pinned(whole, shared=memory, parts=Parts(num_slots, stride))
+    assert buffer.num_open == 4
+    opener = opener_of(buffer)
+    opener.aim(0, whole)
+    assert state_of(opener, 0) == (0, whole, True)
+    start = buffer.slots.data_ptr()
+    found = sorted((at - start, size) for at, size in driver.registered.items())
+    expected = [
+        ((part * stride + first) * MiB, min(4, num_slots - first) * MiB)
+        for part in range(3)
+        for first in range(0, num_slots, 4)
+    ]
+    assert found == expected
+    for part in range(3):
+        end = (part + 1) * stride
+        assert num_resident(buffer.slots[end - stride + num_slots : end]) == 0
+
+
+def test_counts_of_open_slots_end_with_a_part() -> None:
+    buffer = HostBuffer(
+        24,
+        MiB,
+        pin=False,
+        piece_bytes=4 * MiB,
+        shared=Memory(24 * MiB),
+        first_bytes=1,
+        parts=Parts(6, 9),
+    )
+    counts = [buffer.num_open]
+    while buffer.num_open < 24:
+        buffer.open_next(4 * MiB)
+        counts.append(buffer.num_open)
+    assert counts == [4, 6, 13, 15, 22, 24]
+
+
+def test_the_first_bytes_may_be_those_of_several_parts(driver: Driver) -> None:
+    memory = Memory(15 * MiB)
+    settings = {"shared": memory, "first_bytes": 11 * MiB}
+    buffer = pinned(15, **settings, parts=Parts(4, 5))
+    assert buffer.num_open == 14
+    assert sum(driver.registered.values()) == 12 * MiB
+
+
+def test_refusal_leaves_what_is_open_of_a_pool(
+    driver: Driver, warnings: list[str]
+) -> None:
+    driver.on_register = lambda size: (
+        2 if sum(driver.registered.values()) + size > 11 * MiB else 0
+    )
+    buffer = pinned(24, shared=Memory(24 * MiB), parts=Parts(6, 9))
+    opener = opener_of(buffer)
+    opener.aim(0, 24)
+    # Six of its own, and four of the first neighbour.
+    assert state_of(opener, 0) == (0, 13, True)
+    assert len(warnings) == 1 and "of its keeper" in warnings[0]
 
 
 def test_closed_slots_give_their_memory_back(driver: Driver) -> None:

@@ -3,8 +3,15 @@
 
 from typing import Any
 
+from tests.unit.keeper.crowd import IDENTITY, NUM_SLOTS, Shared
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
+from vllm.v1.kv_tier.eviction.policies import make_policy
+from vllm.v1.kv_tier.keeper.client import Membership
+from vllm.v1.kv_tier.layout import KVTierLayout, PoolLayout
 from vllm.v1.kv_tier.plan import HostAim, OpenSlots, StepPlan, StepReport, merge_reports
+from vllm.v1.kv_tier.scheduler.host_size import HostSize
+from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
+from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
 
 from ..tier import SLOT_BYTES, Tier, stores
 
@@ -166,3 +173,39 @@ def test_slots_that_are_shared_stay() -> None:
     assert resize(tier, 2) == {"refused": 1}
     tier.idle(2)
     assert tier.host.num_slots == 6
+
+
+def test_engine_in_a_pool_steps_until_the_slots_of_neighbours_are_open() -> None:
+    """So its first request finds what is there."""
+    partitions = [Shared().partition, Shared().partition]
+    member = Membership.take(partitions, 0, IDENTITY, stride=NUM_SLOTS + 6)
+    pool = PoolLayout(member, (16,), num_ranks=2)
+    config: Any = None
+    layout = KVTierLayout(config, NUM_SLOTS, SLOT_BYTES, open_slots=(4, 9), pool=pool)
+    table = SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 1, num_open=4)
+    size = HostSize(table, StepPlanBuilder(4), layout)
+    assert size.is_moving and (size.num_open, table.num_slots) == (4, 4)
+    states = [(7, 9), (NUM_SLOTS, 40), (40, 40), (54, 40), (54, 54)]
+    counts = []
+    for first, second in states:
+        assert size.is_moving
+        both = {0: at(0, first, first == 54), 1: at(0, second, second == 54)}
+        size.take_report(StepReport(open_slots=both))
+        size.end_step()
+        counts.append((size.num_open, table.num_slots))
+    own = NUM_SLOTS
+    assert counts == [(7, 7), (24, own), (40, own), (40, own), (member.end, own)]
+    assert not size.is_moving and not size.is_due
+    assert "refused" in size.resize(4)
+
+
+def test_engine_in_a_pool_goes_on_with_what_a_rank_could_open() -> None:
+    member = Membership.take([Shared().partition], 0, IDENTITY, stride=NUM_SLOTS)
+    pool = PoolLayout(member, (16,), num_ranks=1)
+    config: Any = None
+    layout = KVTierLayout(config, NUM_SLOTS, SLOT_BYTES, open_slots=(4,), pool=pool)
+    table = SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 1, num_open=4)
+    size = HostSize(table, StepPlanBuilder(4), layout)
+    size.take_report(StepReport(open_slots={0: at(0, 11, True)}))
+    size.end_step()
+    assert not size.is_moving and table.num_slots == 11

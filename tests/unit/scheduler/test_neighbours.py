@@ -22,12 +22,13 @@ ALL = list(range(NUM_SLOTS))
 def partition() -> Partition:
     """Of the neighbour."""
     partition = Shared().partition
-    assert partition.assign(IDENTITY, NUM_SLOTS, NUM_SLOTS)
+    assert partition.assign(IDENTITY, NUM_SLOTS)
     return partition
 
 
 def neighbours_of(partition: Partition, max_looks: int = 8192) -> Neighbours:
-    member = Membership.take([Shared().partition, partition], 0, IDENTITY)
+    partitions = [Shared().partition, partition]
+    member = Membership.take(partitions, 0, IDENTITY, NUM_SLOTS)
     table = SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 1)
     lookup = PromptLookup([16], 16, table, lambda key: None)
     return Neighbours(member, lookup, max_looks)
@@ -101,3 +102,37 @@ def test_engine_that_has_left_finds_nothing(partition: Partition) -> None:
     assert not neighbours.look_up(prompt(KEYS[:1]), None) and not neighbours.found
     neighbours.end_step()
     assert partition.unpinned(ALL) == ALL
+
+
+def test_only_what_all_ranks_have_open_is_found(partition: Partition) -> None:
+    neighbours = neighbours_of(partition)
+    assert partition.publish([3, 5, 7], KEYS[:3], [None] * 3)
+    counts = []
+    # Its own slots come first, in whose place they have other numbers.
+    for num_open in (8, NUM_SLOTS, NUM_SLOTS + 4, NUM_SLOTS + 6, 2 * NUM_SLOTS):
+        neighbours.num_open = num_open
+        assert not neighbours.look_up(prompt(KEYS[:3]), None)
+        counts.append(len(found(neighbours)))
+        pinned = partition.unpinned(ALL)
+        assert pinned is not None and len(pinned) == NUM_SLOTS - counts[-1]
+        neighbours.end_step()
+    assert counts == [0, 0, 1, 2, 3]
+
+
+def test_slots_of_neighbours_are_numbered_in_a_ring() -> None:
+    partitions = [Shared().partition for _ in range(4)]
+    member = Membership.take(partitions, 2, IDENTITY, NUM_SLOTS + 5)
+    table = SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 1)
+    neighbours = Neighbours(member, PromptLookup([16], 16, table, lambda key: None), 8)
+    for number, i in enumerate((3, 0, 1)):
+        assert partitions[i].publish([number], KEYS[number : number + 1], [None])
+    neighbours.look_up(prompt(KEYS[:3]), None)
+    each = NUM_SLOTS + 5
+    indices = [slot.index for slot in neighbours.found.values()]
+    assert indices == [each, 2 * each + 1, 3 * each + 2]
+    assert [neighbours.place_of(index) for index in indices] == [
+        (partitions[3], 0),
+        (partitions[0], 1),
+        (partitions[1], 2),
+    ]
+    assert member.end == 3 * each + NUM_SLOTS

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.unit.keeper.crowd import IDENTITY, KEYS, NUM_SLOTS, Shared
+from tests.unit.keeper.test_partition import filled
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.eviction.policies import make_policy
 from vllm.v1.kv_tier.keeper.client import Membership
@@ -20,9 +21,12 @@ def partition() -> Partition:
     return Shared().partition
 
 
-def table_of(partition: Partition) -> SharedSlotTable:
-    member = Membership.take([partition], 0, IDENTITY)
-    return SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 8)
+def table_of(
+    partition: Partition, num_open: int | None = None, num_first: int | None = None
+) -> SharedSlotTable:
+    num_slots = partition.num_slots
+    member = Membership.take([partition], 0, IDENTITY, num_slots, num_first)
+    return SharedSlotTable(make_policy("lru", num_slots), member, 8, num_open)
 
 
 def fill(table: SharedSlotTable, first: int, num: int, seq: int) -> list[int]:
@@ -170,6 +174,105 @@ def test_successor_has_one_copy_of_a_block(partition: Partition) -> None:
     table.share(settled=1)
     assert pin(partition, 0) == [kept.index]
     assert {*fill(table, 40, 1, seq=2)} == {3, 5} - {kept.index}
+
+
+LEFT = [1, 4, 5, 9]
+"""Slots of the first keys, which an earlier engine has left."""
+
+
+@pytest.fixture
+def opening(partition: Partition) -> SharedSlotTable:
+    """Three slots are open."""
+    assert partition.publish(LEFT, KEYS[:4], [64, 32, 48, 16])
+    return table_of(partition, num_open=3, num_first=3)
+
+
+def found(table: SharedSlotTable) -> list[int]:
+    """Numbers of the keys that the engine finds."""
+    keys = map(BlockHashWithGroupId, KEYS)
+    return [number for number, key in enumerate(keys) if table.has(key)]
+
+
+def test_block_is_adopted_when_its_slot_is_opened(
+    partition: Partition, opening: SharedSlotTable
+) -> None:
+    table = opening
+    assert found(table) == [0] and table.num_slots == 3
+    # Neighbours find it all the time.
+    assert partition.find(rows_of(KEYS[:4]))[1].tolist() == LEFT
+    table.open(8)
+    assert found(table) == [0, 1, 2] and table.num_slots == 8
+    assert sorted(fill(table, 10, 5, seq=1)) == [0, 2, 3, 6, 7]
+    # Of those that were opened together, the end of a prefix goes first.
+    assert fill(table, 20, 3, seq=2) == [1, 5, 4]
+    table.open(NUM_SLOTS)
+    assert 3 in found(table) and partition.is_published(9)
+
+
+def test_slots_that_are_not_open_are_not_filled(opening: SharedSlotTable) -> None:
+    # The one that was adopted is the next victim.
+    assert fill(opening, 10, 8, seq=1) == [0, 2, 1]
+    opening.open(NUM_SLOTS)
+    stored = fill(opening, 20, NUM_SLOTS - 6, seq=2)
+    assert sorted(stored) == [*{*range(3, NUM_SLOTS)} - {*LEFT}]
+
+
+def test_block_that_is_stored_before_its_slot_is_open_is_there_once(
+    partition: Partition, opening: SharedSlotTable
+) -> None:
+    assert fill(opening, 1, 1, seq=1) == [0]
+    opening.open(NUM_SLOTS)
+    assert found(opening) == [0, 1, 2, 3]
+    # The other one is free as soon as it cannot be found any more.
+    assert 4 not in opening._free and partition.is_published(4)
+    opening.share(settled=1)
+    assert 4 in opening._free and not partition.is_published(4)
+    assert pin(partition, 1) == [0]
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_engine_that_has_left_adopts_nothing(
+    partition: Partition, opening: SharedSlotTable, is_busy: bool
+) -> None:
+    assert pin(partition, 2) == [5]
+    if is_busy:
+        assert partition.lock.acquire()
+    opening.leave()
+    opening.open(NUM_SLOTS)
+    if is_busy:
+        # Not yet withdrawn, so nothing is stored there.
+        assert not {*LEFT} & {*opening._free}
+        partition.lock.release()
+    opening.share(settled=1)
+    opening.share(settled=1)
+    assert found(opening) == [0] and partition.published(0, NUM_SLOTS) == []
+    assert {*LEFT} & {*opening._free} == {4, 9}
+    partition.unpin([5], READER)
+    opening.share(settled=1)
+    assert 5 in opening._free
+
+
+def test_slot_that_is_read_is_not_free_when_it_is_opened(partition: Partition) -> None:
+    assert partition.publish([4], KEYS[:1], [16])
+    assert pin(partition, 0) == [4]
+    assert partition.withdraw(4) is Claim.PINNED
+    table = table_of(partition, num_open=3, num_first=3)
+    table.open(NUM_SLOTS)
+    assert 4 not in table._free
+    partition.unpin([4], READER)
+    table.share(settled=1)
+    assert 4 in table._free
+
+
+def test_step_adopts_no_more_than_512_blocks() -> None:
+    partition = filled(2000)
+    table = table_of(partition, num_open=100, num_first=100)
+    sizes = [table.num_slots]
+    while table.num_slots < 2000:
+        table.open(2000)
+        sizes.append(table.num_slots)
+    assert sizes == [100, 612, 1124, 1636, 2000]
+    assert len(table) == len(partition.published(0, 2000)) > 1900
 
 
 def test_engine_that_leaves_withdraws_everything(partition: Partition) -> None:

@@ -242,7 +242,7 @@ class KVTierLayout:
 
     config: PoolSettings
     num_slots: int
-    """Host slots when all are open."""
+    """Host slots when all are open, without those of neighbours."""
     slot_bytes: int
     """Bytes of one slot on all ranks together."""
     open_slots: tuple[int, ...] = ()
@@ -271,9 +271,14 @@ class KVTierLayout:
     """By KV cache group, how many bytes of a slot its blocks need, on all ranks
     together. Empty if all need all of it."""
     pool: PoolLayout | None = None
-    """The engine's part of a pool, if it has one."""
+    """The engine's part of a pool, if it has one. Its neighbours' slots follow."""
     can_jump: bool = False
     """Whether a prefill can skip blocks that others have computed or fetched since."""
+
+    @property
+    def all_slots(self) -> int:
+        """Host slots that the ranks open, with those of neighbours."""
+        return self.num_slots if self.pool is None else self.pool.member.end
 
     @property
     def copies_groups(self) -> bool:

@@ -214,7 +214,7 @@ def _join_pool(
             "pool."
         )
     identity = hashlib.sha256(json.dumps([names, rank_bytes]).encode()).digest()
-    member = Member(config.pool, identity, rank_bytes)
+    member = Member(config.pool, identity, rank_bytes, FIRST_BYTES)
     logger.info(
         "KV tier: partition %d of the pool at %s, with %d blocks of an earlier engine.",
         member.membership.number,
@@ -544,13 +544,15 @@ def _start_rank(
         shared.memory.close()
     tier.is_last_stage = get_pp_group().is_last_rank
     wrapper.kv_tier = tier
-    # The buffer of a pool has the slots of all engines.
-    num_open, tier.rank = min(tier.buffer.num_open, num_slots), wrapper.rpc_rank
+    num_open, tier.rank = tier.buffer.num_open, wrapper.rpc_rank
+    # The keeper has taken the memory of a pool.
+    checks = check_memory and place is None
     tier.opener = SlotOpener(
-        tier.buffer, available=available_host_bytes if check_memory else None
+        tier.buffer, available=available_host_bytes if checks else None
     )
-    if num_open < num_slots:
-        tier.opener.aim(0, num_slots)
+    # With the slots of neighbours, which follow its own.
+    if num_open < (all_slots := len(tier.buffer.slots)):
+        tier.opener.aim(0, all_slots)
     load_s = slot_bytes(regions) / tier.engines.load_bytes_per_s
     if (checksums := tier.slots.checksums) is not None:
         check_s = checksums.seconds_per_slot()

@@ -3,6 +3,7 @@
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import socket
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm.v1.kv_tier.keeper.partition import (
     Partition,
@@ -21,7 +23,7 @@ from vllm.v1.kv_tier.keeper.partition import (
     partition_bytes,
 )
 
-VERSION = 2
+VERSION = 3
 """Of the messages, and of the layout of the shared memory."""
 
 MAX_MESSAGE_BYTES = 4096
@@ -36,8 +38,12 @@ _EMPTY_PART, _MAX_EMPTY = 100, 64
 # them as such.
 _HUGE_PAGE_BYTES = 2 << 20
 _MANY_HUGE_PAGES = 64
+# Most of the addresses between two parts, as a part of them, for which the next one
+# begins at a huge page.
+_MAX_GAP = 1 / 8
 
-_MAP_FIXED = 0x10
+# Python has no names for them.
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 _TIMEOUT_S = 10.0
 _RETRY_S = 0.1
@@ -78,17 +84,25 @@ class Geometry(NamedTuple):
         unit = _HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE
         return [share // unit * unit for share in shares]
 
-    def slots_of(self, number: int, rank_bytes: Sequence[int]) -> tuple[int, int]:
-        """The first slot of a partition, and how many it has.
+    def num_slots(self, rank_bytes: Sequence[int]) -> int:
+        """Slots of each partition. The first one begins at its first byte."""
+        parts = self.parts(rank_bytes)
+        return min(self.capacity, *(p // each for p, each in zip(parts, rank_bytes)))
 
-        A rank maps its parts of all partitions one after the other. Slots of all
-        engines with blocks of these sizes lie on one grid there, so that a number means
-        the same to all of them, and to all of their ranks.
+    def stride(self, rank_bytes: Sequence[int]) -> int:
+        """Slots from the first one of a partition to the first one of the next, where a
+        rank maps its parts of all partitions one after the other.
+
+        The next one begins at a page on every rank, at a huge one if that takes few
+        addresses. There is nothing between the last slot of a partition and the next.
         """
-        sizes = [*zip(self.parts(rank_bytes), rank_bytes)]
-        first = max(-(-number * part // each) for part, each in sizes)
-        end = min((number + 1) * part // each for part, each in sizes)
-        return first, max(0, min(end - first, self.capacity))
+        num_slots = self.num_slots(rank_bytes)
+        units = [
+            math.lcm(*(page // math.gcd(page, each) for each in rank_bytes))
+            for page in (_HUGE_PAGE_BYTES, mmap.PAGESIZE)
+        ]
+        huge, small = (-(-num_slots // unit) * unit for unit in units)
+        return huge if huge <= (1 + _MAX_GAP) * num_slots else small
 
 
 class Place(NamedTuple):
@@ -102,11 +116,12 @@ class Place(NamedTuple):
     rank_bytes: tuple[int, ...]
     """Bytes of a block on each rank."""
     num_slots: int
-    """Of the whole pool."""
-    own: range
-    """Slots of the partition, as numbers in the whole pool."""
+    """Of a partition."""
+    stride: int
+    """Slots from the first one of a partition to that of the next. The engine's own are
+    the first ones."""
     empty: tuple[int, ...]
-    """Those that hold nothing, and that no process reads."""
+    """Own slots that hold nothing, and that no process reads."""
 
 
 @dataclass(frozen=True)
@@ -118,16 +133,32 @@ class Membership:
     """Its own partition, and its column of pins in the others."""
     identity: bytes
     """32 bytes that name everything that shapes the engine's KV."""
+    stride: int
+    """As in `Place`."""
     adopted: Published
     """What an earlier engine of this identity has left in it."""
     unread: Sequence[int]
     """Its slots that no neighbour reads."""
+    empty: tuple[int, ...]
+    """Those of the first ones that hold nothing, too."""
 
     @classmethod
     def take(
-        cls, partitions: Sequence[Partition], number: int, identity: bytes
+        cls,
+        partitions: Sequence[Partition],
+        number: int,
+        identity: bytes,
+        stride: int,
+        num_first: int | None = None,
     ) -> "Membership":
         """Take over a partition that has no other owner.
+
+        Args:
+            partitions: All of them.
+            number: Of its partition.
+            identity: As above.
+            stride: As above.
+            num_first: Some of the first slots, so many, are to be empty; None for any.
 
         Raises:
             PoolRefused: Its lock stays busy, or neighbours read all that is to be
@@ -135,16 +166,16 @@ class Membership:
 
         """
         own, until = partitions[number], time.monotonic() + _TIMEOUT_S
-        num_empty = min(own.num_slots // _EMPTY_PART + 1, _MAX_EMPTY)
+        first = range(min(own.num_slots, num_first or own.num_slots))
+        num_empty = min(own.num_slots // _EMPTY_PART + 1, _MAX_EMPTY, len(first))
         while True:
-            adopted = own.take_over(own.num_slots - num_empty)
+            adopted = own.take_over(num_empty, len(first))
             unread = own.unpinned(range(own.num_slots))
-            if (
-                adopted is not None
-                and unread is not None
-                and not {*unread} <= {*adopted.slots}
-            ):
-                return cls(partitions, number, identity, adopted, unread)
+            if adopted is not None and unread is not None:
+                empty = {*first}.intersection(unread).difference(adopted.slots)
+                if empty:
+                    found = adopted, unread, tuple(sorted(empty))
+                    return cls(partitions, number, identity, stride, *found)
             time.sleep(_RETRY_S)
             if time.monotonic() > until:
                 raise PoolRefused(
@@ -157,13 +188,20 @@ class Membership:
         return self.partitions[self.number]
 
     @property
-    def first_slot(self) -> int:
-        """Number of its first slot in the whole pool."""
-        return self.own.first_slot
-
-    @property
     def num_slots(self) -> int:
         return self.own.num_slots
+
+    @property
+    def end(self) -> int:
+        """The number behind the last slot of the last neighbour."""
+        return (len(self.partitions) - 1) * self.stride + self.num_slots
+
+    @property
+    def neighbours(self) -> list[tuple[int, Partition]]:
+        """First slot, as the engine and its ranks number them, and partition of each
+        neighbour, in their order: in a ring from its own."""
+        ring = [*self.partitions[self.number :], *self.partitions[: self.number]]
+        return [(i * self.stride, partition) for i, partition in enumerate(ring)][1:]
 
 
 class Member:
@@ -173,13 +211,21 @@ class Member:
         path: Of the keeper's socket.
         identity: As in `Membership`.
         rank_bytes: Bytes of a block on each rank of the engine.
+        first_bytes: Bytes of the first slots of each rank of which some are to be
+            empty; None for any.
 
     Raises:
         PoolRefused: The keeper cannot be reached, or gives no partition.
 
     """
 
-    def __init__(self, path: str, identity: bytes, rank_bytes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        path: str,
+        identity: bytes,
+        rank_bytes: Sequence[int],
+        first_bytes: int | None = None,
+    ) -> None:
         self._path, self._rank_bytes = path, tuple(rank_bytes)
         wanted = {"identity": identity.hex(), "rank_bytes": self._rank_bytes}
         self._connection, reply, fds = _ask(path, wanted)
@@ -189,8 +235,13 @@ class Member:
         for fd in fds:
             os.close(fd)
         try:
-            number: int = reply["partition"]
-            self.membership = Membership.take(partitions, number, identity)
+            self.membership = Membership.take(
+                partitions,
+                reply["partition"],
+                identity,
+                self._geometry.stride(rank_bytes),
+                first_bytes and max(1, first_bytes // max(rank_bytes)),
+            )
         except PoolRefused:
             self.close()
             raise
@@ -198,17 +249,15 @@ class Member:
     def place(self) -> Place:
         """Where the ranks of the engine find its memory."""
         member = self.membership
-        first, used = member.first_slot, {*member.adopted.slots}
-        last = self._geometry.num_partitions - 1
         return Place(
             self._path,
             member.identity,
             member.number,
             self._lease,
             self._rank_bytes,
-            sum(self._geometry.slots_of(last, self._rank_bytes)),
-            range(first, first + member.num_slots),
-            tuple(first + slot for slot in member.unread if slot not in used),
+            member.num_slots,
+            member.stride,
+            member.empty,
         )
 
     def close(self) -> None:
@@ -226,7 +275,7 @@ def end_lease(connection: socket.socket) -> None:
     connection.close()
 
 
-def join(place: Place, rank: int) -> tuple[socket.socket, mmap.mmap]:
+def join(place: Place, rank: int) -> tuple[socket.socket, NDArray[np.uint8]]:
     """Map what a rank uses of the memory: its part of every partition.
 
     Args:
@@ -234,8 +283,10 @@ def join(place: Place, rank: int) -> tuple[socket.socket, mmap.mmap]:
         rank: Number of the rank.
 
     Returns:
-        The connection, and the parts one after the other. The partition is the engine's
-        until `end_lease`, or the end of the process, on all of its ranks.
+        The connection, and `[num_bytes]` up to the last slot: the engine's own part and
+        those of its neighbours, `stride` slots from one to the next. What lies between
+        is no memory of the pool. The partition is the engine's until `end_lease`, or
+        the end of the process, on all of its ranks.
 
     Raises:
         PoolRefused: The keeper cannot be reached.
@@ -247,35 +298,46 @@ def join(place: Place, rank: int) -> tuple[socket.socket, mmap.mmap]:
         "lease": place.lease,
     }
     connection, reply, fds = _ask(place.path, wanted)
-    geometry = Geometry(*reply["geometry"])
-    parts = geometry.parts(place.rank_bytes)
-    memory = _map_parts(fds[0], geometry, sum(parts[:rank]), parts[rank])
+    memory = _map_ring(fds[0], Geometry(*reply["geometry"]), place, rank)
     for fd in fds:
         os.close(fd)
-    # A fork would copy all pinned memory at once, and a core dump contain prompts.
-    memory.madvise(mmap.MADV_DONTFORK)
-    memory.madvise(mmap.MADV_DONTDUMP)
     return connection, memory
 
 
-def _map_parts(fd: int, geometry: Geometry, offset: int, size: int) -> mmap.mmap:
-    """Map the bytes from `offset` on of every partition, one after the other."""
-    # All of it is mapped again, unless the whole partitions are wanted.
-    memory = mmap.mmap(fd, geometry.num_partitions * size)
-    if size == geometry.partition_bytes:
-        return memory
-    start = np.frombuffer(memory, np.uint8).ctypes.data
+def _map_ring(
+    fd: int, geometry: Geometry, place: Place, rank: int
+) -> NDArray[np.uint8]:
+    """Map a rank's part of every partition, that of its engine first."""
+    parts, num_parts = geometry.parts(place.rank_bytes), geometry.num_partitions
+    offset, stride = sum(parts[:rank]), place.stride * place.rank_bytes[rank]
+    size = min(parts[rank], stride)
+    # Addresses only. Parts take their places in it.
+    reserved = mmap.mmap(
+        -1,
+        num_parts * stride + _HUGE_PAGE_BYTES,
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+    )
+    array = np.frombuffer(reserved, np.uint8)
+    memory = array[-array.ctypes.data % _HUGE_PAGE_BYTES :]
+    start = memory.ctypes.data
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
     long, number = ctypes.c_long, ctypes.c_int
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[number] * 3, long]
     access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    for i in range(geometry.num_partitions):
-        at, source = start + i * size, i * geometry.partition_bytes + offset
+    for i in range(num_parts):
+        partition = (place.number + i) % num_parts
+        at, source = start + i * stride, partition * geometry.partition_bytes + offset
         if call(at, size, access, flags, fd, source) != at:
             error = ctypes.get_errno()
             raise OSError(error, f"mmap: {os.strerror(error)}")
-    return memory
+    # A fork would copy all pinned memory at once, and a core dump contain prompts.
+    reserved.madvise(mmap.MADV_DONTFORK)
+    reserved.madvise(mmap.MADV_DONTDUMP)
+    with suppress(OSError):
+        reserved.madvise(mmap.MADV_HUGEPAGE)
+    num_slots = (num_parts - 1) * place.stride + place.num_slots
+    return memory[: num_slots * place.rank_bytes[rank]]
 
 
 def map_partitions(fd: int, geometry: Geometry) -> list[Partition]:

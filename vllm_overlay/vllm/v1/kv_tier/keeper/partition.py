@@ -184,17 +184,12 @@ class Partition:
     def num_slots(self) -> int:
         return int(self._numbers[0])
 
-    @property
-    def first_slot(self) -> int:
-        """Number of its first slot among those of the whole pool."""
-        return int(self._numbers[1])
-
     def open(self) -> None:
         """Look at the slots that the partition has now."""
         self._num_slots = n = min(max(self.num_slots, 0), self.capacity)
         self._entries = self._all_entries[: _num_buckets(n) * _WAYS]
 
-    def assign(self, identity: bytes, first_slot: int, num_slots: int) -> bool:
+    def assign(self, identity: bytes, num_slots: int) -> bool:
         """Give the partition to an engine, empty. For the keeper.
 
         Returns:
@@ -212,17 +207,18 @@ class Partition:
                 return False
             self._used[: self._num_slots] = 0
             self._identity[:] = np.frombuffer(identity, np.uint8)
-            self._numbers[:2] = num_slots, first_slot
+            self._numbers[0] = num_slots
             self.open()
         finally:
             self.lock.release()
         return True
 
-    def take_over(self, max_slots: int) -> Published | None:
+    def take_over(self, num_empty: int, num_first: int) -> Published | None:
         """What the last owner has left, for the next one with the same identity.
 
         Args:
-            max_slots: Withdraw what is more.
+            num_empty: Withdraw as much as it takes for so many slots to be empty.
+            num_first: These are among the first ones, so many.
 
         Returns:
             Ends of prefixes come before their beginnings. None if the lock is busy.
@@ -238,9 +234,11 @@ class Partition:
             slots = (self._entries[places] & _LOW).astype(np.int64) - 1
             # Ends of prefixes first: without its beginning, a prefix is of no use.
             order = np.argsort(-self._num_tokens[slots], kind="stable")
-            dropped, kept = np.split(order, [max(len(order) - max_slots, 0)])
-            self._entries[places[dropped]] = 0
-            places, slots = places[kept], slots[kept]
+            (are_first,) = np.nonzero(slots[order] < num_first)
+            dropped = are_first[: max(len(are_first) - num_first + num_empty, 0)]
+            self._entries[places[order[dropped]]] = 0
+            order = np.delete(order, dropped)
+            places, slots = places[order], slots[order]
             self._places[slots] = places + 1
             keys = self._keys[slots].view(np.uint8)[:, : self._key_bytes]
             tokens = self._num_tokens[slots].tolist()
@@ -254,7 +252,7 @@ class Partition:
 
     @property
     def _key_bytes(self) -> int:
-        return int(self._numbers[2])
+        return int(self._numbers[1])
 
     # ------------------------------------------------------------------ for the owner
 
@@ -286,7 +284,7 @@ class Partition:
         if not self.lock.acquire(_SPIN_S):
             return False
         try:
-            self._numbers[2] = len(keys[0])
+            self._numbers[1] = len(keys[0])
             self._keys[values] = rows
             self._num_tokens[values] = tokens[fits]
             self._used[values] = 0
@@ -299,6 +297,10 @@ class Partition:
     def is_published(self, slot: int) -> bool:
         """Whether neighbours may find `slot`, as its owner has left it."""
         return bool(self._places[slot])
+
+    def published(self, first: int, end: int) -> list[int]:
+        """Slots from `first` to `end`, without `end`, that neighbours may find."""
+        return (np.flatnonzero(self._places[first:end]) + first).tolist()
 
     def claim(self, slots: Sequence[int], spares: bool = True) -> list[Claim]:
         """Make slots ones that can be reused, where no neighbour finds or uses them.

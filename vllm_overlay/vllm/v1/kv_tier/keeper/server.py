@@ -288,11 +288,8 @@ class Keeper:
     def _assign(self, identity: bytes, rank_bytes: Sequence[int]) -> int:
         """A partition for an engine: what one of its identity has left, else an empty
         one, else one of another identity, whose content is lost."""
-        shapes = [
-            self.geometry.slots_of(number, rank_bytes)
-            for number in range(len(self._leases))
-        ]
-        if min(num_slots for _, num_slots in shapes) < 1:
+        num_slots = self.geometry.num_slots(rank_bytes)
+        if num_slots < 1:
             raise Refused(
                 f"a block of {sum(rank_bytes)} bytes does not fit a partition of "
                 f"{self.geometry.partition_bytes}. Raise --size of the keeper, or "
@@ -310,12 +307,11 @@ class Keeper:
         free = [i for i in free if i not in unclear]
         owners = {i: self.partitions[i].identity for i in free}
         for number in free:
-            partition = self.partitions[number]
-            had = partition.first_slot, partition.num_slots
-            if owners[number] == identity and had == shapes[number]:
+            had = owners[number], self.partitions[number].num_slots
+            if had == (identity, num_slots):
                 return number
         for number in sorted(free, key=lambda i: owners[i] != bytes(32)):
-            if self.partitions[number].assign(identity, *shapes[number]):
+            if self.partitions[number].assign(identity, num_slots):
                 return number
         raise Refused("busy")
 

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -89,6 +89,15 @@ class MappedMemory(Protocol):
         """`[num_bytes]`, uint8."""
 
 
+class Parts(NamedTuple):
+    """Slots in parts of the same size. Between two parts there is no memory."""
+
+    num_slots: int
+    """Of each part."""
+    stride: int
+    """Slots from the first one of a part to that of the next."""
+
+
 class Refused(Exception):
     """The driver did not register memory. Args: its error code, and the offset."""
 
@@ -122,6 +131,7 @@ class HostBuffer:
             None for a rank that joins later and finds the pages touched.
         first_bytes: Bytes of slots that the constructor opens at least, the first ones;
             None for all.
+        parts: Where the slots lie in parts; None for one after the other.
 
     Raises:
         MemoryError: The machine does not have that much memory.
@@ -143,6 +153,7 @@ class HostBuffer:
         shared: MappedMemory | None = None,
         nodes: Set[int] | None = None,
         first_bytes: int | None = None,
+        parts: Parts | None = None,
     ) -> None:
         started = time.perf_counter()
         if pin and (device is None or device.index is None):
@@ -164,7 +175,8 @@ class HostBuffer:
         self._is_placed = bool(cpus) or self._joins
         num_bytes = num_slots * slot_bytes
         self._first_bytes = num_bytes if first_bytes is None else first_bytes
-        # Bytes of each piece that is open, one after the other, and of all.
+        self._parts = parts or Parts(num_slots, num_slots)
+        # Bytes of each piece that is open, one after the other, and where they end.
         self._open: list[int] = []
         self._open_bytes = 0
         try:
@@ -297,7 +309,12 @@ class HostBuffer:
         if not self._joins and self._place(address, memory.numel()):
             self._is_placed = True
         try:
-            pieces = _pieces(*size)
+            num_slots, stride = self._parts
+            pieces = [
+                (start * size[1] + offset, num_bytes)
+                for start in range(0, size[0], stride)
+                for offset, num_bytes in _pieces(num_slots, *size[1:])
+            ]
             first = [piece for piece in pieces if piece[0] < self._first_bytes]
             self._prepare(address, first, register)
         except BaseException:
@@ -352,7 +369,7 @@ class HostBuffer:
             _unregister(self._registered)
             raise
         self._open = [size for _, size in pieces]
-        self._open_bytes = sum(self._open)
+        self._open_bytes = sum(pieces[-1])
 
     def _prepare_piece(
         self, address: int, offset: int, size: int, register: bool
@@ -379,13 +396,16 @@ class HostBuffer:
             OSError: The machine has no memory for it.
 
         """
-        num_slots, num_bytes = self.slots.shape
-        first = self.num_open
+        num_bytes = self.slots.shape[1]
+        num_slots, stride = self._parts
+        number, first = divmod(self.num_open, stride)
+        if first == num_slots:
+            number, first = number + 1, 0
         _, size = _pieces(num_slots - first, num_bytes, piece_bytes)[0]
-        address, offset = self.slots.data_ptr(), first * num_bytes
+        address, offset = self.slots.data_ptr(), (number * stride + first) * num_bytes
         self._prepare_piece(address, offset, size, self._device is not None)
         self._open.append(size)
-        self._open_bytes += size
+        self._open_bytes = offset + size
 
     def close_last(self, num_slots: int) -> bool:
         """Close the last piece, unless it has one of the first `num_slots` slots.

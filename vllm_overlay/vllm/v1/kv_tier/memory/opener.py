@@ -120,8 +120,9 @@ class SlotOpener:
         logger.warning(
             "KV tier: %d of %d host slots are open on this rank, and no more: %s. The "
             "engine goes on with what every rank has. Lower --kv-offloading-size to "
-            "%.1f GiB for each rank, or free memory; for a refusal of the driver, "
-            "raise the memlock limit (ulimit -l unlimited).",
+            "%.1f GiB for each rank (with a pool, --size of its keeper), or free "
+            "memory; for a refusal of the driver, raise the memlock limit (ulimit -l "
+            "unlimited).",
             self._buffer.num_open,
             len(self._buffer.slots),
             reason,

@@ -6,6 +6,8 @@ slot on. The slot table has those that every rank has open, but not more than an
 operator wants. A rank that cannot open the next ones says so, and the engine goes on
 with what all have.
 
+With a pool, slots of neighbours follow the engine's own. The table has none of them.
+
 To shrink, the table closes its last slots, some in each step. Their content is evicted.
 When all ranks have reported the end of all work that may use them, a plan lets the
 ranks give their memory back.
@@ -43,11 +45,13 @@ class HostSize:
     def __init__(
         self, table: SlotTable, builder: StepPlanBuilder, layout: KVTierLayout
     ) -> None:
-        num_slots, open_slots = layout.num_slots, layout.open_slots
+        num_slots, open_slots = layout.all_slots, layout.open_slots
         self.pause_s = layout.tuning.idle_pause_s
         """Seconds between steps of an engine that only waits for memory."""
-        self._num_reserved = num_slots
+        self._num_reserved = layout.num_slots
         self._can_shrink = not layout.are_shared and layout.pool is None
+        # Idle steps open what a pool has, so that the first request finds it.
+        self._moves_at_start = layout.pool is not None
         self.is_due = False
         """Whether `end_step` has something to do."""
         self._table = table
@@ -59,8 +63,8 @@ class HostSize:
             rank: OpenSlots(0, num, num == num_slots)
             for rank, num in enumerate(open_slots)
         }
-        # Slots that all ranks have open, at least.
-        self._num_open = min(open_slots, default=num_slots)
+        self.num_open = min(open_slots, default=num_slots)
+        """Slots that all ranks have open, at least: the first ones."""
         # The plan after which ranks no longer use closed slots, and how many of them
         # have not reported its end yet.
         self._fence, self._num_awaited = 0, 0
@@ -68,11 +72,12 @@ class HostSize:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a change of the size is under way. Not from the start."""
+        """Whether a change of the size is under way. The start is one with a pool."""
         if self._is_closed or self._wanted != self._aim.num_slots:
             return not self._is_closed
         states = self._ranks.values()
-        return self._aim.number > 0 and not all(map(self._is_done, states))
+        is_asked = self._aim.number > 0 or self._moves_at_start
+        return is_asked and (self.is_due or not all(map(self._is_done, states)))
 
     def resize(self, num_slots: int) -> dict[str, int]:
         """Let the host have so many slots from now on, as far as ranks can open them.
@@ -102,7 +107,7 @@ class HostSize:
         if all(each.number == self._aim.number for each in states):
             # They may have more that they are about to close.
             num_open = min(each.num_slots for each in states)
-            self._num_open = min(num_open, self._aim.num_slots)
+            self.num_open = min(num_open, self._aim.num_slots)
         if self._num_awaited:
             self._num_awaited -= report.ended.count(self._fence)
         self.is_due = not self._is_closed
@@ -110,7 +115,7 @@ class HostSize:
     def end_step(self) -> None:
         """Open or close slots, after the plan of the step."""
         table = self._table
-        end = min(self._wanted, self._num_open)
+        end = min(self._wanted, self.num_open, self._num_reserved)
         if table.num_slots < end:
             table.open(min(end, table.num_slots + _MAX_OPENED))
         elif table.num_slots > end:
@@ -131,7 +136,7 @@ class HostSize:
     def _ask(self) -> None:
         """Let the ranks open or close slots, with the next plan."""
         self._aim = HostAim(self._aim.number + 1, self._wanted)
-        self._num_open = min(self._num_open, self._wanted)
+        self.num_open = min(self.num_open, self._wanted)
         self._builder.aim_host(self._aim)
 
     def _is_done(self, state: OpenSlots) -> bool:

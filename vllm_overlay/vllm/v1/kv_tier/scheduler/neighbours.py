@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the neighbours of an engine in a pool have of the prompts that it is to compute.
 
-A block of a neighbour stands in a prefix hit as a `HostSlot` whose index lies outside
-of the engine's own slots. It is pinned from the look on: until the end of the step, if
-it is not loaded, else until all ranks have ended the plan that loads it.
+A block of a neighbour stands in a prefix hit as a `HostSlot` whose index lies behind
+the engine's own slots. All ranks have it open. It is pinned from the look on: until the
+end of the step, if it is not loaded, else until all ranks have ended the plan that
+loads it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,17 +41,19 @@ class Neighbours:
         self, member: Membership, lookup: PromptLookup, max_looks: int
     ) -> None:
         self._identity, self._reader = member.identity, member.number
-        self._partitions = [p for p in member.partitions if p is not member.own]
+        # Their first slots, and they themselves.
+        self._partitions = member.neighbours
+        self._stride = member.stride
+        self.num_open = member.end
+        """Number of slots that all ranks have open, the first ones."""
         self._lookup = lookup
         self._max_looks = self._num_left = max_looks
-        self._first_own = member.first_slot
         self.found: dict[BlockHashWithGroupId, HostSlot] = {}
         """What this step has found, by key."""
-        # Pinned slots by index: their partition, their number there, and for how many
-        # plans and looks.
-        self._pinned: dict[int, tuple[Partition, int, int]] = {}
+        # Pinned slots by index, and for how many plans and looks.
+        self._pinned: dict[int, int] = {}
         # By partition, what is to be unpinned.
-        self._over: dict[Partition, set[int]] = {p: set() for p in self._partitions}
+        self._over: dict[Partition, set[int]] = {p: set() for _, p in self._partitions}
         # By plan, what it reads.
         self._reads: dict[int, list[int]] = {}
         self._num_busy = 0
@@ -99,11 +102,15 @@ class Neighbours:
         one was busy."""
         rows, is_busy = rows_of([key for key, _ in wanted]), False
         missing, mixed = np.arange(len(wanted)), mix(rows)
-        for partition in self._partitions:
+        for first, partition in self._partitions:
+            if first >= self.num_open:
+                break
             if partition.identity != self._identity:
                 continue
             partition.open()
             candidates, slots = partition.find(rows[missing], mixed[missing])
+            are_open = slots < self.num_open - first
+            candidates, slots = candidates[are_open], slots[are_open]
             if not len(slots):
                 continue
             # A block may be there twice for a while.
@@ -114,24 +121,20 @@ class Neighbours:
                 is_busy = True
                 continue
             places, slots = places[pinned], slots[pinned]
-            self._add(partition, [wanted[i] for i in places.tolist()], slots.tolist())
+            self._over[partition].difference_update(slots.tolist())
+            found = [wanted[i] for i in places.tolist()]
+            self._add(found, (slots + first).tolist())
             missing = np.setdiff1d(missing, places, assume_unique=True)
         return len(wanted) - len(missing), is_busy
 
     def _add(
         self,
-        partition: Partition,
         wanted: Sequence[tuple[BlockHashWithGroupId, int]],
-        slots: Sequence[int],
+        indices: Sequence[int],
     ) -> None:
-        offset = partition.first_slot - self._first_own
-        over = self._over[partition]
-        for (key, num_tokens), number in zip(wanted, slots):
-            index = number + offset
+        for (key, num_tokens), index in zip(wanted, indices):
             self.found[key] = HostSlot(index, (key,), num_tokens, store_seq=0)
-            *_, uses = self._pinned.get(index, (None, 0, 0))
-            self._pinned[index] = partition, number, uses + 1
-            over.discard(number)
+            self._pinned[index] = self._pinned.get(index, 0) + 1
 
     def record_plan(self, plan: StepPlan, num_own: int) -> int:
         """Note what a plan loads. Returns how many slots of neighbours it reads.
@@ -142,13 +145,12 @@ class Neighbours:
 
         """
         loaded = (*plan.load_slots, *plan.ahead_slots)
-        if not loaded or 0 <= min(loaded) <= max(loaded) < num_own:
+        if not loaded or max(loaded) < num_own:
             # A hot path: mostly all are.
             return 0
-        read = [index for index in loaded if not 0 <= index < num_own]
+        read = [index for index in loaded if index >= num_own]
         for index in read:
-            partition, number, uses = self._pinned[index]
-            self._pinned[index] = partition, number, uses + 1
+            self._pinned[index] += 1
         if read:
             self._reads[plan.seq] = read
         return len(read)
@@ -169,10 +171,10 @@ class Neighbours:
 
     def _release(self, indices: Iterable[int]) -> None:
         for index in indices:
-            partition, number, uses = self._pinned.pop(index)
-            if uses > 1:
-                self._pinned[index] = partition, number, uses - 1
-            else:
+            self._pinned[index] -= 1
+            if not self._pinned[index]:
+                del self._pinned[index]
+                partition, number = self.place_of(index)
                 self._over[partition].add(number)
 
     @property
@@ -187,9 +189,9 @@ class Neighbours:
         self.found.clear()
 
     def place_of(self, index: int) -> tuple[Partition, int]:
-        """The partition of a pinned slot, and its number there."""
-        partition, number, _ = self._pinned[index]
-        return partition, number
+        """The partition of a neighbour's slot, and its number there."""
+        number, slot = divmod(index, self._stride)
+        return self._partitions[number - 1][1], slot
 
 
 class SharedHostWriter(HostWriter):
@@ -204,7 +206,7 @@ class SharedHostWriter(HostWriter):
         """Note which blocks a plan loads from neighbours."""
         slots = (*plan.load_slots, *plan.ahead_slots)
         for index, block_id in zip(slots, (*plan.load_blocks, *plan.ahead_blocks)):
-            if not 0 <= index < self._table.num_slots:
+            if index >= self._table.num_slots:
                 key = self._pool.blocks[block_id].block_hash
                 if key is not None:
                     self._elsewhere[block_id] = key, *neighbours.place_of(index)

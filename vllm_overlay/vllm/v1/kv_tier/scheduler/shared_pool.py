@@ -8,13 +8,12 @@ for what neighbours lack, and move slots of the engine's own.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
-from vllm.v1.kv_tier.layout import KVTierLayout, PoolLayout
+from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.scheduler.block_pool import TieredBlockPool
 from vllm.v1.kv_tier.scheduler.neighbours import Neighbours, SharedHostWriter
@@ -34,7 +33,6 @@ class SharedBlockPool(TieredBlockPool):
     def __init__(self, layout: KVTierLayout, **kwargs: Any) -> None:
         super().__init__(layout, **kwargs)
         assert layout.pool is not None
-        self._layout: PoolLayout = layout.pool
         self._settled_outputs = layout.tuning.settled_outputs
         self._settled_steps = layout.tuning.settled_steps
         sizes = layout.pool.block_sizes
@@ -47,6 +45,7 @@ class SharedBlockPool(TieredBlockPool):
         )
         max_looks = layout.tuning.max_looks
         self.neighbours = Neighbours(layout.pool.member, lookup, max_looks)
+        self.neighbours.num_open = self.host_size.num_open
         self._find_elsewhere = self.neighbours.found.get
         if layout.secondary is not None:
             self._find_elsewhere = self._find
@@ -64,7 +63,7 @@ class SharedBlockPool(TieredBlockPool):
     ) -> SharedSlotTable:
         assert layout.pool is not None
         num_plans = layout.tuning.plans_per_report
-        return SharedSlotTable(policy, layout.pool.member, num_plans)
+        return SharedSlotTable(policy, layout.pool.member, num_plans, num_open)
 
     def _make_writer(self, *args: object) -> SharedHostWriter:
         return SharedHostWriter(*args)
@@ -93,7 +92,7 @@ class SharedBlockPool(TieredBlockPool):
         return self.neighbours.found.get(key) or self.secondary.reader.find(key)
 
     def take_plan(self, is_idle: bool = False) -> StepPlan:
-        """As `TieredBlockPool.take_plan`. Slots in the plan are those of the pool."""
+        """As `TieredBlockPool.take_plan`."""
         plan = super().take_plan(is_idle)
         is_due = self.host.record_stores(plan, is_idle)
         num_read = self.neighbours.record_plan(plan, self.host.num_own)
@@ -104,14 +103,6 @@ class SharedBlockPool(TieredBlockPool):
         plan.report_end |= is_due or num_read > 0
         self.neighbours.end_step()
         self.host.share(self._settled(plan.seq))
-        first = self._layout.member.first_slot
-        for slots in (
-            plan.store_slots,
-            plan.clean_slots,
-            plan.load_slots,
-            plan.ahead_slots,
-        ):
-            slots[:] = map(first.__add__, slots)
         return plan
 
     def _settled(self, seq: int) -> int:
@@ -124,11 +115,8 @@ class SharedBlockPool(TieredBlockPool):
 
     def apply_report(self, report: StepReport) -> int | None:
         """As `TieredBlockPool.apply_report`."""
-        if report.failed_store_slots:
-            first = self._layout.member.first_slot
-            failed = {slot - first: s for slot, s in report.failed_store_slots.items()}
-            report = replace(report, failed_store_slots=failed)
         void_plan = super().apply_report(report)
+        self.neighbours.num_open = self.host_size.num_open
         if ended := self._ends.take(report.ended):
             self.host.record_ended(ended)
             self.neighbours.record_ended(ended)

@@ -5,6 +5,7 @@ no slot that they read.
     stored ── all ranks report the end, and it cannot turn out to be void ──▶ published
     published ── next victim, and no neighbour reads it ──▶ withdrawn, then reused
     published ── next victim, but read ──▶ held, as slots that a secondary tier writes
+    published by an earlier engine ── all ranks open it ──▶ adopted: published and found
 
 Withdrawing a slot and looking at its pins is one critical section of the partition, as
 is finding and pinning it for a neighbour.
@@ -27,6 +28,9 @@ _NEIGHBOURS = -1
 # Most slots that a step publishes, and that it looks at for the end of a read.
 _MAX_PUBLISHED = 512
 _MAX_LOOKS = 512
+# Most slots that a step opens, as long as some may hold what it adopts. That takes some
+# microseconds for each.
+_MAX_ADOPTED = 512
 # Most victims of a plan that neighbours have used and that are spared for it, and most
 # that they read. Each takes some microseconds. Beyond, what was used is evicted too: a
 # plan may need a slot for each block of a long prompt.
@@ -58,22 +62,28 @@ class PlanEnds:
 class SharedSlotTable(SlotTable):
     """A `SlotTable` whose slots lie in a partition of a pool.
 
-    Slots of neighbours have indices outside of its own.
+    Slots of neighbours have indices behind its own.
 
     Args:
         policy: As in `SlotTable`.
         member: The engine's partition, and what it holds already.
         plans_per_report: Plans with stores for each report of their end, while the
             engine has requests.
+        num_open: Number of slots that all ranks have open, with those of neighbours;
+            None for all.
 
     """
 
     def __init__(
-        self, policy: EvictionPolicy, member: Membership, plans_per_report: int
+        self,
+        policy: EvictionPolicy,
+        member: Membership,
+        plans_per_report: int,
+        num_open: int | None = None,
     ) -> None:
-        super().__init__(member.num_slots, policy)
+        super().__init__(member.num_slots, policy, num_open=0)
         self._plans_per_report = plans_per_report
-        self.num_own, self.first_slot = member.num_slots, member.first_slot
+        self.num_own = member.num_slots
         self._partition = member.own
         self.has_left = False
         """Whether nothing is published any more."""
@@ -88,29 +98,59 @@ class SharedSlotTable(SlotTable):
         self._fetched: dict[int, BlockHashWithGroupId] = {}
         # Slots that neighbours read, with the keys under which they are held.
         self._read: dict[int, list[BlockHashWithGroupId]] = {}
-        self._adopt(member)
+        # What an earlier engine has stored, and its place there by slots that are not
+        # open yet. Then others of these that neighbours may still read.
+        self._left = member.adopted
+        self._to_adopt = {slot: i for i, slot in enumerate(self._left.slots)}
+        self._read_later = {*range(self.num_own)} - {*member.unread}
+        self._open(self.num_own if num_open is None else min(num_open, self.num_own))
 
-    def _adopt(self, member: Membership) -> None:
-        """Take over what an earlier engine has stored."""
-        used, copies = set(), set()
-        for slot, raw, num_tokens in zip(*member.adopted):
-            key = BlockHashWithGroupId(raw)
-            if self.has(key):
-                # It was stored again before it could be withdrawn.
-                copies.add(slot)
-                continue
-            used.add(slot)
-            self._fill((slot,), (key,), (num_tokens,), store_seq=0)
-        # Neighbours may still read what it had withdrawn.
-        read = {*range(self.num_own)} - used - {*member.unread} | copies
-        self._free = [slot for slot in self._free if slot not in used | read]
-        for slot in read:
+    def open(self, num_slots: int) -> None:
+        """As `SlotTable.open`. Opens some of them for now, while it adopts blocks."""
+        if self._to_adopt:
+            num_slots = min(num_slots, self.num_slots + _MAX_ADOPTED)
+        self._open(num_slots)
+
+    def _open(self, end: int) -> None:
+        opened = range(self.num_slots, end)
+        used = self._adopt(opened)
+        # Else it can be found, but was stored again, or is still to be withdrawn. Or
+        # neighbours read what was withdrawn.
+        held = {*self._partition.published(opened.start, end)} - used
+        if self._read_later:
+            held |= self._read_later.intersection(opened) - used
+            self._read_later.difference_update(opened)
+        taken = used | held
+        self._free += (
+            [slot for slot in reversed(opened) if slot not in taken]
+            if taken
+            else reversed(opened)
+        )
+        self.num_slots = max(self.num_slots, end)
+        for slot in held:
             self._hold_read(slot, [])
             self._free_after_hold.add(slot)
 
+    def _adopt(self, opened: range) -> set[int]:
+        """Take over what an earlier engine has stored in slots. Returns these."""
+        if not self._to_adopt:
+            return set()
+        # In the order in which they are to be evicted.
+        places = sorted(
+            self._to_adopt.pop(slot) for slot in opened if slot in self._to_adopt
+        )
+        used = set()
+        for i in places:
+            slot, key = self._left.slots[i], BlockHashWithGroupId(self._left.keys[i])
+            if not self.has(key):
+                used.add(slot)
+                num_tokens = self._left.num_tokens[i]
+                self._fill((slot,), (key,), (num_tokens,), store_seq=0, is_new=False)
+        return used
+
     def is_own(self, slot: HostSlot) -> bool:
         """Whether a slot is one of this engine, not of a neighbour."""
-        return 0 <= slot.index < self.num_own
+        return slot.index < self.num_own
 
     # ------------------------------------------------------------------ of each step
 
@@ -228,12 +268,17 @@ class SharedSlotTable(SlotTable):
             self._unended.clear()
             self._to_publish.clear()
             self._fetched.clear()
+            # What is found there when they are open is withdrawn.
+            self._to_adopt.clear()
             self._leave()
 
     def _leave(self) -> None:
         read = self._partition.withdraw_all()
         self._is_leaving = read is None
         for index in read or ():
+            if index >= self.num_slots:
+                self._read_later.add(index)
+                continue
             key = self.places.keys[index]
             self._hold_read(index, [] if key is None else [key])
 
@@ -251,7 +296,7 @@ class SharedSlotTable(SlotTable):
         """Those of `slots` that are not of neighbours."""
         # A hot path: each block of each prefix. Mostly all are.
         indices = list(map(index_of, slots))
-        if not indices or 0 <= min(indices) <= max(indices) < self.num_own:
+        if not indices or max(indices) < self.num_own:
             return [*slots]
         return [slot for slot in slots if self.is_own(slot)]
 

@@ -119,9 +119,6 @@ class SlotTable:
 
     """
 
-    first_slot = 0
-    """Its number on the ranks, in jobs of secondary tiers."""
-
     def __init__(
         self, num_slots: int, policy: EvictionPolicy, num_open: int | None = None
     ) -> None:
@@ -332,8 +329,10 @@ class SlotTable:
         keys: Sequence[BlockHashWithGroupId],
         num_tokens: Sequence[int | None],
         store_seq: int,
+        is_new: bool = True,
     ) -> None:
-        """Fill free slots with blocks of these primary keys."""
+        """Fill free slots with blocks of these primary keys, or take over that they
+        are."""
         # A hot path: each store.
         parts, num_parts = self._parts, self._num_parts
         of_slots, tokens, seqs = self.places.keys, self._num_tokens, self._store_seq
@@ -350,7 +349,7 @@ class SlotTable:
         else:
             for key in keys:
                 self._policy.insert(key)
-        for slot in map(self.get, keys) if self.listeners else ():
+        for slot in map(self.get, keys) if is_new and self.listeners else ():
             for listener in self.listeners:
                 listener.on_filled(slot)  # type: ignore[arg-type]
 

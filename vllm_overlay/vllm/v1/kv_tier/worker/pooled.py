@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host slots of a rank in the memory of a pool, which all engines of it map."""
 
-import contextlib
-import mmap
 import socket
 from dataclasses import dataclass
 
@@ -11,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm.v1.kv_tier.keeper.client import Place, join
-from vllm.v1.kv_tier.memory.buffer import HostBuffer
+from vllm.v1.kv_tier.memory.buffer import HostBuffer, Parts
+from vllm.v1.kv_tier.memory.opener import FIRST_BYTES
 from vllm.v1.kv_tier.worker.slots import EMPTY, FILLED
 
 
@@ -25,7 +24,8 @@ class PoolMemory:
 
 @dataclass(frozen=True)
 class PooledSlots:
-    """Slots of all engines of the pool, as a rank of one of them sees them."""
+    """Slots of all engines of the pool, as a rank of one of them numbers them: those of
+    its own engine first."""
 
     buffer: HostBuffer
     states: NDArray[np.uint8]
@@ -39,7 +39,8 @@ class PooledSlots:
 
 
 def join_pool(place: Place, rank: int, device: torch.device) -> PooledSlots:
-    """Map a rank's parts of the pool, and register them with the GPU driver.
+    """Map a rank's parts of the pool, and open the first slots: register them with the
+    GPU driver.
 
     Args:
         place: Where the engine has them.
@@ -52,17 +53,17 @@ def join_pool(place: Place, rank: int, device: torch.device) -> PooledSlots:
 
     """
     connection, memory = join(place, rank)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    num_slots, slot_bytes = place.num_slots, place.rank_bytes[rank]
-    num_bytes = num_slots * slot_bytes
+    slot_bytes = place.rank_bytes[rank]
+    num_slots = len(memory) // slot_bytes
     on_gpu = device.type == "cuda"
     buffer = HostBuffer(
         num_slots,
         slot_bytes,
         pin=on_gpu,
         device=device if on_gpu else None,
-        shared=PoolMemory(torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]),
+        shared=PoolMemory(torch.from_numpy(memory)),
+        first_bytes=FIRST_BYTES,
+        parts=Parts(place.num_slots, place.stride),
     )
     states = np.full(num_slots, FILLED, np.uint8)
     states[list(place.empty)] = EMPTY

@@ -114,13 +114,7 @@ class SecondaryJobs:
     def finish(self, plan: StepPlan) -> None:
         """Put the added jobs into `plan`."""
         if self._queue:
-            plan.secondary, self._queue = self.of_ranks(self._queue), []
-
-    def of_ranks(self, jobs: list[SecondaryJob]) -> list[SecondaryJob]:
-        """Jobs with the numbers that slots have on the ranks."""
-        if not (first := self._table.first_slot):
-            return jobs
-        return [job._replace(slots=[first + i for i in job.slots]) for job in jobs]
+            plan.secondary, self._queue = self._queue, []
 
     def take_results(self, results: Sequence[SecondaryResult]) -> None:
         """Take in results that ranks have reported."""
@@ -131,7 +125,7 @@ class SecondaryJobs:
             # The slot is pinned until the job ends, so it still has the content of the
             # job.
             for index in result.changed:
-                if (slot := self._table.at(index - self._table.first_slot)) is not None:
+                if (slot := self._table.at(index)) is not None:
                     self._table.remove(slot)
             told = zip(job.done, result.done, strict=True)
             job.done = [a and b for a, b in told]

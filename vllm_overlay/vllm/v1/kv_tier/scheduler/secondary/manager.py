@@ -229,7 +229,7 @@ class SecondaryTierManager:
             # Ranks have reported all of them, and were asked once more.
             settled = self._seq
         return [
-            (flush_s, self._jobs.of_ranks(writer.last_jobs(slots, settled)))
+            (flush_s, writer.last_jobs(slots, settled))
             for writer in self.writers
             if (flush_s := writer.tier.settings.flush_s)
         ]
