@@ -33,21 +33,30 @@ MiB = 1 << 20
 ONE, OTHER = b"1" * 32, b"2" * 32
 
 
+class KeeperThread:
+    """A keeper that serves in a thread of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.keeper = Keeper(8 * MiB, 2, path)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            self.keeper.serve_once(0.01)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.keeper.close()
+
+
 @pytest.fixture
 def keeper(tmp_path: Path) -> Iterator[Keeper]:
-    keeper = Keeper(8 * MiB, 2, tmp_path / "keeper.sock")
-    is_over = threading.Event()
-
-    def serve() -> None:
-        while not is_over.is_set():
-            keeper.serve_once(0.01)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    yield keeper
-    is_over.set()
-    thread.join()
-    keeper.close()
+    running = KeeperThread(tmp_path / "keeper.sock")
+    yield running.keeper
+    running.close()
 
 
 @pytest.fixture
@@ -333,6 +342,23 @@ def test_late_rank_of_a_dead_engine_gets_no_memory_of_the_next(path: str) -> Non
     with pytest.raises(PoolRefused, match="another engine by now"):
         join(place, 0)
     join(two.place(), 0)
+
+
+def test_late_rank_gets_no_memory_of_the_next_keeper(tmp_path: Path) -> None:
+    """Its engine has the memory of a keeper that died while the engine started."""
+    path = tmp_path / "keeper.sock"
+    first = KeeperThread(path)
+    place = Member(str(path), ONE, [4096]).place()
+    first.close()
+    second = KeeperThread(path)
+    try:
+        member = Member(str(path), ONE, [4096])
+        assert member.place().number == place.number
+        with pytest.raises(PoolRefused, match="another engine by now"):
+            join(place, 0)
+        join(member.place(), 0)
+    finally:
+        second.close()
 
 
 def test_partition_is_kept_until_the_process_has_ended(
