@@ -129,7 +129,10 @@ size: env ## hit rates to expect of host sizes and policies, from a trace [TAG= 
 report: env ## build/report.html: a demo or benchmark run on one page [TAG= ARGS=]
 	@build/env/$(TAG)/bin/python -m page $(or $(ARGS),build/demo)
 
-.PHONY: soak
+.PHONY: soak pool-kills
+pool-kills: env ## engines of a pool, their ranks and the keeper, killed at random moments [TAG= KILLS=200]
+	@build/env/$(TAG)/bin/python -m tests.e2e.pool_crowd build/pool-kills --kills $(or $(KILLS),200) $(ARGS)
+
 soak: env ## a server with the tier under mixed HTTP load, answers and memory checked, 17 minutes [TAG= MINUTES=10]
 	@build/env/$(TAG)/bin/python -m soak --minutes $(or $(MINUTES),10) --out build/soak $(ARGS)
 

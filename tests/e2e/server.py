@@ -169,21 +169,12 @@ class Server:
 
     def pids(self) -> list[int]:
         """Processes that the server is made of."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            state, session = fields[0], int(fields[3])
-            if session == self.process.pid and state != "Z":
-                found.append(int(folder.name))
-        return found
+        return pids_of_session(self.process.pid)
 
     def note_shared_memory(self) -> None:
         """Remember which files in /dev/shm its processes use now. Others on the machine
         start and end engines, too, whose files are not to be taken for its own."""
-        self._own_shm |= _shared_memory(self.pids())
+        self._own_shm |= shared_memory(self.pids())
 
     def stranded_shared_memory(self, timeout_s: float = 5) -> set[str]:
         """Files in /dev/shm that its processes were seen to use, that are still there,
@@ -199,10 +190,23 @@ class Server:
 
     def _unused_shared_memory(self) -> set[str]:
         pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-        return self._own_shm & set(os.listdir(SHM)) - _shared_memory(pids)
+        return self._own_shm & set(os.listdir(SHM)) - shared_memory(pids)
 
 
-def _shared_memory(pids: Iterable[int]) -> set[str]:
+def pids_of_session(session: int) -> list[int]:
+    """Processes of a session that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def shared_memory(pids: Iterable[int]) -> set[str]:
     """Names of the files in /dev/shm that processes have mapped."""
     found: set[str] = set()
     for pid in pids:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,27 +34,30 @@ MiB = 1 << 20
 ONE, OTHER = b"1" * 32, b"2" * 32
 
 
-@contextmanager
-def serving(folder: Path, num_engines: int = 2) -> Iterator[Keeper]:
-    keeper = Keeper(4 * MiB * num_engines, num_engines, folder / "keeper.sock")
-    is_over = threading.Event()
+class KeeperThread:
+    """A keeper that serves in a thread of its own."""
 
-    def serve() -> None:
-        while not is_over.is_set():
-            keeper.serve_once(0.01)
+    def __init__(self, path: Path, num_engines: int = 2) -> None:
+        self.keeper = Keeper(4 * MiB * num_engines, num_engines, path)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    yield keeper
-    is_over.set()
-    thread.join()
-    keeper.close()
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            self.keeper.serve_once(0.01)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.keeper.close()
 
 
 @pytest.fixture
 def keeper(tmp_path: Path) -> Iterator[Keeper]:
-    with serving(tmp_path) as keeper:
-        yield keeper
+    running = KeeperThread(tmp_path / "keeper.sock")
+    yield running.keeper
+    running.close()
 
 
 @pytest.fixture
@@ -106,11 +109,12 @@ def test_ranks_and_neighbours_map_the_same_bytes(path: str) -> None:
 def test_a_rank_has_its_part_of_every_partition(
     tmp_path: Path, sizes: list[int], num_engines: int
 ) -> None:
-    with serving(tmp_path, num_engines) as keeper:
-        path = str(keeper._path)
-        members = [Member(path, ONE, sizes) for _ in range(num_engines)]
-        places = [member.place() for member in members]
-        joined = [[join(p, rank) for rank in range(len(sizes))] for p in places]
+    path = tmp_path / "keeper.sock"
+    running = KeeperThread(path, num_engines)
+    members = [Member(str(path), ONE, sizes) for _ in range(num_engines)]
+    places = [member.place() for member in members]
+    joined = [[join(p, rank) for rank in range(len(sizes))] for p in places]
+    running.close()
 
     def slots(number: int, distance: int, rank: int) -> NDArray[np.uint8]:
         """Slots of an engine's neighbour, as the engine sees them."""
@@ -408,6 +412,23 @@ def test_late_rank_of_a_dead_engine_gets_no_memory_of_the_next(path: str) -> Non
     with pytest.raises(PoolRefused, match="another engine by now"):
         join(place, 0)
     join(two.place(), 0)
+
+
+def test_late_rank_gets_no_memory_of_the_next_keeper(tmp_path: Path) -> None:
+    """Its engine has the memory of a keeper that died while the engine started."""
+    path = tmp_path / "keeper.sock"
+    first = KeeperThread(path)
+    place = Member(str(path), ONE, [4096]).place()
+    first.close()
+    second = KeeperThread(path)
+    try:
+        member = Member(str(path), ONE, [4096])
+        assert member.place().number == place.number
+        with pytest.raises(PoolRefused, match="another engine by now"):
+            join(place, 0)
+        join(member.place(), 0)
+    finally:
+        second.close()
 
 
 def test_partition_is_kept_until_the_process_has_ended(

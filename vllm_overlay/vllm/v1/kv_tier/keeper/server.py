@@ -18,6 +18,7 @@ import logging
 import mmap
 import os
 import re
+import secrets
 import selectors
 import socket
 import stat
@@ -81,8 +82,10 @@ class _Peer:
 class _Lease:
     """Who has a partition."""
 
-    number: int = 0
-    """How many engines have had it."""
+    number: int = field(default_factory=lambda: secrets.randbits(47))
+    """Of the engine that has it: one more than that of the engine before. No other
+    keeper gives the same one, so that a rank never joins an engine that has its memory
+    from a keeper that has died."""
     peers: set[_Peer] = field(default_factory=set)
     """The engine and its ranks."""
 
