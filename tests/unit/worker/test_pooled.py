@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.keeper.test_keeper import ONE, MiB, serving
+from tests.unit.keeper.test_keeper import ONE, KeeperThread, MiB
 from vllm.v1.kv_tier.keeper.client import Member
 from vllm.v1.kv_tier.memory.opener import SlotOpener
 from vllm.v1.kv_tier.plan import OpenSlots
@@ -19,12 +19,15 @@ CPU = torch.device("cpu")
 
 def joined(folder: Path, sizes: list[int]) -> list[list[PooledSlots]]:
     """Each rank of each of three engines, in the order of their partitions."""
-    with serving(folder, 3) as keeper:
-        members = [Member(str(keeper._path), ONE, sizes) for _ in range(3)]
+    running = KeeperThread(path := folder / "keeper.sock", 3)
+    try:
+        members = [Member(str(path), ONE, sizes) for _ in range(3)]
         members.sort(key=lambda member: member.membership.number)
         places = [member.place() for member in members]
         ranks = range(len(sizes))
         return [[join_pool(place, rank, CPU) for rank in ranks] for place in places]
+    finally:
+        running.close()
 
 
 def opened(buffer: pooled.HostBuffer, num_slots: int) -> list[int]:
