@@ -3,8 +3,9 @@
 
     PYTHONPATH=scripts python3 ci/run_tests.py [--tags v0.32.0,v0.33.0|all] [STAGE ...]
 
-A stage goes on after a failure, so that one run shows all of them. Results are in
-build/test-results/. Ends with 0 only if nothing failed.
+A stage goes on after a failure, so that one run shows all of them. Stages of one
+process run two at a time, and print at their end. Results are in build/test-results/.
+Ends with 0 only if nothing failed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TextIO
 
@@ -37,6 +39,15 @@ LIMIT_S = 60 * 60
 def say(text: str) -> None:
     seconds = time.monotonic() - START
     print(f"[{time.strftime('%H:%M:%S')} {seconds:5.0f} s] {text}", flush=True)
+
+
+RUNNING: set[int] = set()
+"""Process groups of commands that have not ended."""
+
+
+def kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 @dataclass
@@ -58,12 +69,16 @@ class Counts:
 
 @dataclass
 class Run:
-    """One tag's part of a run."""
+    """One tag's part of a stage."""
 
     layout: Layout
     tag: str
     first: bool
     """Whether what does not depend on the tag is due."""
+    mode: str = ""
+    """Which of the `MODES` of the stage."""
+    output: TextIO | None = None
+    """Where commands print; by default, where this program does."""
 
     @property
     def is_new(self) -> bool:
@@ -78,39 +93,33 @@ class Run:
     def python(self) -> str:
         return str(self.layout.env(self.tag) / "bin" / "python")
 
-    def command(
-        self,
-        command: Sequence[str | Path],
-        output: TextIO | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> int:
+    def command(self, command: Sequence[str | Path], **environment: str) -> int:
         """Exit status of a command; its own process group is gone afterwards.
 
         Args:
             command: The program and its arguments.
-            output: Where it prints; by default, where this program does.
             environment: Variables that only this command has.
 
         """
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=self.layout.root,
-            env={**self.environment(), **(environment or {})},
+            env=self.environment() | environment,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output and subprocess.STDOUT,
+            stdout=self.output,
+            stderr=self.output and subprocess.STDOUT,
             start_new_session=True,
         )
+        RUNNING.add(process.pid)
         try:
             return process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             say(f"stopped after {LIMIT_S} s: {command[0]} …")
             return -1
         finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                process.wait()
+            RUNNING.discard(process.pid)
+            kill_group(process.pid)
+            process.wait()
 
     def environment(self) -> dict[str, str]:
         env = dict(os.environ, KV_TIER_TAG=self.tag)
@@ -153,9 +162,20 @@ def failures(path: Path) -> list[str]:
     ]
 
 
-SIDE_BY_SIDE = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadfile"]
-"""For tests of one process each. A file is played whole by one process: tests of the
-simulator add up what the tests before them did."""
+BY_FILE = ["--dist", "loadfile", "--no-loadscope-reorder"]
+"""A file is played whole by one process: tests of the simulator add up what the tests
+before them did, and tests of engines share these. Files come in the order given."""
+SIDE_BY_SIDE = ["-n", str(min(os.cpu_count() or 1, 8)), *BY_FILE]
+"""For tests of one process each."""
+LONGEST = {
+    "unit": "stores/contract stores/disk_quota stores/file_processes "
+    "worker/sharing_ranks memory/buffer worker/rank_slots stores/servers",
+    "sim": "state_machine missed_fences sharing_streams streams pairs planted_bugs "
+    "shared_pool what_ends events reachable hangs",
+    "e2e": "answers pool kinds secondary_servers secondary_ranks secondary_end "
+    "meeting shutdown secondary secondary_kinds seen hint_doors pairs",
+}
+"""Tests that come first, so that no core waits for the last of them."""
 
 
 def pytest(
@@ -177,7 +197,7 @@ def pytest(
     flags = ["-q", "--tb=short", "--durations=5", f"--junitxml={xml}"]
     flags += more_flags
     command = [run.python, "-m", "pytest", *flags, *paths]
-    code = run.command(command, environment=environment)
+    code = run.command(command, **environment)
     counts = junit_counts(xml) if xml.is_file() else Counts()
     if code == 5:
         say(f"{', '.join(paths)}: no tests")
@@ -238,17 +258,24 @@ OF_RANKS = {
 release: they call nothing of upstream. Run on the first release."""
 
 
-def without_ranks(run: Run, name: str) -> list[str]:
-    """Flags of a stage that leave out `OF_RANKS` where another release runs them."""
-    if run.first:
-        return []
-    left_out = [Path("tests", name, each) for each in OF_RANKS[name].split()]
-    return [f"--ignore={path.with_name(f'test_{path.name}.py')}" for path in left_out]
+def files_of(run: Run, name: str) -> list[str]:
+    """What a stage runs, the longest first, without `OF_RANKS` where another release
+    runs them. pytest keeps the order of files, not that of files and a folder."""
+
+    def paths(names: str) -> list[str]:
+        files = [Path("tests", name, each) for each in names.split()]
+        return [str(path.with_name(f"test_{path.name}.py")) for path in files]
+
+    root, left_out = run.layout.root, set()
+    if not run.first:
+        left_out = {*paths(OF_RANKS.get(name, ""))}
+    found = sorted((root / "tests" / name).rglob("test_*.py"))
+    files = [*paths(LONGEST[name]), *(str(path.relative_to(root)) for path in found)]
+    return [path for path in dict.fromkeys(files) if path not in left_out]
 
 
 def unit(run: Run) -> Counts:
-    flags = [*SIDE_BY_SIDE, *without_ranks(run, "unit")]
-    return pytest(run, "unit", "tests/unit", more_flags=flags)
+    return pytest(run, "unit", *files_of(run, "unit"), more_flags=SIDE_BY_SIDE)
 
 
 FAST = [
@@ -279,20 +306,18 @@ def fast(run: Run) -> Counts:
 
 def sim(run: Run) -> Counts:
     """All scripts on the first release, and a part of them on the others."""
-    flags = [*SIDE_BY_SIDE, *without_ranks(run, "sim")]
     fewer = {}
     if not run.first:
         fewer["KV_TIER_SIM_EXAMPLES"] = os.environ.get("KV_TIER_SIM_EXAMPLES", "150")
-    return pytest(run, "sim", "tests/sim", more_flags=flags, **fewer)
+    return pytest(run, "sim", *files_of(run, "sim"), more_flags=SIDE_BY_SIDE, **fewer)
 
 
-TWO_ENGINES = ["-n", "2", "--dist", "loadfile"]
-"""For tests of engines: one that starts leaves a core to another one. Tests of a file
-share engines."""
+TWO_ENGINES = ["-n", "2", *BY_FILE]
+"""For tests of engines: one that starts leaves a core to another one."""
 
 
 def e2e(run: Run) -> Counts:
-    return pytest(run, "e2e", "tests/e2e", more_flags=TWO_ENGINES)
+    return pytest(run, "e2e", *files_of(run, "e2e"), more_flags=TWO_ENGINES)
 
 
 TURN = ["tests/e2e/test_answers.py", "tests/e2e/test_faults.py"]
@@ -314,7 +339,7 @@ def run_of_turn(run: Run) -> Run | None:
         return None
     tag = turn(run.layout)
     say(f"the turn of {tag}")
-    return Run(run.layout, tag, first=False)
+    return replace(run, tag=tag, first=False)
 
 
 def older_env(run: Run) -> Counts:
@@ -340,12 +365,8 @@ def older(run: Run) -> Counts:
     return counts
 
 
-UPSTREAM_MODES = ("off", "swapped", "pressed")
-"""Ways to run upstream's tests, see `tests.upstream.run`."""
-
-
 def upstream(run: Run) -> Counts:
-    """Upstream's own tests: same results as unpatched, with the tier off and on."""
+    """Upstream's own tests in one mode: same results as unpatched, which are kept."""
     folder = Path("tests") / "upstream"
     if not (run.layout.root / folder / "run.py").is_file():
         say(f"{folder} does not exist")
@@ -355,35 +376,19 @@ def upstream(run: Run) -> Counts:
         say(f"{base} does not exist; `make upstream-diff TAG={run.tag}` needs none")
         return Counts(skipped=1)
     sdist = fetch(run.layout, load_pins(run.layout, run.tag).sdist)
-    counts = Counts()
-    # One process each, which has one thread.
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, len(UPSTREAM_MODES))) as workers:
-        for each in workers.map(partial(upstream_mode, run, sdist), UPSTREAM_MODES):
-            counts += each
-    return counts
-
-
-def upstream_mode(run: Run, sdist: Path, mode: str) -> Counts:
-    """Upstream's tests in one mode, compared with the committed results. What they
-    print is in a file of `build/test-results`, and shown if they differ."""
     out = run.layout.build / "upstream-tests"
     command = [sys.executable, "-m", "tests.upstream.run", "--tag", run.tag]
     command += ["--python", run.python, "--sdist", str(sdist), "--out", str(out)]
-    command += ["--suite", "core", "--mode", mode, "--check"]
-    result = out / f"{run.tag}-core-{mode}.json"
+    command += ["--suite", "core", "--mode", run.mode, "--check"]
+    result = out / f"{run.tag}-core-{run.mode}.json"
     result.unlink(missing_ok=True)
-    log = run.results / f"upstream-{mode}-{run.tag}.log"
-    with log.open("w") as output:
-        failed = bool(run.command(command, output)) or not result.is_file()
+    failed = bool(run.command(command)) or not result.is_file()
     counts = Counts(failed=1) if failed else Counts(passed=1)
     if result.is_file():
         outcomes = list(json.loads(result.read_text()).values())
         passed = outcomes.count("passed")
         # Those that fail unpatched as well are upstream's business.
         counts += Counts(passed=passed, skipped=len(outcomes) - passed)
-    say(f"upstream's tests, {mode}: {counts}, see {log}")
-    if failed:
-        print(log.read_text()[-20_000:], flush=True)
     return counts
 
 
@@ -404,24 +409,87 @@ def has_engine(layout: Layout, tag: str) -> bool:
 
 STAGES: dict[str, Callable[[Run], Counts]] = {
     "env": env,
+    "scripts": scripts,
+    "tooling": tooling,
+    "upstream": upstream,
     "lint": lint,
-    "docs": docs,
     "patches": patches,
     "older-env": older_env,
-    "tooling": tooling,
-    "scripts": scripts,
     "field": field,
+    "docs": docs,
     "unit": unit,
     "sim": sim,
     "e2e": e2e,
-    "upstream": upstream,
 }
+"""In their order: of those of one process the longest begin, so that both cores end at
+the same time."""
+ONE_PROCESS = [*STAGES][1:-3]
+"""Stages that leave a core to another one of them. They share nothing that one of them
+writes: a tag's source tree and environment are locked by who changes them."""
 EXTRA: dict[str, Callable[[Run], Counts]] = {
     "fast": fast,
     "older": older,
     "upstream-diff": upstream_diff,
 }
 """Stages that run when they are asked for."""
+MODES = {"upstream": ("off", "swapped", "pressed")}
+"""Ways to run a stage, each by itself; see `tests.upstream.run`."""
+
+
+Work = tuple[str, Run]
+"""A stage by its name, and what it is run with."""
+
+
+def run_all(
+    work: Sequence[Work], stages: dict[str, Callable[[Run], Counts]]
+) -> Iterator[tuple[str, Counts]]:
+    """A line for each stage, and its counts."""
+
+    def play(item: Work) -> tuple[str, Counts]:
+        name, run = item
+        what = f"{name} {run.mode}".strip()
+        start = time.monotonic()
+        try:
+            counts = stages[name](run)
+        except ToolError as error:
+            say(f"error: {error}")
+            counts = Counts(failed=1)
+        seconds = time.monotonic() - start
+        return f"{what:<17}{run.tag:<10}{seconds:6.0f} s  {counts}", counts
+
+    def play_quietly(item: Work) -> tuple[str, Counts]:
+        name, run = item
+        log = run.results / f"{name}{run.mode}-{run.tag}.log"
+        with log.open("w") as run.output:
+            line, counts = play(item)
+        shown = log.read_text().splitlines()[-1000 if counts.failed else -8 :]
+        say("\n".join([line, *shown, f"All of it: {log}"]))
+        return line, counts
+
+    for is_one_process, items in groupby(work, lambda item: item[0] in ONE_PROCESS):
+        if is_one_process:
+            with two_workers() as workers:
+                yield from workers.map(play_quietly, items)
+            continue
+        for item in items:
+            say(f"== {item[0]} {item[1].tag}")
+            line, counts = play(item)
+            say(line)
+            yield line, counts
+
+
+@contextmanager
+def two_workers() -> Iterator[ThreadPoolExecutor]:
+    """Two and no more: tests with limits of time count on a core for each."""
+    with ThreadPoolExecutor(2) as workers:
+        try:
+            yield workers
+        except BaseException:
+            # Stopped by hand: what runs in a session of its own does not notice.
+            workers.shutdown(wait=False, cancel_futures=True)
+            for pid in [*RUNNING]:
+                kill_group(pid)
+            raise
 
 
 def main() -> int:
@@ -443,27 +511,21 @@ def main() -> int:
     if options.tags:
         named = re.split(r"[, ]+", options.tags)
         tags = layout.tags() if named == ["all"] else named
-    names = options.stages or list(STAGES)
     shutil.rmtree(layout.build / "test-results", ignore_errors=True)
     (layout.build / "test-results").mkdir(parents=True)
 
+    work = [
+        (name, Run(layout, tag, tag == tags[0], mode))
+        for name in options.stages or STAGES
+        for tag in tags
+        for mode in MODES.get(name, [""])
+        # Engines of a release are tested where that release has a CPU build.
+        if options.stages or name != "e2e" or has_engine(layout, tag)
+    ]
     lines, total = [], Counts()
-    for name in names:
-        for tag in tags:
-            # Engines of a release are tested where that release has a CPU build.
-            if name == "e2e" and not options.stages and not has_engine(layout, tag):
-                continue
-            say(f"== {name} {tag}")
-            start = time.monotonic()
-            try:
-                counts = known[name](Run(layout, tag, tag == tags[0]))
-            except ToolError as error:
-                say(f"error: {error}")
-                counts = Counts(failed=1)
-            line = f"{name:<10}{tag:<10}{time.monotonic() - start:6.0f} s  {counts}"
-            lines.append(line)
-            say(line)
-            total += counts
+    for line, counts in run_all(work, known):
+        lines.append(line)
+        total += counts
     # Once more at the end, which is what is kept of a long log.
     for path in sorted((layout.build / "test-results").glob("*.xml")):
         lines += failures(path)

@@ -8,8 +8,8 @@ started: engines of one rank side by side, those of two ranks one by one.
 
 import json
 import os
+import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +20,7 @@ import pytest
 from xdist.scheduler.loadfile import LoadFileScheduling
 
 from . import ray_cpu
+from .forks import start
 from .jobs import JOBS, Job
 from .model import make_eagle, make_llama
 
@@ -140,15 +141,15 @@ def run_engine(
     ray: AbstractContextManager[dict[str, str]] = nullcontext({})
     if spec.llm.get("distributed_executor_backend") == "ray":
         ray = ray_cpu.environment()
-    with log.open("w") as output, ray as others:
-        run = subprocess.run(
-            [sys.executable, "-m", f"tests.e2e.{driver}", str(job), str(result)],
-            env=environment(**others),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=timeout_s,
-        )
-    if run.returncode != 0:
+    with ray as others:
+        arguments = [str(job), str(result)]
+        process = start(f"tests.e2e.{driver}", arguments, environment(**others), log)
+        try:
+            returncode = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if returncode != 0:
         raise RuntimeError(f"engine {name} failed:\n{log.read_text()[-6000:]}")
     found = json.loads(result.read_text())
     return {**found, "workloads": Workloads(found["workloads"])}

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -16,8 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .forks import start
 from .release import KILLED, LOGS_KILLS
 
+VLLM = "vllm.entrypoints.cli.main"
 SHM = Path("/dev/shm")
 START_TIMEOUT_S = 240
 UPSTREAMS_OWN = re.compile(r".*-cpushm_\d+|sem\.mp-.*")
@@ -27,14 +28,7 @@ releases do that at once to an engine that they have just told to end."""
 
 
 def command(model: Path, *flags: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
-        str(model),
-        *flags,
-    ]
+    return [sys.executable, "-m", VLLM, "serve", str(model), *flags]
 
 
 class Server:
@@ -63,14 +57,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         address = ["--host", "127.0.0.1", "--port", str(self.port)]
         self._own_shm: set[str] = set()
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                command(model, *flags, *address),
-                env=env,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.process = start(VLLM, ["serve", str(model), *flags, *address], env, log)
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
@@ -81,7 +68,7 @@ class Server:
                 self.note_shared_memory()
                 return
             except OSError:
-                time.sleep(0.5)
+                time.sleep(0.1)
         self.kill()
         raise RuntimeError(f"the server did not start:\n{self.log()[-6000:]}")
 
