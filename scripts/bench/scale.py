@@ -36,6 +36,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from scheduler_step import WARM_UP, conclude
+
 SIZES = (10_000, 100_000, 1_000_000, 4_000_000)
 STEPS = 320
 WORST_OF = 10_000
@@ -80,7 +82,6 @@ def measure(num_slots: int, worst_of: int) -> Row:
     import scheduler_load
     from scheduler_load import NUM_BLOCKS, Load, Setup, Step
     from scheduler_setup import make_scheduler
-    from scheduler_step import WARM_UP
 
     def off() -> Any:
         return make_scheduler(NUM_BLOCKS, 264, 8192, 4096)
@@ -225,13 +226,8 @@ def main() -> int:
         run = subprocess.run(command, env=env, check=True, text=True, stdout=-1)
         rows.append(json.loads(run.stdout.splitlines()[-1]))
         print(json.dumps(rows[-1]), flush=True)
-    text = table(rows)
-    (args.out / "scale.md").write_text(text + "\n")
     (args.out / "scale.svg").write_text(plot(rows))
-    print(text)
-    found = misses(rows)
-    print("\n".join(f"MISSED: {miss}" for miss in found) or "every limit is met")
-    return int(bool(found))
+    return conclude(args.out / "scale.md", table(rows), misses(rows))
 
 
 if __name__ == "__main__":

@@ -216,6 +216,15 @@ def misses(rows: list[Row]) -> list[str]:
     return found
 
 
+def conclude(path: Path, text: str, missed: list[str]) -> int:
+    """Write a table to a file, print it and the limits that are missed. The exit
+    status."""
+    path.write_text(text + "\n")
+    print(text)
+    print("\n".join(f"MISSED: {each}" for each in missed) or "every limit is met")
+    return int(bool(missed))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/bench-scheduler"))
@@ -233,12 +242,7 @@ def main() -> int:
             print(json.dumps(row), file=lines, flush=True)
             print(json.dumps(row), flush=True)
             rows.append(row)
-    text = table(rows)
-    (args.out / "steps.md").write_text(text + "\n")
-    print(text)
-    found = misses(rows)
-    print("\n".join(f"MISSED: {miss}" for miss in found) or "every limit is met")
-    return int(bool(found))
+    return conclude(args.out / "steps.md", table(rows), misses(rows))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users and luck do to an engine."""
 
+import os
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from vllm.v1.kv_tier.policy import POLICIES
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 
-from .content import VOCAB
+from .content import VOCAB, Violation
 from .engine import Engine
 from .layouts import LAYOUTS, MAX_MODEL_LEN
 from .scheduler import TUNING, Setup
 
+EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
+SEED = int(os.environ.get("KV_TIER_SIM_SEED", "0"))
 # Prompts begin with one of these. The second leaves the first halfway.
 _FIRST = [(7 * i) % 15 + 1 for i in range(24)]
 DOCUMENTS = (
@@ -284,3 +290,15 @@ def scripts(**setup: Any) -> st.SearchStrategy[Script]:
             max_size=40,
         ),
     )
+
+
+def play_part(make: Callable[[int], Script], part: int, of: int) -> Counter[str]:
+    """The events of one of `of` parts of the scripts that `make` gives for seeds."""
+    events: Counter[str] = Counter()
+    for seed in range(SEED + part, SEED + EXAMPLES, of):
+        script = make(seed)
+        try:
+            events.update(script.play().events)
+        except Violation as violation:
+            pytest.fail(f"seed {seed}: {violation}\n{script}")
+    return events

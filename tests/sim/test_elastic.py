@@ -5,8 +5,6 @@ Blocks without memory fail whoever touches them. `KV_TIER_SIM_EXAMPLES` and
 `KV_TIER_SIM_SEED` are as in `test_state_machine.py`.
 """
 
-import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -21,10 +19,8 @@ from vllm.v1.kv_tier.worker.host_tier import HostTier
 from . import upstream
 from .content import Violation
 from .pages import Elastic, Pages
-from .scripts import Script, random_script
+from .scripts import Script, play_part, random_script
 
-EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
-SEED = int(os.environ.get("KV_TIER_SIM_SEED", "0"))
 NUM_PARTS = 4
 MAX_SCRIPTS = 1000
 
@@ -52,13 +48,7 @@ def elastic_script(seed: int, by_ranks: bool | None = None) -> Script:
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_scripts(part: int) -> None:
-    events: Counter[str] = Counter()
-    for seed in range(SEED + part, SEED + EXAMPLES, NUM_PARTS):
-        script = elastic_script(seed)
-        try:
-            events.update(script.play().events)
-        except Violation as violation:
-            pytest.fail(f"seed {seed}: {violation}\n{script}")
+    events = play_part(elastic_script, part, NUM_PARTS)
     assert events["unmapped"] and events["mapped"] and events["loaded"]
 
 

@@ -5,7 +5,6 @@ Stores are slower and faster than computing, or lose what they had; the checks a
 each step are those of all scripts.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +24,7 @@ from .content import Violation
 from .engine import Engine
 from .layouts import LAYOUTS
 from .scheduler import Setup
-from .scripts import Add, Script, random_script
+from .scripts import EXAMPLES, SEED, Add, Script, random_script
 from .test_secondary import (
     end_with_the_first_rank,
     serve_before_it_came,
@@ -42,8 +41,6 @@ pytestmark = [
     ),
 ]
 
-EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
-SEED = int(os.environ.get("KV_TIER_SIM_SEED", "0"))
 MAX_SCRIPTS = 3000
 KINDS = [layout for layout in LAYOUTS if layout.name in ("full", "MLA")]
 

@@ -4,8 +4,6 @@
 `KV_TIER_SIM_EXAMPLES` and `KV_TIER_SIM_SEED` are as in `test_state_machine.py`.
 """
 
-import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -20,10 +18,8 @@ from vllm.v1.kv_tier.scheduler.slots import SlotTable
 
 from . import upstream
 from .content import Violation
-from .scripts import Action, Resize, Script, random_script
+from .scripts import Action, Resize, Script, play_part, random_script
 
-EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
-SEED = int(os.environ.get("KV_TIER_SIM_SEED", "0"))
 NUM_PARTS = 4
 MAX_SCRIPTS = 1000
 
@@ -57,13 +53,7 @@ def opening_script(seed: int, delay: int = 3, often: float = 0.2) -> Script:
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_scripts(part: int) -> None:
-    events: Counter[str] = Counter()
-    for seed in range(SEED + part, SEED + EXAMPLES, NUM_PARTS):
-        script = opening_script(seed)
-        try:
-            events.update(script.play().events)
-        except Violation as violation:
-            pytest.fail(f"seed {seed}: {violation}\n{script}")
+    events = play_part(opening_script, part, NUM_PARTS)
     assert events["opened"] and events["closed"] and events["loaded"]
 
 

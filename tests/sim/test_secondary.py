@@ -5,7 +5,6 @@ The checks after each step are those of all scripts: what came from below and ca
 found must have the bytes of its key.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,13 +28,12 @@ from . import secondary as below
 from . import upstream
 from .content import Violation
 from .layouts import LAYOUTS
-from .scripts import Reset, Script, random_script, scripts
+from .scripts import EXAMPLES, Reset, Script, random_script, scripts
 
 pytestmark = pytest.mark.skipif(
     not keys_are_bytes(), reason="refused: hashes are numbers of a process"
 )
 
-EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
 MAX_SCRIPTS = 3000
 
 

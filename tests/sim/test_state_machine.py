@@ -24,12 +24,10 @@ from vllm.v1.kv_tier.policy import POLICIES
 from . import upstream
 from .engine import EVENTS
 from .layouts import LAYOUTS, Layout
-from .scripts import Script, scripts
+from .scripts import EXAMPLES, SEED, Script, scripts
 
-EXAMPLES = int(os.environ.get("KV_TIER_SIM_EXAMPLES", "500"))
 ENOUGH = 500
 """So many scripts do everything that `EVENTS` names; fewer may not."""
-SEED = int(os.environ.get("KV_TIER_SIM_SEED", "0"))
 SUMMARY = os.environ.get("KV_TIER_SIM_SUMMARY")
 
 # Rows of docs/compatibility.md that no engine on a CPU can prove.
