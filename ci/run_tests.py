@@ -172,8 +172,8 @@ LONGEST = {
     "worker/sharing_ranks memory/buffer worker/rank_slots stores/servers",
     "sim": "state_machine missed_fences sharing_streams streams pairs planted_bugs "
     "shared_pool what_ends events reachable hangs",
-    "e2e": "answers pool kinds secondary_servers secondary_ranks secondary_end "
-    "meeting shutdown secondary secondary_kinds seen hint_doors pairs",
+    "e2e": "answers pool secondary_end shutdown kinds meeting secondary_ranks "
+    "secondary http secondary_servers hint_doors seen pairs giving_back",
 }
 """Tests that come first, so that no core waits for the last of them."""
 
