@@ -123,6 +123,7 @@ class RingOpening(Opening):
         super().__init__(seed, member.end, num_ranks)
         self.num_ended = 1
         self.open = [min(num_open, self._of_each) for num_open in self.open]
+        self._states = [OpenSlots(0, n, n == member.end) for n in self.open]
 
     def _end_of(self, first: int, size: int) -> int:
         number, slot = divmod(first, self._stride)
