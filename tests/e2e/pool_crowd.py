@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines that share a pool. They, their ranks and the keeper are killed at random
-moments, and started again: `python -m tests.e2e.pool_crowd FOLDER --kills 200`.
+moments, and started again, and the keeper is upgraded: `python -m tests.e2e.pool_crowd
+FOLDER --kills 200`.
 
 An engine is a fork of this process, and a rank one of its engine, so that both are
 there after some seconds: this process has imported everything, and never makes an
@@ -72,7 +73,7 @@ ENDS_S = 15
 """So long after the end of a process the others of its engine have to end."""
 CAPACITY_S = 1.0
 """Within it a partition is to be free."""
-KINDS = {"engine": 0.45, "rank": 0.4, "keeper": 0.15}
+KINDS = {"engine": 0.4, "rank": 0.35, "keeper": 0.1, "upgrade": 0.15}
 _PR_SET_PDEATHSIG = 1
 # Then there are no more kills.
 MAX_S = float(os.environ.get("KV_TIER_POOL_SECONDS", "3600"))
@@ -315,10 +316,16 @@ class Crowd:
     # --------------------------------------------------------------------- kills
 
     def kill(self) -> None:
-        """Kill a process at a random moment."""
+        """Kill a process, or upgrade the keeper, at a random moment."""
         kind = self._rng.choices([*KINDS], [*KINDS.values()])[0]
         if kind == "keeper":
             self._kill_keeper()
+            return
+        if kind == "upgrade":
+            time.sleep(self._rng.uniform(0, 2))
+            begun = time.monotonic()
+            self._keeper.succeed()
+            self._note("upgrade of the keeper", time.monotonic() - begun)
             return
         numbers = [n for n, num in enumerate(self._num_ranks) if num > 1]
         if kind == "engine" or not numbers:
