@@ -158,10 +158,11 @@ class Keeper:
         if self._state.to_clear:
             timeout_s = _RETRY_S
         for key, _ in self._selector.select(timeout_s):
-            if self._is_closed:
-                # The rest is for the successor.
-                return
             key.data()
+            if self._is_closed:
+                # The rest is for the next keeper. So are pins: their column may be that
+                # of another engine by now.
+                return
         self._clear_pins()
 
     def close(self) -> None:
