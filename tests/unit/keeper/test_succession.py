@@ -304,3 +304,33 @@ def test_all_files_of_an_old_keeper_are_closed(path: str) -> None:
         assert len(os.listdir("/proc/self/fd")) == before
         assert Member(path, ONE, [4096]).membership.num_slots == 1024
         assert takes(path, ONE) is None
+
+
+def test_pins_are_left_to_the_next_keeper(path: str) -> None:
+    """Their column may be that of another engine by then."""
+    with ExitStack() as stack:
+        first = Keeper.make(8 * MiB, 2, Path(path))
+
+        def engine() -> None:
+            Member(path, ONE, [4096])
+            time.sleep(60)
+
+        pid = start(engine)
+        while not first.num_attached:
+            first.serve_once(1)
+        assert first.partitions[0].lock.acquire()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        while first.num_peers:
+            first.serve_once(1)
+        heir = start(lambda: Keeper.succeed(Path(path)).serve())
+        stack.callback(os.waitpid, heir, 0)
+        stack.callback(os.kill, heir, signal.SIGKILL)
+        while not first.num_peers:
+            first.serve_once(1)
+        # Now it has asked.
+        time.sleep(0.2)
+        first.partitions[0].lock.release()
+        first.serve()
+        assert first._state.to_clear == {(0, 0)}
+        first.close()
