@@ -12,11 +12,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from ..settings import options
 from .server import Server
 from .test_http import CORE, SERVE, SIZE, server_environment
+
+
+class Process(Protocol):
+    """What is asked of a process."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class KeeperProcess:
@@ -28,13 +41,10 @@ class KeeperProcess:
             "--size", str(size_gib), "--engines", str(num_engines)
         )
 
-    def _start(self, *flags: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "vllm.v1.kv_tier.keeper", *flags]
+    def _start(self, *flags: str) -> Process:
         # Each has a log of its own.
         file, name = tempfile.mkstemp(".log", "keeper-", self.socket.parent)
-        process = subprocess.Popen(
-            [*command, "--socket", str(self.socket)], stdout=file, stderr=file
-        )
+        process = self._run([*flags, "--socket", str(self.socket)], file)
         os.close(file)
         log, limit = Path(name), time.monotonic() + 120
         while "partitions of" not in log.read_text():
@@ -42,6 +52,10 @@ class KeeperProcess:
             assert time.monotonic() < limit
             time.sleep(0.01)
         return process
+
+    def _run(self, flags: list[str], log: int) -> Process:
+        command = [sys.executable, "-m", "vllm.v1.kv_tier.keeper", *flags]
+        return subprocess.Popen(command, stdout=log, stderr=log)
 
     def succeed(self) -> None:
         """Let another process take over."""

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.executor import multiproc_executor
+from vllm.v1.kv_tier.keeper.__main__ import main as run_keeper
 from vllm.v1.kv_tier.keeper.client import Member, PoolRefused
 
 from ..settings import options
@@ -49,6 +50,8 @@ GIB_OF_AN_ENGINE = 2 / 1024
 read them."""
 PROMPTS = prompts(900, 24)
 MAX_TOKENS = 4
+PAUSE_S = 0.02
+"""Mean time between the requests to an engine: ranks that wait take all processors."""
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     # A fork has no threads of its own.
@@ -137,6 +140,7 @@ class Shared:
                 counts[ANSWERS] += 1
                 counts[HITS] += cached > 0
                 counts[WRONG] += tokens != truth[asked]
+            time.sleep(rng.expovariate(1 / PAUSE_S))
             total = own.counters()["kv_tier_neighbour_blocks"]
             counts[FROM_NEIGHBOURS] += int(total - seen)
             seen = total
@@ -174,6 +178,48 @@ def ask_alone(model: Path, num_ranks: int) -> list[list[int]]:
     os.waitpid(pid, 0)
     assert len({*map(tuple, truth)}) == len(PROMPTS), "answers do not differ"
     return truth
+
+
+# ------------------------------------------------------------------------- keepers
+
+
+class Fork:
+    """A fork of this process, in place of a command."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        self.pid = start(body)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self, timeout: float) -> int:
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+class ForkedKeeper(KeeperProcess):
+    """A keeper that need not import anything."""
+
+    def _run(self, flags: list[str], log: int) -> Fork:
+        def body() -> None:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.argv[1:] = flags
+            run_keeper()
+            os._exit(0)
+
+        return Fork(body)
 
 
 # ------------------------------------------------------------------------- the crowd
@@ -255,7 +301,7 @@ class Crowd:
 
     def _start_keeper(self) -> KeeperProcess:
         num = len(self._num_ranks)
-        return KeeperProcess(self._folder, num * GIB_OF_AN_ENGINE, num)
+        return ForkedKeeper(self._folder, num * GIB_OF_AN_ENGINE, num)
 
     def _begin(self, number: int) -> None:
         seed, num_ranks = self._rng.randrange(1 << 30), self._num_ranks[number]
