@@ -131,7 +131,7 @@ def test_engines_share_on_while_the_keeper_changes(
     assert two.membership.number != one.membership.number
     theirs = opened(two, one.membership.number)
     assert theirs.find(ROWS)[1].tolist() == [3]
-    assert join(two.place(), 0)[1][3 * 4096] == 42
+    assert join(two.place(), 0)[1][4 * MiB + 3 * 4096] == 42
     # A rank that comes late joins its engine.
     join(one.place(), 0)
     assert takes(path, OTHER) is None
