@@ -6,16 +6,30 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from ..settings import options
 from .server import Server
 from .test_http import CORE, SERVE, SIZE, server_environment
+
+
+class Process(Protocol):
+    """What is asked of a process."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class KeeperProcess:
@@ -23,18 +37,30 @@ class KeeperProcess:
 
     def __init__(self, folder: Path, size_gib: float, num_engines: int) -> None:
         self.socket = folder / "keeper.sock"
-        self._log = folder / "keeper.log"
-        command = [sys.executable, "-m", "vllm.v1.kv_tier.keeper"]
-        command += ["--size", str(size_gib), "--engines", str(num_engines)]
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, "--socket", str(self.socket)], stdout=log, stderr=log
-            )
-        limit = time.monotonic() + 120
-        while "partitions of" not in self._log.read_text():
-            assert self.process.poll() is None, self._log.read_text()
+        self.process = self._start(
+            "--size", str(size_gib), "--engines", str(num_engines)
+        )
+
+    def _start(self, *flags: str) -> Process:
+        # Each has a log of its own.
+        file, name = tempfile.mkstemp(".log", "keeper-", self.socket.parent)
+        process = self._run([*flags, "--socket", str(self.socket)], file)
+        os.close(file)
+        log, limit = Path(name), time.monotonic() + 120
+        while "partitions of" not in log.read_text():
+            assert process.poll() is None, log.read_text()
             assert time.monotonic() < limit
-            time.sleep(0.1)
+            time.sleep(0.01)
+        return process
+
+    def _run(self, flags: list[str], log: int) -> Process:
+        command = [sys.executable, "-m", "vllm.v1.kv_tier.keeper", *flags]
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+    def succeed(self) -> None:
+        """Let another process take over."""
+        before, self.process = self.process, self._start("--succeed")
+        assert before.wait(30) == 0
 
     def spoil(self, seed: int, part: slice = slice(None)) -> None:
         """Overwrite all slots, or a part of each of two partitions."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines that share a pool. They, their ranks and the keeper are killed at random
-moments, and started again: `python -m tests.e2e.pool_crowd FOLDER --kills 200`.
+moments, and started again, and the keeper is upgraded: `python -m tests.e2e.pool_crowd
+FOLDER --kills 200`.
 
 An engine is a fork of this process, and a rank one of its engine, so that both are
 there after some seconds: this process has imported everything, and never makes an
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.executor import multiproc_executor
+from vllm.v1.kv_tier.keeper.__main__ import main as run_keeper
 from vllm.v1.kv_tier.keeper.client import Member, PoolRefused
 
 from ..settings import options
@@ -48,6 +50,8 @@ GIB_OF_AN_ENGINE = 2 / 1024
 read them."""
 PROMPTS = prompts(900, 24)
 MAX_TOKENS = 4
+PAUSE_S = 0.02
+"""Mean time between the requests to an engine: ranks that wait take all processors."""
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     # A fork has no threads of its own.
@@ -72,7 +76,7 @@ ENDS_S = 15
 """So long after the end of a process the others of its engine have to end."""
 CAPACITY_S = 1.0
 """Within it a partition is to be free."""
-KINDS = {"engine": 0.45, "rank": 0.4, "keeper": 0.15}
+KINDS = {"engine": 0.4, "rank": 0.35, "keeper": 0.1, "upgrade": 0.15}
 _PR_SET_PDEATHSIG = 1
 # Then there are no more kills.
 MAX_S = float(os.environ.get("KV_TIER_POOL_SECONDS", "3600"))
@@ -136,6 +140,7 @@ class Shared:
                 counts[ANSWERS] += 1
                 counts[HITS] += cached > 0
                 counts[WRONG] += tokens != truth[asked]
+            time.sleep(rng.expovariate(1 / PAUSE_S))
             total = own.counters()["kv_tier_neighbour_blocks"]
             counts[FROM_NEIGHBOURS] += int(total - seen)
             seen = total
@@ -173,6 +178,48 @@ def ask_alone(model: Path, num_ranks: int) -> list[list[int]]:
     os.waitpid(pid, 0)
     assert len({*map(tuple, truth)}) == len(PROMPTS), "answers do not differ"
     return truth
+
+
+# ------------------------------------------------------------------------- keepers
+
+
+class Fork:
+    """A fork of this process, in place of a command."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        self.pid = start(body)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self, timeout: float) -> int:
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+class ForkedKeeper(KeeperProcess):
+    """A keeper that need not import anything."""
+
+    def _run(self, flags: list[str], log: int) -> Fork:
+        def body() -> None:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.argv[1:] = flags
+            run_keeper()
+            os._exit(0)
+
+        return Fork(body)
 
 
 # ------------------------------------------------------------------------- the crowd
@@ -254,7 +301,7 @@ class Crowd:
 
     def _start_keeper(self) -> KeeperProcess:
         num = len(self._num_ranks)
-        return KeeperProcess(self._folder, num * GIB_OF_AN_ENGINE, num)
+        return ForkedKeeper(self._folder, num * GIB_OF_AN_ENGINE, num)
 
     def _begin(self, number: int) -> None:
         seed, num_ranks = self._rng.randrange(1 << 30), self._num_ranks[number]
@@ -315,10 +362,16 @@ class Crowd:
     # --------------------------------------------------------------------- kills
 
     def kill(self) -> None:
-        """Kill a process at a random moment."""
+        """Kill a process, or upgrade the keeper, at a random moment."""
         kind = self._rng.choices([*KINDS], [*KINDS.values()])[0]
         if kind == "keeper":
             self._kill_keeper()
+            return
+        if kind == "upgrade":
+            time.sleep(self._rng.uniform(0, 2))
+            begun = time.monotonic()
+            self._keeper.succeed()
+            self._note("upgrade of the keeper", time.monotonic() - begun)
             return
         numbers = [n for n, num in enumerate(self._num_ranks) if num > 1]
         if kind == "engine" or not numbers:

@@ -38,7 +38,7 @@ LAYERS: tuple[set[str], ...] = (
     {"keeper"},
     {"layout"},
     {"block_keys", "eviction", "hints", "memory", "metrics", "stores"},
-    {"host_size_api"},
+    {"host_size_api", "keeper.state"},
     {"compatibility", "copying", "frontend", "keeper.server", "policy"},
     {"config", "keeper.__main__", "scheduler", "worker"},
     {"hints.retention"},

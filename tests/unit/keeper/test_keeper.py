@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vllm.v1.kv_tier.keeper import server
+from vllm.v1.kv_tier.keeper import state
 from vllm.v1.kv_tier.keeper.client import (
     VERSION,
     Geometry,
@@ -38,7 +38,7 @@ class KeeperThread:
     """A keeper that serves in a thread of its own."""
 
     def __init__(self, path: Path, num_engines: int = 2) -> None:
-        self.keeper = Keeper(4 * MiB * num_engines, num_engines, path)
+        self.keeper = Keeper.make(4 * MiB * num_engines, num_engines, path)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -302,7 +302,7 @@ def test_engines_go_on_without_the_keeper(tmp_path: Path) -> None:
     ready = os.pipe()
 
     def serve() -> None:
-        keeper = Keeper(8 * MiB, 2, path)
+        keeper = Keeper.make(8 * MiB, 2, path)
         os.write(ready[1], b"x")
         keeper.serve()
 
@@ -318,13 +318,13 @@ def test_engines_go_on_without_the_keeper(tmp_path: Path) -> None:
     with pytest.raises(PoolRefused, match="no keeper answers there"):
         Member(str(path), ONE, [4096])
     # The next keeper takes the name that this one has left.
-    Keeper(8 * MiB, 2, path).close()
+    Keeper.make(8 * MiB, 2, path).close()
 
 
 def test_socket_is_for_one_user_and_one_keeper(keeper: Keeper, path: str) -> None:
     assert os.stat(path).st_mode & 0o777 == 0o600
     with pytest.raises(OSError, match="another keeper"):
-        Keeper(8 * MiB, 2, Path(path))
+        Keeper.make(8 * MiB, 2, Path(path))
 
 
 WISH = {
@@ -397,7 +397,7 @@ def test_peers_that_send_without_reading_stop_nobody(keeper: Keeper, path: str) 
             for _ in range(50):
                 peer.send(b"{}")
         peers.append(peer)
-    eventually(lambda: keeper._num_peers == 0)
+    eventually(lambda: keeper.num_peers == 0)
     assert Member(path, ONE, [4096]).membership.num_slots == 1024
     for peer in peers:
         peer.close()
@@ -454,7 +454,7 @@ def test_partition_is_kept_until_the_process_has_ended(
 @pytest.mark.parametrize("says_so", [True, False])
 def test_nothing_is_left_of_an_engine(tmp_path: Path, says_so: bool) -> None:
     """The end of its process and what it has sent are seen at once."""
-    keeper = Keeper(8 * MiB, 2, tmp_path / "keeper.sock")
+    keeper = Keeper.make(8 * MiB, 2, tmp_path / "keeper.sock")
     before = len(os.listdir("/proc/self/fd"))
     ready, ends = os.pipe(), os.pipe()
 
@@ -472,7 +472,7 @@ def test_nothing_is_left_of_an_engine(tmp_path: Path, says_so: bool) -> None:
     os.write(ends[1], b"x")
     os.waitpid(pid, 0)
     keeper.serve_once(1)
-    assert (keeper.num_attached, keeper._num_peers) == (0, 0)
+    assert (keeper.num_attached, keeper.num_peers) == (0, 0)
     for fd in (*ready, *ends):
         os.close(fd)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -483,16 +483,16 @@ def test_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("precious")
     with pytest.raises(OSError, match="no socket"):
-        Keeper(8 * MiB, 2, path)
+        Keeper.make(8 * MiB, 2, path)
     assert path.read_text() == "precious"
 
 
 def test_more_memory_than_there_is_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "available_host_bytes", lambda: 7 * MiB)
+    monkeypatch.setattr(state, "available_host_bytes", lambda: 7 * MiB)
     with pytest.raises(ValueError, match="earlier keeper"):
-        Keeper(8 * MiB, 2, tmp_path / "keeper.sock")
+        Keeper.make(8 * MiB, 2, tmp_path / "keeper.sock")
 
 
 @pytest.mark.parametrize(
@@ -503,7 +503,7 @@ def test_wrong_sizes_are_refused(
     tmp_path: Path, size: int, engines: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Keeper(size, engines, tmp_path / "keeper.sock")
+        Keeper.make(size, engines, tmp_path / "keeper.sock")
 
 
 def test_block_larger_than_a_partition_is_refused(path: str) -> None:

@@ -12,19 +12,15 @@ connection of a killed process before the GPU's driver has stopped its copies.
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import logging
 import mmap
 import os
 import re
-import secrets
 import selectors
 import socket
-import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -39,15 +35,13 @@ from vllm.v1.kv_tier.keeper.client import (
     peer_of,
     pid_namespace,
 )
-from vllm.v1.kv_tier.keeper.partition import MAX_ENGINES, Partition
-from vllm.v1.kv_tier.memory.limits import available_host_bytes
+from vllm.v1.kv_tier.keeper.partition import Partition
+from vllm.v1.kv_tier.keeper.state import SUCCEED, KeeperState, Lease, Peer
 
 logger = logging.getLogger(__name__)
 
-_HUGE_PAGE_BYTES = 2 << 20
 _PIECE_BYTES = 256 << 20
 _MADV_POPULATE_WRITE = 23
-_GiB = 1 << 30
 _RETRY_S = 0.02
 # Most processes that are connected. Each takes two open files.
 _MAX_PEERS = 256
@@ -69,76 +63,63 @@ class _Wish(TypedDict):
     """Of a rank's engine: none other may have taken the partition since."""
 
 
-@dataclass(eq=False)
-class _Peer:
-    """A process that has connected."""
-
-    connection: socket.socket
-    process: int
-    """A file that becomes readable when the process has ended."""
-
-
-@dataclass
-class _Lease:
-    """Who has a partition."""
-
-    number: int = field(default_factory=lambda: secrets.randbits(47))
-    """Of the engine that has it: one more than that of the engine before. No other
-    keeper gives the same one, so that a rank never joins an engine that has its memory
-    from a keeper that has died."""
-    peers: set[_Peer] = field(default_factory=set)
-    """The engine and its ranks."""
-
-
 class Keeper:
-    """Memory, and who has which partition of it.
+    """Serves the pool.
 
     Args:
-        size_bytes: Memory of all partitions together.
-        num_engines: Number of partitions.
+        state: Its memory, and who has which partition of it.
         path: Of the socket.
-
-    Raises:
-        OSError: The socket cannot be made, or the kernel is older than Linux 5.3.
-        ValueError: The size or the number does not work. The message has the fix.
 
     """
 
-    def __init__(self, size_bytes: int, num_engines: int, path: Path) -> None:
-        if not 1 <= num_engines <= MAX_ENGINES:
-            raise ValueError(
-                f"--engines must be from 1 to {MAX_ENGINES}, got {num_engines}."
-            )
-        each = size_bytes // num_engines // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-        if not each:
-            raise ValueError(
-                f"--size: {size_bytes} bytes for {num_engines} engines are less than "
-                "2 MiB for each. Give more, or lower --engines."
-            )
-        available = available_host_bytes()
-        if each * num_engines > available:
-            raise ValueError(
-                f"--size {size_bytes / _GiB:g} does not fit: {available / _GiB:.1f} "
-                "GiB of host memory are available. Lower it, or end the engines that "
-                "still have the memory of an earlier keeper."
-            )
-        self.geometry = Geometry(num_engines, each)
-        self._data_fd = _make_file("kv-tier-pool", self.geometry.data_bytes)
-        self._index_fd = _make_file("kv-tier-index", self.geometry.index_bytes)
+    def __init__(self, state: KeeperState, path: Path) -> None:
+        self._state, self._path = state, path
         self.partitions: Sequence[Partition] = map_partitions(
-            self._index_fd, self.geometry
+            state.index_fd, state.geometry
         )
-        for partition in self.partitions:
-            partition.lock.create()
-        self._leases = [_Lease() for _ in self.partitions]
-        self._num_peers = 0
-        # Dead readers whose pins are not cleared yet: (partition, reader).
-        self._to_clear: set[tuple[int, int]] = set()
         self._selector = selectors.DefaultSelector()
-        self._path = path
-        self._listener = _listen(path)
-        self._listen_to(self._listener, self._accept)
+        self._listen_to(state.listener, self._accept)
+        for peer in state.waiting:
+            self._hear(peer)
+        for lease in state.leases:
+            for peer in lease.peers:
+                self._hear(peer)
+                self._watch(peer, lease)
         self._is_closed = False
+
+    @classmethod
+    def make(cls, size_bytes: int, num_engines: int, path: Path) -> "Keeper":
+        """A keeper of new memory.
+
+        Args:
+            size_bytes: Memory of all partitions together.
+            num_engines: Number of partitions.
+            path: Of the socket.
+
+        Raises:
+            OSError: The socket cannot be made, or the kernel is older than Linux 5.3.
+            ValueError: The size or the number does not work. The message has the fix.
+
+        """
+        keeper = cls(KeeperState.make(size_bytes, num_engines, path), path)
+        for partition in keeper.partitions:
+            partition.lock.create()
+        return keeper
+
+    @classmethod
+    def succeed(cls, path: Path) -> "Keeper":
+        """Take over from the keeper at `path`, which ends. Engines notice nothing.
+
+        Raises:
+            OSError: There is none, or it gives nothing.
+            ValueError: What it has cannot be used by this build.
+
+        """
+        return cls(KeeperState.receive(path), path)
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._state.geometry
 
     def touch(self) -> None:
         """Let all pages exist, so that no engine pays for page faults.
@@ -147,7 +128,7 @@ class Keeper:
             OSError: The machine has no more memory.
 
         """
-        memory = mmap.mmap(self._data_fd, self.geometry.data_bytes)
+        memory = mmap.mmap(self._state.data_fd, self.geometry.data_bytes)
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         array = np.frombuffer(memory, np.uint8)
@@ -174,36 +155,39 @@ class Keeper:
 
     def serve_once(self, timeout_s: float | None) -> None:
         """Serve what has come, or comes within `timeout_s`."""
-        if self._to_clear:
+        if self._state.to_clear:
             timeout_s = _RETRY_S
         for key, _ in self._selector.select(timeout_s):
             key.data()
+            if self._is_closed:
+                # The rest is for the next keeper. So are pins: their column may be that
+                # of another engine by now.
+                return
         self._clear_pins()
 
     def close(self) -> None:
         """Stop serving. Engines keep the memory that they have."""
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._path.unlink()
-        for lease in self._leases:
-            for peer in lease.peers:
-                os.close(peer.process)
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
+        if not self._state.is_given:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
         self._selector.close()
-        os.close(self._data_fd)
-        os.close(self._index_fd)
+        self._state.close()
 
     @property
     def num_attached(self) -> int:
         """Partitions with a live engine."""
-        return sum(bool(lease.peers) for lease in self._leases)
+        return sum(bool(lease.peers) for lease in self._state.leases)
+
+    @property
+    def num_peers(self) -> int:
+        """Processes that are connected, or have a partition."""
+        return self._state.num_peers
 
     def _clear_pins(self) -> None:
-        self._to_clear = {
+        self._state.to_clear = {
             (number, reader)
-            for number, reader in self._to_clear
+            for number, reader in self._state.to_clear
             if not self.partitions[number].clear_reader(reader)
         }
 
@@ -214,38 +198,49 @@ class Keeper:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = self._state.listener.accept()
         except OSError:
             return
         connection.setblocking(False)
         pid, uid = peer_of(connection)
-        if uid != os.getuid() or self._num_peers == _MAX_PEERS:
+        if uid != os.getuid() or self._state.num_peers == _MAX_PEERS:
             logger.warning("Process %d of user %d was refused.", pid, uid)
             connection.close()
             return
         try:
-            peer = _Peer(connection, os.pidfd_open(pid))
+            peer = Peer(connection, os.pidfd_open(pid))
         except OSError:
             # It has ended, or is in a PID namespace that is not seen from here.
-            peer = _Peer(connection, -1)
-        self._num_peers += 1
-        self._listen_to(connection, partial(self._receive, peer))
+            peer = Peer(connection, None)
+        self._state.waiting.add(peer)
+        self._hear(peer)
 
-    def _receive(self, peer: _Peer) -> None:
-        """Answer the first message of a process, which asks for a partition.
+    def _hear(self, peer: Peer) -> None:
+        if peer.connection is not None:
+            self._listen_to(peer.connection, partial(self._receive, peer))
+
+    def _watch(self, peer: Peer, lease: Lease) -> None:
+        assert peer.process is not None
+        self._listen_to(peer.process, partial(self._end, peer, lease))
+
+    def _receive(self, peer: Peer) -> None:
+        """Answer the first message of a process, which asks for a partition, or for all
+        of them as the next keeper.
 
         The second one gives it back.
         """
-        connection = peer.connection
-        if connection.fileno() < 0:
+        if peer.connection is None:
             # Its process has ended, which was seen first.
             return
         try:
-            message = connection.recv(MAX_MESSAGE_BYTES)
+            message = peer.connection.recv(MAX_MESSAGE_BYTES)
         except OSError:
             message = b""
         if (lease := self._lease_of(peer)) is None:
-            if message and self._answer(peer, message):
+            self._state.waiting.discard(peer)
+            if message == SUCCEED:
+                self._hand_over(peer.connection)
+            elif message and self._answer(peer, message):
                 return
             self._forget(peer)
         elif message:
@@ -254,34 +249,41 @@ class Keeper:
             # The process still runs. Maybe it is being killed.
             self._hang_up(peer)
 
-    def _answer(self, peer: _Peer, message: bytes) -> bool:
+    def _hand_over(self, connection: socket.socket) -> None:
+        self._state.send(connection)
+        if self._state.is_given:
+            logger.info("Another keeper has taken over.")
+            self._is_closed = True
+
+    def _answer(self, peer: Peer, message: bytes) -> bool:
         """Whether a process gets what it asks for."""
+        assert peer.connection is not None
         fds: list[int] = []
         try:
             reply = self._grant(peer, _wish_of(message))
-            fds = [self._data_fd, self._index_fd]
+            fds = [self._state.data_fd, self._state.index_fd]
         except Refused as e:
             reply = {"refused": str(e)}
         with contextlib.suppress(OSError):
             socket.send_fds(peer.connection, [json.dumps(reply).encode()], fds)
         return bool(fds)
 
-    def _grant(self, peer: _Peer, wish: _Wish) -> dict[str, Any]:
-        if peer.process < 0:
+    def _grant(self, peer: Peer, wish: _Wish) -> dict[str, Any]:
+        if peer.process is None:
             raise Refused("the process cannot be watched: it is not seen from here")
-        number = wish["partition"]
+        leases, number = self._state.leases, wish["partition"]
         if wish["rank_bytes"]:
             number = self._assign(wish["identity"], wish["rank_bytes"])
-            self._leases[number].number += 1
+            leases[number].number += 1
         elif not (
-            number < len(self._leases)
-            and self._leases[number].number == wish["lease"]
+            number < len(leases)
+            and leases[number].number == wish["lease"]
             and self.partitions[number].identity == wish["identity"]
         ):
             raise Refused(f"partition {number} has another engine by now")
-        lease = self._leases[number]
+        lease = leases[number]
         lease.peers.add(peer)
-        self._listen_to(peer.process, partial(self._end, peer, lease))
+        self._watch(peer, lease)
         return {
             "partition": number,
             "lease": lease.number,
@@ -291,6 +293,7 @@ class Keeper:
     def _assign(self, identity: bytes, rank_bytes: Sequence[int]) -> int:
         """A partition for an engine: what one of its identity has left, else an empty
         one, else one of another identity, whose content is lost."""
+        leases = self._state.leases
         num_slots = self.geometry.num_slots(rank_bytes)
         if num_slots < 1:
             raise Refused(
@@ -300,12 +303,12 @@ class Keeper:
             )
         # The pins of its last engine must not be taken for those of the next.
         self._clear_pins()
-        unclear = {reader for _, reader in self._to_clear}
-        free = [i for i, lease in enumerate(self._leases) if not lease.peers]
+        unclear = {reader for _, reader in self._state.to_clear}
+        free = [i for i, lease in enumerate(leases) if not lease.peers]
         if not free:
             raise Refused(
-                f"all {len(self._leases)} partitions have an engine. Start the keeper "
-                "with more --engines"
+                f"all {len(leases)} partitions have an engine. Start the keeper with "
+                "more --engines"
             )
         free = [i for i in free if i not in unclear]
         owners = {i: self.partitions[i].identity for i in free}
@@ -320,32 +323,33 @@ class Keeper:
 
     # ------------------------------------------------------------------ the end
 
-    def _lease_of(self, peer: _Peer) -> _Lease | None:
-        return next((each for each in self._leases if peer in each.peers), None)
+    def _lease_of(self, peer: Peer) -> Lease | None:
+        return next((each for each in self._state.leases if peer in each.peers), None)
 
-    def _hang_up(self, peer: _Peer) -> None:
-        if peer.connection.fileno() >= 0:
+    def _hang_up(self, peer: Peer) -> None:
+        if peer.connection is not None:
             self._selector.unregister(peer.connection)
-        peer.connection.close()
+            peer.connection.close()
+            peer.connection = None
 
-    def _forget(self, peer: _Peer) -> None:
+    def _forget(self, peer: Peer) -> None:
         self._hang_up(peer)
-        if peer.process >= 0:
-            os.close(peer.process)
-        self._num_peers -= 1
+        peer.close()
 
-    def _end(self, peer: _Peer, lease: _Lease) -> None:
+    def _end(self, peer: Peer, lease: Lease) -> None:
         """A process of an engine has ended, or gives the partition back."""
         if peer not in lease.peers:
             # Both at once.
             return
         lease.peers.remove(peer)
+        assert peer.process is not None
         self._selector.unregister(peer.process)
         self._forget(peer)
         if not lease.peers:
             # Neither the engine nor a rank reads any more.
-            number = self._leases.index(lease)
-            self._to_clear |= {(other, number) for other in range(len(self._leases))}
+            leases = self._state.leases
+            number = leases.index(lease)
+            self._state.to_clear |= {(other, number) for other in range(len(leases))}
             logger.info("The engine of partition %d has ended.", number)
 
 
@@ -393,44 +397,3 @@ def _wish_of(message: bytes) -> _Wish:
         partition=partition,
         lease=lease,
     )
-
-
-def _make_file(name: str, num_bytes: int) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.fchmod(fd, 0o600)
-    os.ftruncate(fd, num_bytes)
-    # No process can truncate the file under the others.
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    return fd
-
-
-def _listen(path: Path) -> socket.socket:
-    """Listen at `path`, for this user only.
-
-    Raises:
-        OSError: Another keeper is there, or the path cannot be used.
-
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            if not stat.S_ISSOCK(path.stat().st_mode):
-                raise OSError(
-                    f"--socket {path}: it is no socket. Give another path."
-                ) from None
-            # Left by a keeper that was killed.
-            path.unlink()
-        except FileNotFoundError:
-            pass
-        else:
-            raise OSError(f"--socket {path}: another keeper is there.")
-    before = os.umask(0o177)
-    try:
-        listener.bind(str(path))
-    finally:
-        os.umask(before)
-    listener.listen(64)
-    listener.setblocking(False)
-    return listener
