@@ -205,9 +205,11 @@ class Machine:
         if number in self._dying:
             self._replace(number)
         engine = self.engines[number]
-        num_open = _table_of(engine).num_slots
+        num_open, void_plan = _table_of(engine).num_slots, engine._pool.void_plan
         action.run(engine)
-        self._check_adopted(engine, num_open)
+        if engine._pool.void_plan == void_plan:
+            # Else the host may have dropped what a failed load has left on the device.
+            self._check_adopted(engine, num_open)
 
     def _check_adopted(self, engine: Engine, num_before: int) -> None:
         """What an earlier engine has left is found as soon as its slot is open.
