@@ -20,6 +20,8 @@ from vllm.v1.kv_tier.keeper.partition import (
 )
 
 IDENTITY = b"i" * 32
+ONE, OTHER = b"1" * 32, b"2" * 32
+MiB = 1 << 20
 NUM_SLOTS = 24
 NUM_KEYS = 48
 
@@ -113,6 +115,15 @@ def read(
         shared.counts[1] += len(slots)
         while not partition.unpin(slots.tolist(), reader):
             pass
+
+
+def eventually(is_so: Callable[[], bool]) -> float:
+    """Seconds until it is so."""
+    begun = time.monotonic()
+    while not is_so():
+        assert time.monotonic() < begun + 5
+        time.sleep(0.005)
+    return time.monotonic() - begun
 
 
 def start(body: Callable[[], None]) -> int:

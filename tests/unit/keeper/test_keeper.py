@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,10 +28,7 @@ from vllm.v1.kv_tier.keeper.client import (
 from vllm.v1.kv_tier.keeper.partition import Claim, rows_of
 from vllm.v1.kv_tier.keeper.server import Keeper
 
-from .crowd import KEYS, key, start
-
-MiB = 1 << 20
-ONE, OTHER = b"1" * 32, b"2" * 32
+from .crowd import KEYS, ONE, OTHER, MiB, eventually, key, start
 
 
 class KeeperThread:
@@ -63,15 +60,6 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
 @pytest.fixture
 def path(keeper: Keeper) -> str:
     return str(keeper._path)
-
-
-def eventually(is_so: Callable[[], bool]) -> float:
-    """Seconds until it is so."""
-    begun = time.monotonic()
-    while not is_so():
-        assert time.monotonic() < begun + 5
-        time.sleep(0.005)
-    return time.monotonic() - begun
 
 
 def test_engines_number_slots_from_their_own_on(path: str) -> None:

@@ -16,10 +16,8 @@ from vllm.v1.kv_tier.keeper.client import Member, PoolRefused, join
 from vllm.v1.kv_tier.keeper.partition import Partition, rows_of
 from vllm.v1.kv_tier.keeper.server import Keeper
 
-from .crowd import KEYS, start
+from .crowd import KEYS, ONE, OTHER, MiB, eventually, start
 
-MiB = 1 << 20
-ONE, OTHER = b"1" * 32, b"2" * 32
 ROWS = rows_of(KEYS[:1])
 
 
@@ -95,14 +93,6 @@ def succeed(processes: Processes, path: str) -> int:
     return processes.start(serve(lambda: Keeper.succeed(Path(path))))
 
 
-def eventually(is_so: Callable[[], bool]) -> float:
-    begun = time.monotonic()
-    while not is_so():
-        assert time.monotonic() < begun + 5
-        time.sleep(0.005)
-    return time.monotonic() - begun
-
-
 def takes(path: str, identity: bytes) -> Member | None:
     try:
         return Member(path, identity, [4096])
@@ -115,6 +105,14 @@ def opened(member: Member, number: int) -> Partition:
     partition = member.membership.partitions[number]
     partition.open()
     return partition
+
+
+def reader_of(path: str, number: int) -> Member:
+    """An engine that reads the block that partition `number` has published."""
+    member = Member(path, ONE, [4096])
+    theirs = opened(member, number)
+    assert theirs.pin(ROWS, theirs.find(ROWS)[1], member.membership.number, ONE)
+    return member
 
 
 def test_engines_share_on_while_the_keeper_changes(
@@ -151,11 +149,9 @@ def test_engine_that_ends_later_leaves_its_partition_to_the_next(
     number = reader.membership.number
 
     def engine(tell: Callable[[], None]) -> None:
-        member = Member(path, ONE, [4096])
+        member = reader_of(path, number)
         assert member.membership.own.publish([5], KEYS[1:2], [16])
-        theirs = opened(member, number)
-        assert theirs.pin(ROWS, theirs.find(ROWS)[1], member.membership.number, ONE)
-        theirs.lock.acquire()
+        opened(member, number).lock.acquire()
         tell()
         time.sleep(60)
 
@@ -182,9 +178,8 @@ def test_pins_that_could_not_be_cleared_are_cleared_by_the_next(
     number = owner.membership.number
 
     def engine(tell: Callable[[], None]) -> None:
-        member = Member(path, ONE, [4096])
-        theirs = opened(member, number)
-        assert theirs.pin(ROWS, theirs.find(ROWS)[1], member.membership.number, ONE)
+        member = reader_of(path, number)
+        assert member.membership.number != number
         tell()
         time.sleep(60)
 

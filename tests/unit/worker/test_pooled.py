@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.keeper.test_keeper import ONE, KeeperThread, MiB
+from tests.unit.keeper.crowd import ONE, MiB
+from tests.unit.keeper.test_keeper import KeeperThread
 from vllm.v1.kv_tier.keeper.client import Member
 from vllm.v1.kv_tier.memory.opener import SlotOpener
 from vllm.v1.kv_tier.plan import OpenSlots

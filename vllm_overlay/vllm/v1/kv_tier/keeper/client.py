@@ -36,7 +36,7 @@ _EMPTY_PART, _MAX_EMPTY = 100, 64
 
 # Parts of ranks are whole huge pages where they have so many, so that the kernel maps
 # them as such.
-_HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGE_BYTES = 2 << 20
 _MANY_HUGE_PAGES = 64
 # Most of the addresses between two parts, as a part of them, for which the next one
 # begins at a huge page.
@@ -80,8 +80,8 @@ class Geometry(NamedTuple):
 
         """
         shares = [self.partition_bytes * each // sum(rank_bytes) for each in rank_bytes]
-        is_large = min(shares) >= _MANY_HUGE_PAGES * _HUGE_PAGE_BYTES
-        unit = _HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE
+        is_large = min(shares) >= _MANY_HUGE_PAGES * HUGE_PAGE_BYTES
+        unit = HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE
         return [share // unit * unit for share in shares]
 
     def num_slots(self, rank_bytes: Sequence[int]) -> int:
@@ -99,7 +99,7 @@ class Geometry(NamedTuple):
         num_slots = self.num_slots(rank_bytes)
         units = [
             math.lcm(*(page // math.gcd(page, each) for each in rank_bytes))
-            for page in (_HUGE_PAGE_BYTES, mmap.PAGESIZE)
+            for page in (HUGE_PAGE_BYTES, mmap.PAGESIZE)
         ]
         huge, small = (-(-num_slots // unit) * unit for unit in units)
         return huge if huge <= (1 + _MAX_GAP) * num_slots else small
@@ -112,7 +112,7 @@ class Place(NamedTuple):
     identity: bytes
     number: int
     lease: int
-    """Number of the engine among those that have had the partition."""
+    """Of the engine: no other one has the same, from any keeper."""
     rank_bytes: tuple[int, ...]
     """Bytes of a block on each rank."""
     num_slots: int
@@ -314,11 +314,11 @@ def _map_ring(
     # Addresses only. Parts take their places in it.
     reserved = mmap.mmap(
         -1,
-        num_parts * stride + _HUGE_PAGE_BYTES,
+        num_parts * stride + HUGE_PAGE_BYTES,
         mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
     )
     array = np.frombuffer(reserved, np.uint8)
-    memory = array[-array.ctypes.data % _HUGE_PAGE_BYTES :]
+    memory = array[-array.ctypes.data % HUGE_PAGE_BYTES :]
     start = memory.ctypes.data
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.v1.kv_tier.keeper.client import (
+    HUGE_PAGE_BYTES,
     VERSION,
     Geometry,
     peer_of,
@@ -36,7 +37,6 @@ SUCCEED = b"succeed"
 _TIMEOUT_S = 3.0
 _TAKEN, _YOURS = b"taken", b"yours"
 _MAX_BYTES = 64 << 10
-_HUGE_PAGE_BYTES = 2 << 20
 _GiB = 1 << 30
 
 
@@ -98,7 +98,7 @@ class KeeperState:
             raise ValueError(
                 f"--engines must be from 1 to {MAX_ENGINES}, got {num_engines}."
             )
-        each = size_bytes // num_engines // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        each = size_bytes // num_engines // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if not each:
             raise ValueError(
                 f"--size: {size_bytes} bytes for {num_engines} engines are less than "
