@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tier's metrics `vllm:kv_tier_*`, and its part of the periodic log line."""
 
+import time
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -262,6 +263,10 @@ METRICS = (
     ),
 )
 
+_UNLABELLED = tuple(m for m in METRICS if m.kind != "histogram" and not m.label)
+_SOURCE = "hits by source"
+_SHOWN_S = 1.0
+
 
 class KVTierProm:
     """Prometheus metrics of the tier, with one child per engine and label value.
@@ -290,6 +295,10 @@ class KVTierProm:
         self._hits_by_source = hits_by_source
         self._metrics: dict[str, Any] = {}
         self._allocated = dict.fromkeys(per_engine_labelvalues, 0)
+        # Values of gauges, by engine and name, and until when they need not be set
+        # if they do not change.
+        self._shown: dict[int, dict[str, float]] = {e: {} for e in self._labelvalues}
+        self._shown_until = dict.fromkeys(per_engine_labelvalues, 0.0)
         self._children: dict[tuple[str, int, str], Any] = {}
         for metric in METRICS:
             cls: Any = counter_cls
@@ -313,6 +322,14 @@ class KVTierProm:
             self._children[key] = self._metrics[name].labels(*values)
         return self._children[key]
 
+    def _source(self, engine: int, source: str) -> Any:
+        key = _SOURCE, engine, source
+        if key not in self._children:
+            assert self._hits_by_source is not None
+            values = *self._labelvalues[engine], source
+            self._children[key] = self._hits_by_source.labels(*values)
+        return self._children[key]
+
     def observe(self, scheduler_stats: SchedulerStats, engine: int) -> None:
         """Publish the stats of `engine`."""
         stats = scheduler_stats.kv_tier_stats
@@ -320,17 +337,25 @@ class KVTierProm:
             return
         if self._hits_by_source is not None:
             for source, num_tokens in _host_hits(scheduler_stats).items():
-                values = *self._labelvalues[engine], source
-                self._hits_by_source.labels(*values).inc(num_tokens)
+                self._source(engine, source).inc(num_tokens)
         counts = _counts(stats)
         counts["slots"] = max(0, stats.slots_total - self._allocated[engine])
         self._allocated[engine] += counts["slots"]
-        for metric in METRICS:
-            value = counts.get(metric.name)
-            if value is None:
-                continue
-            child = self._child(metric.name, engine)
-            (child.inc if metric.kind == "counter" else child.set)(value)
+        if (now := time.monotonic()) > self._shown_until[engine]:
+            # Of the values of several API servers the most recent one counts.
+            self._shown[engine].clear()
+            self._shown_until[engine] = now + _SHOWN_S
+        shown = self._shown[engine]
+        for metric in _UNLABELLED:
+            # Most have not changed since the step before, and a call of each would
+            # take longer than the output of a step in the process that sends answers.
+            value = counts[metric.name]
+            if metric.kind == "counter":
+                if value:
+                    self._child(metric.name, engine).inc(value)
+            elif shown.get(metric.name) != value:
+                shown[metric.name] = value
+                self._child(metric.name, engine).set(value)
         refused = {"no_slot": stats.refused_no_slot, "pinned": stats.refused_pinned}
         with_labels = ("failures", stats.failures), ("hints", stats.hints)
         for name, by_label in (("refused_stores", refused), *with_labels):
