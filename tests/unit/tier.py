@@ -77,7 +77,7 @@ class Tier:
             load_s=load_s,
             tokens_per_block=BLOCK,
             layerwise=layerwise,
-            tuning=SchedulingTuning(**tuning or {}),
+            tuning=SchedulingTuning(**{"clean_batch": 0} | (tuning or {})),
             secondary=secondary,
             elastic=elastic,
             prefix_ends=prefix_ends,

@@ -250,6 +250,19 @@ def test_the_cleaner_stores_few_blocks_in_a_step() -> None:
     assert cleaned(tier.pool.take_plan(is_idle=True)) == ids(blocks[10:17])
 
 
+def test_the_cleaner_stores_several_blocks_or_none() -> None:
+    """A step that takes one block needs two clean ones; each store costs a thread."""
+    tier, blocks = dirty(31, clean_batch=4, clean_loads=0.0, alloc_rate_decay=1.0)
+    found = []
+    for _ in range(10):
+        tier.begin()
+        tier.pool.get_new_blocks(1)
+        found.append(cleaned(tier.end()))
+    # The first victim, and the two and four that are next.
+    assert [len(each) for each in found] == [7, 0, 0, 0, 0, 5, 0, 0, 0, 0]
+    assert found[0] == ids(blocks[:7]) and found[5] == ids(blocks[7:12])
+
+
 def step_with_a_load(tier: Tier) -> StepPlan:
     tier.begin()
     tier.pool.get_new_blocks(1)

@@ -78,6 +78,10 @@ class SchedulingTuning:
     of what the device still has takes the slot of what it has no longer: with 20 GiB of
     device and 40 GiB of host, as many clean blocks as `clean_s` allows took 10 GiB."""
 
+    clean_batch: int = 16
+    """Blocks that the cleaner stores beyond its window, so that not every step stores
+    one: each copy takes a thread some time under the GIL, however small it is."""
+
     load_rate_decay: float = 0.999
     """Decay per step of the maximum of blocks that steps take for loads."""
 

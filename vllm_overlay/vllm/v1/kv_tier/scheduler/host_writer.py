@@ -404,8 +404,11 @@ class Cleaner:
         if is_gone or self._clean_steps > tuning.look_anew_steps:
             self._num_clean = self._clean_steps = 0
             last = None
-        num_looks = min(window - self._num_clean, max_looks)
-        last = self._clean(last, num_looks, max_stores) or last
+        if self._num_clean < window or is_idle:
+            # Some more than it needs, so that not every step stores one.
+            most = max(window, min(window + tuning.clean_batch, self._most_clean()))
+            num_looks = min(most - self._num_clean, max_looks)
+            last = self._clean(last, num_looks, max_stores) or last
         self._free.cursor = last or self._pool.free_block_queue.fake_free_list_head
         self._clean_steps += self._num_clean >= window
         self._backlog = max(0, min(window, len(self._free)) - self._num_clean)
@@ -418,6 +421,11 @@ class Cleaner:
         window = max(int(2 * self.alloc_rate), window)
         # The other half is for blocks that the device no longer has.
         return min(window, num_slots // 2)
+
+    def _most_clean(self) -> int:
+        """How many there may be where steps do not need them."""
+        part = int(self._tuning.clean_part * self._pool.num_gpu_blocks)
+        return min(part, self._table.num_slots // 2)
 
     def _limits(self, is_idle: bool, leaves_way: bool) -> tuple[int, int]:
         """How many blocks this step may store, and look at."""

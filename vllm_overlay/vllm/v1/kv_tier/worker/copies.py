@@ -141,7 +141,8 @@ class InOrder(CopyOrder):
             ("clean", copies.clean, len(plan.clean_slots)),
         ):
             begun = time.perf_counter()
-            copy(_nothing)
+            if num_blocks:
+                copy(_nothing)
             seconds = time.perf_counter() - begun
             if self._peers is not None:
                 self._peers.publish_end(kind, plan.seq)
@@ -339,6 +340,8 @@ class Copier:
         if self._slots.checksums is not None:
             # They are compared before the load.
             return True
+        if not num_blocks:
+            return False
         pieces = num_blocks * len(self._regions)
         launch_s = self.engines.step_loads.launch_s(pieces)
         return launch_s > self._tuning.long_launch_s
