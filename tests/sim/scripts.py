@@ -177,6 +177,7 @@ def random_tuning(rng: Random) -> SchedulingTuning:
         clean_loads=choose([0.0, 1.0, 4.0]),
         load_rate_decay=choose([0.0, 0.5, 1.0]),
         look_anew_steps=choose([0, 3, 1000]),
+        clean_batch=choose([0, 1, 16]),
         alloc_rate_decay=choose([0.0, 0.9]),
         shadow_slots=choose([1, 4, 256]),
         uses_per_choice=choose([1, 5, 20]),

@@ -23,7 +23,7 @@ from .engine import Engine
 from .invariants import Prefixes
 from .ranks import Ranks
 from .scheduler import Setup
-from .scripts import Action
+from .scripts import Action, Steps
 from .secondary import Objects
 from .worker import Worker
 
@@ -207,8 +207,10 @@ class Machine:
         engine = self.engines[number]
         num_open, void_plan = _table_of(engine).num_slots, engine._pool.void_plan
         action.run(engine)
-        if engine._pool.void_plan == void_plan:
-            # Else the host may have dropped what a failed load has left on the device.
+        fails = isinstance(action, Steps) and action.fail is not None
+        if engine._pool.void_plan == void_plan and not fails:
+            # Else the host may have dropped what a failed load or step has left on the
+            # device, under the same key.
             self._check_adopted(engine, num_open)
 
     def _check_adopted(self, engine: Engine, num_before: int) -> None:
