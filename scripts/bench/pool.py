@@ -68,7 +68,8 @@ def arguments() -> argparse.Namespace:
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--size", default="8b", choices=list(SHAPES))
     add("--configs", nargs="*", default=["pool", f"{SEPARATE},simple-lazy,{ONE}"])
-    add("--gpus", type=int, default=2, help="engines, and GPUs")
+    add("--gpus", type=int, default=2)
+    add("--engines", type=int, help="in turns on the GPUs; by default one on each")
     add("--host-gib", type=float, default=64, help="of all engines together")
     add("--device-gib", type=float, default=16, help="KV cache of each engine")
     add("--conversations", type=int, default=64, help="under way")
@@ -102,6 +103,7 @@ def arguments() -> argparse.Namespace:
         name: json.loads(options)
         for name, _, options in (text.partition("=") for text in args.extra)
     }
+    args.engines = args.engines or args.gpus
     if args.conversations <= args.clients:
         parser.error("--conversations must be more than --clients.")
     return args
@@ -333,7 +335,7 @@ class Bench:
         folder = args.out / name
         folder.mkdir(parents=True, exist_ok=True)
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        num = 1 if name.startswith(ONE) else args.gpus
+        num = 1 if name.startswith(ONE) else args.engines
         llm, env = self._settings(name, num)
         if name.startswith(POOL):
             path = sockets / "keeper"
@@ -380,7 +382,7 @@ class Bench:
         if self._args.batch_invariant:
             env["VLLM_BATCH_INVARIANT"] = "1"
         if self._args.device == "cuda":
-            return env | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+            return env | {"CUDA_VISIBLE_DEVICES": str(gpu % self._args.gpus)}
         return env | {PLANTS: "bind_no_worker"}
 
     def _start_keeper(self, path: Path, log: Path, stack: ExitStack) -> None:
@@ -392,7 +394,7 @@ class Bench:
             "--socket",
             str(path),
         ]
-        command += ["--size", str(args.host_gib), "--engines", str(args.gpus)]
+        command += ["--size", str(args.host_gib), "--engines", str(args.engines)]
         with log.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)
         stack.callback(process.wait)
@@ -490,7 +492,7 @@ class Bench:
     async def _restart(self, started: Started, number: int, turns: Turns) -> None:
         """Kill an engine under load, start it again, and compare its answers."""
         args = self._args
-        gpu = number % args.gpus
+        gpu = number % args.engines
         victim = started.engines[gpu]
         probes = self._probes(number)
         computed = [await ask(victim, each, args.answer) for each in probes]
@@ -511,7 +513,7 @@ class Bench:
         if failed:
             self.fail(f"{len(failed)} requests failed elsewhere: {failed[0].error}")
         # On another GPU, at the same time, in turns.
-        other = (gpu + 1) % args.gpus
+        other = (gpu + 1) % args.engines
         heir = started.begin(gpu, f"heir{number}")
         plain = started.begin(other, f"plain{number}", True)
         waits = [("heir", heir), ("plain", plain)]
