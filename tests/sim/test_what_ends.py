@@ -33,7 +33,7 @@ CACHED = re.compile(
     r"|admission\b.*|conversations\._sole_users\b.*|retention\.(key_hints|hinted)\b.*"
     r"|conversations\._turns\b.*|host_writer\.(released|forbidden)|elastic\.(unmapped|mapper\._unmapped)"
     r"|cached_block_hashes_by_block.*|retention\.on_device|conversations\.prewarms\.pending"
-    r"|events\._(descriptions|published\[\d\]))"
+    r"|superseded\._states|events\._(descriptions|published\[\d\]))"
 )
 """What is known of blocks that are cached: a reset empties it."""
 MEASURED = re.compile(
