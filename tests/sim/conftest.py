@@ -7,6 +7,14 @@ import pytest
 import torch
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "plants: plants a bug, to show that the checks notice it. They are the same on "
+        "each release, and `make test` asks on the first one only",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     """Failed resets and copies are part of the scripts: no log line for each."""

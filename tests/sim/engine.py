@@ -241,10 +241,16 @@ class Engine:
         self.events["jumped"] = self._pool._stats.jumped_tokens
         return output.total_num_scheduled_tokens > 0
 
-    def settle(self, num_steps: int = 1000) -> None:
+    def settle(self, num_steps: int = 1000, rounds: int = 3) -> None:
         """Run until nothing is left to do, and take steps that run nothing, so long
-        after that that nothing is due any more."""
-        for _ in range(3):
+        after that that nothing is due any more.
+
+        Args:
+            num_steps: After how many it is due.
+            rounds: How often, since what is due may be the begin of something.
+
+        """
+        for _ in range(rounds):
             for _ in range(1000):
                 if not (self._in_flight or self._scheduler.has_requests()):
                     break

@@ -123,6 +123,7 @@ BUGS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
 }
 
 
+@pytest.mark.plants
 @pytest.mark.parametrize("plant", BUGS, ids=[plant.__name__ for plant in BUGS])
 def test_found(
     plant: Callable[[pytest.MonkeyPatch], None],

@@ -349,6 +349,7 @@ BUGS = {
 }
 
 
+@pytest.mark.plants
 @pytest.mark.parametrize("name", BUGS)
 def test_a_wrong_stream_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TierEvents, name, BUGS[name])
@@ -356,6 +357,7 @@ def test_a_wrong_stream_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -
         run(FOLLOWED[2], STEPS, seed=2)
 
 
+@pytest.mark.plants
 @pytest.mark.skipif(
     not hasattr(BlockPool, "emit_cached_block_events"),
     reason="refused: this release describes only what it has computed",
@@ -371,6 +373,7 @@ def test_a_wrong_stream_of_what_lies_below_is_noticed(
             run(BELOW[0], STEPS, seed=100 + seed, below=(seed, 2))
 
 
+@pytest.mark.plants
 def test_a_lost_event_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     take_events = PublishingBlockPool.take_events
 

@@ -103,6 +103,7 @@ def test_the_engine_lives(
     assert num_lost or kind != "load_ahead"
 
 
+@pytest.mark.plants
 def test_lost_blocks_in_use_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: a load that ends late does harm."""
     monkeypatch.setattr(TieredBlockPool, "_withdraw_lost", lambda self: None)

@@ -223,6 +223,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.plants
 @pytest.mark.parametrize("bug,num_ranks", BUGS, ids=[bug.__name__ for bug, _ in BUGS])
 def test_planted_bugs_are_found(
     bug: Callable[[pytest.MonkeyPatch], None],

@@ -112,6 +112,7 @@ BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.plants
 @pytest.mark.parametrize("plant, setup", BUGS, ids=[bug.__name__ for bug, _ in BUGS])
 def test_found(
     plant: Callable[[pytest.MonkeyPatch], None],

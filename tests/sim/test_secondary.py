@@ -28,7 +28,7 @@ from . import secondary as below
 from . import upstream
 from .content import Violation
 from .layouts import LAYOUTS
-from .scripts import EXAMPLES, Reset, Script, random_script, scripts
+from .scripts import EXAMPLES, Reset, Script, Steps, random_script, scripts
 
 pytestmark = pytest.mark.skipif(
     not keys_are_bytes(), reason="refused: hashes are numbers of a process"
@@ -191,6 +191,25 @@ BUGS_OF_RANKS = [end_with_the_first_rank, believe_any_rank]
 """That show only where several ranks have their objects in common."""
 
 
+def with_failing_loads(script: Script, rng: Random) -> Script:
+    """Loads fail often, and what is computed after them is stored at once."""
+    actions = [
+        replace(action, fail="load")
+        if isinstance(action, Steps) and rng.random() < 0.3
+        else action
+        for action in script.actions
+    ]
+    setup = replace(
+        script.setup,
+        store_policy="write_through",
+        is_async=True,
+        spare_blocks=6,
+        load_time=0,
+    )
+    return Script(setup, actions)
+
+
+@pytest.mark.plants
 @pytest.mark.parametrize("bug", BUGS + BUGS_OF_RANKS, ids=lambda bug: bug.__name__)
 def test_planted_bugs_are_found(
     bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -204,6 +223,11 @@ def test_planted_bugs_are_found(
         setup = replace(script.setup, layout=rng.choice(LAYOUTS), num_stages=stages)
         delay = rng.choice([0, 0, 2, 6])
         script = Script(setup, script.actions)
+        if bug is write_what_is_not_settled:
+            script = with_failing_loads(script, rng)
+        if bug is serve_after_a_reset:
+            half = len(script.actions) // 2
+            script.actions.insert(half, Reset(running=True))
         script = with_below(script, 4 * i + i % 2, delay, num_ranks)
         try:
             script.play()

@@ -24,6 +24,7 @@ from vllm.v1.kv_tier.scheduler.shared_pool import SharedBlockPool
 from vllm.v1.kv_tier.scheduler.shared_slots import PlanEnds, SharedSlotTable
 
 from .content import Violation
+from .layouts import LAYOUTS
 from .scheduler import Setup
 from .scripts import Action, Add, Reset, Steps, random_action, random_setup
 from .shared_pool import Machine, OldLooks, play, turns
@@ -106,6 +107,33 @@ def play_random(
     return events
 
 
+def play_flood(seed: int, make: type[Partition] = Partition) -> Counter[str]:
+    """One of two engines reads what the other has, which needs these slots then."""
+    rng = Random(seed)
+    setup = replace(
+        press(random_setup(rng), rng),
+        layout=LAYOUTS[0],
+        quotas=(),
+        num_slots=rng.randint(6, 12),
+        num_stages=1,
+    )
+    actions: list[tuple[int, Action | bool]] = []
+
+    def ask(number: int, document: int, num_steps: int, rush: bool) -> None:
+        suffix = rng.randint(0, 6)
+        actions.append((number, Add(document, 24, suffix, max_tokens=2)))
+        actions.extend([(number, Steps(1, rush=rush))] * num_steps)
+
+    for _ in range(4):
+        owner, document = rng.randint(0, 1), rng.randint(0, 2)
+        ask(owner, document, 12, rush=True)
+        ask(1 - owner, document, rng.randint(1, 3), rush=False)
+        ask(owner, (document + 1) % 3, 0, rush=True)
+        ask(owner, (document + 2) % 3, rng.randint(5, 20), rush=rng.random() < 0.5)
+        actions.extend([(1 - owner, Steps(1))] * 8)
+    return play(Machine(setup, 2, make, 0, rng), actions)
+
+
 def draw_script(
     rng: Random, is_pressed: bool, fails: float | None, resets: bool | None
 ) -> list[Action]:
@@ -186,6 +214,13 @@ def test_scripts_of_engines_that_share_a_pool() -> None:
     for event in (*some, "2 ranks", "3 ranks", "8 plans a report"):
         assert events[event], event
     print(dict(events))
+
+
+def test_no_slot_is_reused_while_a_neighbour_reads_it() -> None:
+    events: Counter[str] = Counter()
+    for seed in range(20):
+        events += play_flood(SEED * 20 + seed)
+    assert events["from neighbours"] > 100
 
 
 # ----------------------------------------------------------------- planted bugs
@@ -338,22 +373,36 @@ OPENS = {"opens": True, "num_kills": 3}
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
+@pytest.mark.plants
 @pytest.mark.parametrize(
     "make",
-    [_IgnoresPins, _PinsUnseen, _ForgetsEntries, _StaleAfterDeath],
+    [_PinsUnseen, _ForgetsEntries, _StaleAfterDeath],
     ids=lambda make: make.__name__,
 )
 def test_bug_of_a_partition_is_found(make: type[Partition]) -> None:
     assert finds(make=make, opens=False)
 
 
+@pytest.mark.plants
+@pytest.mark.parametrize("ends", [False, True])
+def test_reuse_of_slots_that_neighbours_read_is_found(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pins are ignored, or end too soon."""
+    if ends:
+        unpin_at_once(monkeypatch)
+    with pytest.raises(Violation):
+        for seed in range(100):
+            play_flood(seed, Partition if ends else _IgnoresPins)
+
+
+@pytest.mark.plants
 @pytest.mark.parametrize(
     "plant, sure",
     [
         (publish_at_once, {}),
         (publish_later_plans, {}),
         (count_one_rank, {}),
-        (unpin_at_once, {"num_ranks": 1, "fails": 0.0, "num_kills": 0}),
         (share_after_reset, {}),
         (find_what_is_not_open, OPENS),
         (adopt_what_is_not_open, OPENS),
@@ -369,6 +418,7 @@ def test_bug_of_an_engine_is_found(
     assert finds(**sure)
 
 
+@pytest.mark.plants
 def test_heir_of_an_engine_that_still_copies_is_found() -> None:
     assert finds(make_machine=_HeirAtOnce, num_ranks=2, num_kills=4, opens=False)
 

@@ -5,7 +5,7 @@ tables of an engine that has nothing to do are compared with those of a new one.
 import gc
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -94,13 +94,22 @@ HINTS = (
 NUM_STEPS = 14
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _collects_little() -> Iterator[None]:
+    """Collections of garbage, of which there are many here, leave out modules."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def begun(setup: Setup) -> Engine:
     """An engine that has served some documents, which it finds on all tiers."""
     engine = Engine(setup)
     others = [[(s * i) % 13 + 1 for i in range(24)] for s in (2, 3, 4, 6)]
     for document in (*DOCUMENTS, *others):
         engine.add(document.copy(), 2)
-        engine.settle(100)
+        engine.settle(100, rounds=1)
     engine.finished.clear()
     return engine
 
