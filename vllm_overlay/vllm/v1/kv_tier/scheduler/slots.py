@@ -234,10 +234,9 @@ class SlotTable:
         """Record uses of `keys`: their slots are not the next victims any more."""
         for evicted in (self._passed, self._next):
             if evicted and not evicted.keys().isdisjoint(keys):
-                for key in keys:
-                    if key in evicted:
-                        self._forget_passed(key)
-                        self._policy.insert(key)
+                for key in filter(evicted.__contains__, keys):
+                    self._forget_passed(key)
+                    self._policy.insert(key)
 
     def unpin_all(self) -> None:
         """Unpin all slots, since the plan is complete."""
