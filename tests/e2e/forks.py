@@ -4,7 +4,7 @@ has.
 
 They run a module as `python -m` does, in a session of their own. The template has one
 thread of Python, and has computed nothing. There is one for each module and
-environment, from the second engine of these on.
+environment. What they spawn is forked, too, see `spawned`.
 """
 
 import json
@@ -15,22 +15,28 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from ctypes import CDLL
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any
 
-IMPORTS_LATE = {"vllm.entrypoints.cli.main": "vllm.entrypoints.openai.api_server"}
-"""What a module imports when it runs."""
+from .spawned import end_with_parent, fork_what_is_spawned
+
+IMPORTED_LATE = {
+    "vllm.entrypoints.cli.main": ["vllm.entrypoints.openai.api_server"],
+    "tests.e2e.driver": [],
+}
+"""What a module of engines imports when it runs."""
+IMPORTED_BY_RANKS = ["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"]
 MAX_MESSAGE = 1 << 16
-PR_SET_PDEATHSIG = 1
+MAX_TEMPLATES = 4
+"""Each has 400 MB. More if all have forks that run."""
 _lock = Lock()
-_started: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
 _templates: dict[tuple[str, frozenset[tuple[str, str]]], "Template"] = {}
+"""By what they run. The one that was used last comes last."""
 
 
 class Forked:
@@ -59,12 +65,9 @@ class Forked:
         self._has_ended.set()
 
 
-Process = subprocess.Popen[bytes] | Forked
-
-
 def start(
     module: str, arguments: Sequence[str], env: Mapping[str, str], log: Path
-) -> Process:
+) -> Forked:
     """Run a module in a process of its own, which prints to a file.
 
     Args:
@@ -78,21 +81,14 @@ def start(
     env = {k: v for k, v in env.items() if k != "PYTEST_CURRENT_TEST"}
     key = module, frozenset(env.items())
     with _lock:
-        _started[key] += 1
-        if _started[key] > 1:
-            if key not in _templates:
-                _templates[key] = Template(module, env)
-            log.write_bytes(b"")
-            return _templates[key].fork(arguments, log)
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        if key not in _templates:
+            unused = [k for k, template in _templates.items() if not template.running]
+            for each in unused[: max(len(_templates) + 1 - MAX_TEMPLATES, 0)]:
+                _templates.pop(each).end()
+            _templates[key] = Template(module, env)
+        template = _templates[key] = _templates.pop(key)
+        log.write_bytes(b"")
+        return template.fork(arguments, log)
 
 
 class Template:
@@ -107,6 +103,7 @@ class Template:
         )
         theirs.close()
         self._new: SimpleQueue[Forked | None] = SimpleQueue()
+        self.running: dict[int, Forked] = {}
         Thread(target=self._listen, daemon=True).start()
 
     def fork(self, arguments: Sequence[str], log: Path) -> Forked:
@@ -116,16 +113,19 @@ class Template:
             raise RuntimeError("The template of engines has ended, see its output.")
         return forked
 
+    def end(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._process.wait()
+
     def _listen(self) -> None:
-        running: dict[int, Forked] = {}
         while message := self._socket.recv(MAX_MESSAGE):
             pid, returncode = json.loads(message)
             if returncode is None:
-                running[pid] = Forked(pid)
-                self._new.put(running[pid])
+                self.running[pid] = Forked(pid)
+                self._new.put(self.running[pid])
             else:
-                running.pop(pid).end(returncode)
-        for forked in running.values():
+                self.running.pop(pid).end(returncode)
+        for forked in self.running.values():
             forked.end(-signal.SIGKILL)
         self._new.put(None)
 
@@ -165,13 +165,14 @@ def next_arguments(parent: socket.socket) -> list[str]:
             os.close(number)
         parent.close()
         os.setsid()
-        # Ends with its template.
-        CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # With its template.
+        end_with_parent()
         *arguments, log = json.loads(message)
         output = os.open(log, os.O_WRONLY | os.O_APPEND)
         for number in (1, 2):
             os.dup2(output, number)
         os.close(output)
+        fork_what_is_spawned()
         return arguments
 
 
@@ -186,7 +187,13 @@ def ended_child() -> tuple[int, int] | None:
 
 if __name__ == "__main__":
     _, descriptor, name = sys.argv
-    import_module(IMPORTS_LATE.get(name, name))
+    import_module(name)
+    if name in IMPORTED_LATE:
+        for late in [*IMPORTED_LATE[name], *IMPORTED_BY_RANKS]:
+            import_module(late)
+    with suppress(ImportError):
+        # Forks set their titles, which needs the environment as it was at first.
+        import_module("setproctitle").getproctitle()
     # It runs once more, as `__main__`.
     sys.modules.pop(name, None)
     sys.stdout.flush()

@@ -31,6 +31,18 @@ def command(model: Path, *flags: str) -> list[str]:
     return [sys.executable, "-m", VLLM, "serve", str(model), *flags]
 
 
+def refused(model: Path, *flags: str, env: dict[str, str], log: Path) -> str:
+    """What a `vllm serve` prints that does not start."""
+    arguments = ["serve", str(model), *flags, "--port", "0"]
+    process = start(VLLM, arguments, env, log)
+    try:
+        assert process.wait(START_TIMEOUT_S) != 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return log.read_text()
+
+
 class Server:
     """A running `vllm serve`.
 

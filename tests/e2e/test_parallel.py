@@ -4,7 +4,6 @@
 What takes longest only with `KV_TIER_PARALLEL=all`, ranks of Ray with `ray`.
 """
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from .jobs import (
 from .kinds import EMBEDDING
 from .model import make_tokenizer
 from .release import CHOOSES_REPLICAS, REPLICAS_ENVIRONMENT, known
-from .server import Server, command
+from .server import Server, refused
 from .test_http import CORE, NUM_SLOTS, SERVE, SIZE, server_environment
 from .workloads import SERVED
 
@@ -249,19 +248,13 @@ def test_each_data_parallel_engine_has_a_tier_of_its_own(
 
 
 @pytest.mark.compat("refused at start", "DP: engines whose host memory does not fit")
-def test_data_parallel_engines_that_do_not_fit_together(llama: Path) -> None:
+def test_data_parallel_engines_that_do_not_fit_together(
+    llama: Path, tmp_path: Path
+) -> None:
     """Each alone would."""
     size = 0.7 * available_host_bytes() / GiB
     flags = [*SERVE, *CORE, "--kv-offloading-size", f"{size:.2f}", *REPLICAS]
-    found = subprocess.run(
-        command(llama, *flags, "--port", "0"),
-        env=server_environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    output = found.stderr + found.stdout
-    assert found.returncode != 0
+    output = refused(llama, *flags, env=server_environment(), log=tmp_path / "log")
     assert f"--kv-offloading-size {size:.2f}".rstrip("0") in output
     assert "does not fit: each of the 2 data parallel engines on this" in output
     # Before any of them starts.
