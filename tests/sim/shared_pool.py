@@ -207,11 +207,20 @@ class Machine:
         engine = self.engines[number]
         num_open, void_plan = _table_of(engine).num_slots, engine._pool.void_plan
         action.run(engine)
+        self._check_index(number)
         fails = isinstance(action, Steps) and action.fail is not None
         if engine._pool.void_plan == void_plan and not fails:
             # Else the host may have dropped what a failed load or step has left on the
             # device, under the same key.
             self._check_adopted(engine, num_open)
+
+    def _check_index(self, number: int) -> None:
+        """Each published slot has one entry, so that one is left to be withdrawn."""
+        partition = self.partitions[number]
+        places = partition._places[partition._places > 0] - 1
+        entries = np.flatnonzero(partition._entries)
+        if sorted(places.tolist()) != entries.tolist():
+            raise Violation("index", f"entries {entries} of places {places}")
 
     def _check_adopted(self, engine: Engine, num_before: int) -> None:
         """What an earlier engine has left is found as soon as its slot is open.

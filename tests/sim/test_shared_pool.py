@@ -73,6 +73,8 @@ def play_random(
     tuning = replace(
         drawn.tuning,
         plans_per_report=rng.choice([1, 1, 2, 8]),
+        stores_per_report=rng.choice([1, 4, 256]),
+        claim_part=rng.choice([0, 0.2, 0.5]),
         settled_outputs=rng.choice([0, 1, 3]),
         # Of prompts, so that a step has looked enough.
         max_looks=rng.choice([1, 4, 8192, 8192]),
@@ -291,11 +293,44 @@ def publish_later_plans(patch: pytest.MonkeyPatch) -> None:
     """A report covers the plans after it, too."""
 
     def record(self: SharedSlotTable, seqs: Iterable[int]) -> None:
-        for seq, stores in self._unended.items():
-            self._to_publish += [(seq, index) for index in stores]
-        self._unended.clear()
+        for seq, stores in self._stored.items():
+            self._complete |= dict.fromkeys(stores, seq)
+        self._stored.clear()
 
     patch.setattr(SharedSlotTable, "record_ended", record)
+
+
+class _Unseen(set[Any]):
+    def __contains__(self, key: object) -> bool:
+        return False
+
+    def isdisjoint(self, keys: Iterable[Any]) -> bool:
+        return True
+
+
+def publish_next_victims(patch: pytest.MonkeyPatch) -> None:
+    """What was withdrawn ahead of its eviction is published, and evicted then."""
+    init = SharedSlotTable.__init__
+
+    def make(self: SharedSlotTable, *args: Any) -> None:
+        init(self, *args)
+        self._claimed = _Unseen()
+
+    patch.setattr(SharedSlotTable, "__init__", make)
+
+
+def publish_again_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A victim that is used again is published before its store has ended."""
+    forget = SharedSlotTable._forget_passed
+
+    def publish(self: SharedSlotTable, key: Any) -> bool:
+        stored, self._stored = self._stored, {}
+        try:
+            return forget(self, key)
+        finally:
+            self._stored = stored
+
+    patch.setattr(SharedSlotTable, "_forget_passed", publish)
 
 
 def count_one_rank(patch: pytest.MonkeyPatch) -> None:
@@ -402,6 +437,8 @@ def test_reuse_of_slots_that_neighbours_read_is_found(
     [
         (publish_at_once, {}),
         (publish_later_plans, {}),
+        (publish_next_victims, {}),
+        (publish_again_at_once, {}),
         (count_one_rank, {}),
         (share_after_reset, {}),
         (find_what_is_not_open, OPENS),

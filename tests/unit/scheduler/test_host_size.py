@@ -12,6 +12,7 @@ from vllm.v1.kv_tier.plan import HostAim, OpenSlots, StepPlan, StepReport, merge
 from vllm.v1.kv_tier.scheduler.host_size import HostSize
 from vllm.v1.kv_tier.scheduler.plan_builder import StepPlanBuilder
 from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 from ..tier import SLOT_BYTES, Tier, stores
 
@@ -182,7 +183,9 @@ def test_engine_in_a_pool_steps_until_the_slots_of_neighbours_are_open() -> None
     pool = PoolLayout(member, (16,), num_ranks=2)
     config: Any = None
     layout = KVTierLayout(config, NUM_SLOTS, SLOT_BYTES, open_slots=(4, 9), pool=pool)
-    table = SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 1, num_open=4)
+    table = SharedSlotTable(
+        make_policy("lru", NUM_SLOTS), member, SchedulingTuning(), num_open=4
+    )
     size = HostSize(table, StepPlanBuilder(4), layout)
     assert size.is_moving and (size.num_open, table.num_slots) == (4, 4)
     states = [(7, 9), (NUM_SLOTS, 40), (40, 40), (54, 40), (54, 54)]
@@ -204,7 +207,9 @@ def test_engine_in_a_pool_goes_on_with_what_a_rank_could_open() -> None:
     pool = PoolLayout(member, (16,), num_ranks=1)
     config: Any = None
     layout = KVTierLayout(config, NUM_SLOTS, SLOT_BYTES, open_slots=(4,), pool=pool)
-    table = SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 1, num_open=4)
+    table = SharedSlotTable(
+        make_policy("lru", NUM_SLOTS), member, SchedulingTuning(), num_open=4
+    )
     size = HostSize(table, StepPlanBuilder(4), layout)
     size.take_report(StepReport(open_slots={0: at(0, 11, True)}))
     size.end_step()

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from tests.unit.keeper.crowd import IDENTITY, KEYS, NUM_SLOTS, Shared, key
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.eviction.policies import make_policy
 from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.keeper.partition import Partition
-from vllm.v1.kv_tier.scheduler.neighbours import Neighbours
+from vllm.v1.kv_tier.plan import StepPlan
+from vllm.v1.kv_tier.scheduler.neighbours import Neighbours, SharedHostWriter
 from vllm.v1.kv_tier.scheduler.secondary.lookup import PromptLookup
 from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 ALL = list(range(NUM_SLOTS))
 
@@ -29,7 +31,7 @@ def partition() -> Partition:
 def neighbours_of(partition: Partition, max_looks: int = 8192) -> Neighbours:
     partitions = [Shared().partition, partition]
     member = Membership.take(partitions, 0, IDENTITY, NUM_SLOTS)
-    table = SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 1)
+    table = SharedSlotTable(make_policy("lru", NUM_SLOTS), member, SchedulingTuning())
     lookup = PromptLookup([16], 16, table, lambda key: None)
     return Neighbours(member, lookup, max_looks)
 
@@ -119,10 +121,37 @@ def test_only_what_all_ranks_have_open_is_found(partition: Partition) -> None:
     assert counts == [0, 0, 1, 2, 3]
 
 
+def test_block_of_a_neighbour_is_stored_once_it_is_overwritten(
+    partition: Partition,
+) -> None:
+    neighbours = neighbours_of(partition)
+    assert partition.publish([3, 5], KEYS[:2], [16, 32])
+    blocks = [KVCacheBlock(i) for i in range(200)]
+    pool, table = SimpleNamespace(blocks=blocks), SimpleNamespace(num_slots=NUM_SLOTS)
+    writer = SharedHostWriter(pool, table, None, None, None)
+    loaded = [blocks[10], blocks[150]]
+    for block, each in zip(loaded, KEYS):
+        block._block_hash = BlockHashWithGroupId(each)
+    slots = [NUM_SLOTS + 3, NUM_SLOTS + 5]
+    plan = StepPlan(1, load_slots=slots, load_blocks=[10, 150])
+    writer.record_loads(plan, neighbours)
+    admits = []
+    for block in loaded:
+        # A step looks at a part of the device.
+        for _ in range(4):
+            writer.forget_overwritten()
+        admits.append((writer.admits_all, *map(writer.is_admitted, loaded)))
+        block._block_hash = BlockHashWithGroupId(KEYS[2])
+    assert admits == [(False, False, False), (False, True, False)]
+    for _ in range(4):
+        writer.forget_overwritten()
+    assert writer.admits_all
+
+
 def test_slots_of_neighbours_are_numbered_in_a_ring() -> None:
     partitions = [Shared().partition for _ in range(4)]
     member = Membership.take(partitions, 2, IDENTITY, NUM_SLOTS + 5)
-    table = SharedSlotTable(make_policy("lru", NUM_SLOTS), member, 1)
+    table = SharedSlotTable(make_policy("lru", NUM_SLOTS), member, SchedulingTuning())
     neighbours = Neighbours(member, PromptLookup([16], 16, table, lambda key: None), 8)
     for number, i in enumerate((3, 0, 1)):
         assert partitions[i].publish([number], KEYS[number : number + 1], [None])

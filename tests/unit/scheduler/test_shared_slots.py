@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots of an engine in a pool, against a neighbour that reads and one that is busy."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,8 +15,10 @@ from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.keeper.partition import Claim, Partition, rows_of
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 READER = 1
+TUNING = SchedulingTuning()
 
 
 @pytest.fixture
@@ -22,11 +27,14 @@ def partition() -> Partition:
 
 
 def table_of(
-    partition: Partition, num_open: int | None = None, num_first: int | None = None
+    partition: Partition,
+    num_open: int | None = None,
+    num_first: int | None = None,
+    tuning: SchedulingTuning = TUNING,
 ) -> SharedSlotTable:
     num_slots = partition.num_slots
     member = Membership.take([partition], 0, IDENTITY, num_slots, num_first)
-    return SharedSlotTable(make_policy("lru", num_slots), member, 8, num_open)
+    return SharedSlotTable(make_policy("lru", num_slots), member, tuning, num_open)
 
 
 def fill(table: SharedSlotTable, first: int, num: int, seq: int) -> list[int]:
@@ -94,6 +102,94 @@ def test_what_was_stored_over_it_is_not_found_with_it(partition: Partition) -> N
     table.record_ended([1])
     table.share(settled=1)
     assert pin(partition, 0) == [index]
+
+
+def test_report_comes_after_many_stores_or_many_plans(partition: Partition) -> None:
+    table = table_of(partition, tuning=replace(TUNING, stores_per_report=6))
+    few, many = StepPlan(1, store_slots=[0]), StepPlan(2, clean_slots=[1, 2, 3, 4, 5])
+    assert not table.record_stores(few, is_idle=False)
+    assert table.record_stores(many, is_idle=False)
+    plans = [StepPlan(seq, store_slots=[seq]) for seq in range(6, 22)]
+    table = table_of(partition)
+    assert [table.record_stores(p, is_idle=False) for p in plans] == [False] * 15 + [
+        True
+    ]
+
+
+def test_stores_of_a_report_are_published_together(partition: Partition) -> None:
+    table = table_of(partition, tuning=replace(TUNING, stores_per_report=3))
+    for seq in (1, 2, 3, 4):
+        slot = table.insert((BlockHashWithGroupId(KEYS[seq]),), 16, seq)
+        assert slot is not None
+        table.record_stores(StepPlan(seq, store_slots=[slot]), is_idle=False)
+    table.record_ended([4])
+    published = []
+    for settled in (1, 2, 3, 4):
+        table.share(settled)
+        published.append(len(partition.published(0, NUM_SLOTS)))
+    # Many do not wait for the others.
+    assert published == [0, 0, 3, 4]
+
+
+CLAIMS_4 = replace(TUNING, claim_part=4 / NUM_SLOTS)
+
+
+def test_next_victims_are_withdrawn_together(
+    partition: Partition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = table_of(partition, tuning=CLAIMS_4)
+    slots = fill(table, 0, NUM_SLOTS, seq=1)
+    claimed: list[Sequence[int]] = []
+    claim = partition.claim
+
+    def watched(slots: Sequence[int], spares: bool = True) -> list[Claim]:
+        claimed.append(slots)
+        return claim(slots, spares)
+
+    monkeypatch.setattr(partition, "claim", watched)
+    stored = [*fill(table, 30, 1, seq=2), *fill(table, 31, 3, seq=3)]
+    assert stored == slots[:4] and claimed == [slots[:4]]
+    assert [pin(partition, n) for n in (3, 4)] == [[], [slots[4]]]
+    # What is read by now is no victim.
+    assert fill(table, 34, 1, seq=4) == [slots[5]]
+
+
+def test_next_victim_that_is_used_is_published_again(partition: Partition) -> None:
+    table = table_of(partition, tuning=CLAIMS_4)
+    slots = fill(table, 0, NUM_SLOTS, seq=1)
+    fill(table, 30, 1, seq=2)
+    assert pin(partition, 1) == []
+    used = table.get(BlockHashWithGroupId(KEYS[1]))
+    assert used is not None
+    table.pin([used])
+    table.unpin_all()
+    assert table.is_sharing
+    table.share(settled=2)
+    assert pin(partition, 1) == [slots[1]]
+    assert fill(table, 31, 2, seq=3) == slots[2:4]
+
+
+def test_next_victim_that_is_not_complete_is_published_later(
+    partition: Partition,
+) -> None:
+    table = table_of(partition, tuning=CLAIMS_4)
+    keys = [BlockHashWithGroupId(each) for each in KEYS]
+    slots = table.insert_all(keys[:NUM_SLOTS], [16] * NUM_SLOTS, 1)
+    table.record_stores(StepPlan(1, store_slots=slots), is_idle=False)
+    table.unpin_all()
+    # Three more are the next ones, of which the second is used.
+    assert table.insert((keys[30],), 16, 2) == slots[0]
+    table.unpin_all()
+    used = table.get(keys[2])
+    assert used is not None
+    table.pin([used])
+    table.unpin_all()
+    table.share(settled=1)
+    assert partition.published(0, NUM_SLOTS) == []
+    table.record_ended([1])
+    table.share(settled=1)
+    assert pin(partition, 2) == [slots[2]]
+    assert [pin(partition, n) for n in (0, 1, 3)] == [[], [], []]
 
 
 def test_slot_that_is_read_is_passed_over(partition: Partition) -> None:

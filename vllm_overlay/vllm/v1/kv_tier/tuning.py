@@ -132,9 +132,16 @@ class SchedulingTuning:
     a failed load with its step, or a step or two later. Only then are they written to
     secondary tiers."""
 
-    plans_per_report: int = 8
+    plans_per_report: int = 16
     """With a pool, plans with stores for each report of the ranks that stores have
     ended: neighbours find blocks some steps later, and steps cost less."""
+
+    stores_per_report: int = 256
+    """Stores after which the report comes sooner: those of a long prompt."""
+
+    claim_part: float = 1 / 256
+    """With a pool, largest part of the slots that are withdrawn from neighbours ahead
+    of their eviction, so that few steps do it. Their own engine still finds them."""
 
     settled_steps: int = 16
     """Steps after which the same holds regardless of outputs; more than any pipeline

@@ -25,6 +25,8 @@ from vllm.v1.request import Request
 _MAX_BUSY = 3
 # Blocks of a prompt that are looked for at once.
 _PART = 512
+# Device blocks that a step looks at, if some were loaded from neighbours.
+_MAX_FORGOTTEN = 64
 
 
 class Neighbours:
@@ -52,8 +54,8 @@ class Neighbours:
         """What this step has found, by key."""
         # Pinned slots by index, and for how many plans and looks.
         self._pinned: dict[int, int] = {}
-        # By partition, what is to be unpinned.
-        self._over: dict[Partition, set[int]] = {p: set() for _, p in self._partitions}
+        # By partition, what is to be unpinned, if there is some.
+        self._over: dict[Partition, set[int]] = {}
         # By plan, what it reads.
         self._reads: dict[int, list[int]] = {}
         self._num_busy = 0
@@ -121,7 +123,7 @@ class Neighbours:
                 is_busy = True
                 continue
             places, slots = places[pinned], slots[pinned]
-            self._over[partition].difference_update(slots.tolist())
+            self._over.get(partition, set()).difference_update(slots.tolist())
             found = [wanted[i] for i in places.tolist()]
             self._add(found, (slots + first).tolist())
             missing = np.setdiff1d(missing, places, assume_unique=True)
@@ -157,12 +159,13 @@ class Neighbours:
 
     def end_step(self) -> None:
         """Unpin what is not read any more, as far as locks are free."""
-        self._release([slot.index for slot in self.found.values()])
-        self.found.clear()
+        if self.found:
+            self._release([slot.index for slot in self.found.values()])
+            self.found.clear()
         self._num_left = self._max_looks
-        for partition, over in self._over.items():
-            if over and partition.unpin([*over], self._reader):
-                over.clear()
+        for partition in [*self._over]:
+            if partition.unpin([*self._over[partition]], self._reader):
+                del self._over[partition]
 
     def record_ended(self, seqs: Iterable[int]) -> None:
         """All ranks have ended these plans."""
@@ -175,12 +178,12 @@ class Neighbours:
             if not self._pinned[index]:
                 del self._pinned[index]
                 partition, number = self.place_of(index)
-                self._over[partition].add(number)
+                self._over.setdefault(partition, set()).add(number)
 
     @property
     def is_reading(self) -> bool:
         """Whether further steps unpin something."""
-        return bool(self._reads or any(self._over.values()))
+        return bool(self._reads or self._over)
 
     def leave(self) -> None:
         """Find nothing from now on."""
@@ -201,6 +204,7 @@ class SharedHostWriter(HostWriter):
         super().__init__(*args)  # type: ignore[arg-type]
         # By device block that was loaded from a neighbour: its key, and the place.
         self._elsewhere: dict[int, tuple[BlockHashWithGroupId, Partition, int]] = {}
+        self._num_looked = 0
 
     def record_loads(self, plan: StepPlan, neighbours: Neighbours) -> None:
         """Note which blocks a plan loads from neighbours."""
@@ -211,13 +215,21 @@ class SharedHostWriter(HostWriter):
                 if key is not None:
                     self._elsewhere[block_id] = key, *neighbours.place_of(index)
 
-    def forget_elsewhere(self, blocks: Iterable[KVCacheBlock] | None = None) -> None:
-        """Forget where `blocks` came from, which are overwritten; None for all."""
-        if blocks is None:
-            self._elsewhere.clear()
-        elif self._elsewhere:
-            for block in blocks:
-                self._elsewhere.pop(block.block_id, None)
+    def forget_overwritten(self) -> None:
+        """Forget where blocks came from that have other content by now, some in each
+        step. That they are not forgotten yet costs time only."""
+        if not self._elsewhere:
+            return
+        blocks = self._pool.blocks
+        first = self._num_looked % len(blocks)
+        self._num_looked = first + _MAX_FORGOTTEN
+        for block_id in self._elsewhere.keys() & range(first, self._num_looked):
+            if blocks[block_id].block_hash != self._elsewhere[block_id][0]:
+                del self._elsewhere[block_id]
+
+    def forget_elsewhere(self) -> None:
+        """Forget where all blocks came from."""
+        self._elsewhere.clear()
 
     @property
     def admits_all(self) -> bool:

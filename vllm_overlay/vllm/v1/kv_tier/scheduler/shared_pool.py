@@ -62,8 +62,7 @@ class SharedBlockPool(TieredBlockPool):
         self, layout: KVTierLayout, policy: EvictionPolicy, num_open: int
     ) -> SharedSlotTable:
         assert layout.pool is not None
-        num_plans = layout.tuning.plans_per_report
-        return SharedSlotTable(policy, layout.pool.member, num_plans, num_open)
+        return SharedSlotTable(policy, layout.pool.member, layout.tuning, num_open)
 
     def _make_writer(self, *args: object) -> SharedHostWriter:
         return SharedHostWriter(*args)
@@ -102,6 +101,7 @@ class SharedBlockPool(TieredBlockPool):
         # What is read is unpinned, and what is stored is published, when it has ended.
         plan.report_end |= is_due or num_read > 0
         self.neighbours.end_step()
+        self.host_writer.forget_overwritten()
         self.host.share(self._settled(plan.seq))
         return plan
 
@@ -126,11 +126,6 @@ class SharedBlockPool(TieredBlockPool):
     def has_more(self) -> bool:
         """Whether an engine without requests should step on, to publish or unpin."""
         return not self._is_off and (self.host.is_sharing or self.neighbours.is_reading)
-
-    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        blocks = super().get_new_blocks(num_blocks)
-        self.host_writer.forget_elsewhere(blocks)
-        return blocks
 
     # ------------------------------------------------------------------ the end
 

@@ -4,17 +4,18 @@ no slot that they read.
 
     stored ── all ranks report the end, and it cannot turn out to be void ──▶ published
     published ── next victim, and no neighbour reads it ──▶ withdrawn, then reused
+    withdrawn ── used by its own engine before it is reused ──▶ published again
     published ── next victim, but read ──▶ held, as slots that a secondary tier writes
     published by an earlier engine ── all ranks open it ──▶ adopted: published and found
 
 Withdrawing a slot and looking at its pins is one critical section of the partition, as
-is finding and pinning it for a neighbour.
+is finding and pinning it for a neighbour. Both this and publishing cost nearly the same
+for one slot and for hundreds, so few steps do them, for many slots.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice, repeat
+from itertools import islice
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
@@ -22,12 +23,15 @@ from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.keeper.partition import Claim
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable, index_of
+from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 # Stands for all neighbours among those for whom slots are held.
 _NEIGHBOURS = -1
 # Most slots that a step publishes, and that it looks at for the end of a read.
 _MAX_PUBLISHED = 512
 _MAX_LOOKS = 512
+# Most slots that are withdrawn ahead of their eviction.
+_MAX_CLAIMED = 256
 # Most slots that a step opens, as long as some may hold what it adopts. That takes some
 # microseconds for each.
 _MAX_ADOPTED = 512
@@ -67,8 +71,7 @@ class SharedSlotTable(SlotTable):
     Args:
         policy: As in `SlotTable`.
         member: The engine's partition, and what it holds already.
-        plans_per_report: Plans with stores for each report of their end, while the
-            engine has requests.
+        tuning: How many slots a step publishes, or claims, at least.
         num_open: Number of slots that all ranks have open, with those of neighbours;
             None for all.
 
@@ -78,24 +81,29 @@ class SharedSlotTable(SlotTable):
         self,
         policy: EvictionPolicy,
         member: Membership,
-        plans_per_report: int,
+        tuning: SchedulingTuning,
         num_open: int | None = None,
     ) -> None:
         super().__init__(member.num_slots, policy, num_open=0)
-        self._plans_per_report = plans_per_report
+        self._tuning = tuning
         self.num_own = member.num_slots
         self._partition = member.own
         self.has_left = False
         """Whether nothing is published any more."""
         self._is_leaving = False
         self._num_refused = self._num_spared = 0
-        # Plans with stores since the last one whose end is to be reported.
-        self._num_unasked = 0
-        # Slots by the plan that stores them, until it has ended. Then (plan, slot).
-        self._unended: dict[int, list[int]] = {}
-        self._to_publish: list[tuple[int, int]] = []
-        # What came from a secondary tier and is to be published, by slot.
-        self._fetched: dict[int, BlockHashWithGroupId] = {}
+        # Keys that the policy evicted, with slots that are not published until they
+        # are used again or evicted.
+        self._claimed: set[BlockHashWithGroupId] = set()
+        # Plans with stores since the last one whose end is to be reported, and their
+        # stores.
+        self._num_unasked = self._num_unasked_stores = 0
+        # Slots by the plan that stores them, until it has ended and is settled.
+        self._stored: dict[int, list[int]] = {}
+        self._last_ended = -1
+        # Complete slots that are to be published, and the plans that have stored them;
+        # 0 for what came from a secondary tier.
+        self._complete: dict[int, int] = {}
         # Slots that neighbours read, with the keys under which they are held.
         self._read: dict[int, list[BlockHashWithGroupId]] = {}
         # What an earlier engine has stored, and its place there by slots that are not
@@ -162,18 +170,20 @@ class SharedSlotTable(SlotTable):
         if self.has_left:
             return False
         if stores := [*plan.store_slots, *plan.clean_slots]:
-            self._unended[plan.seq] = stores
+            self._stored[plan.seq] = stores
             self._num_unasked += 1
-        is_due = self._num_unasked >= (1 if is_idle else self._plans_per_report)
+            self._num_unasked_stores += len(stores)
+        is_due = (
+            self._num_unasked >= (1 if is_idle else self._tuning.plans_per_report)
+            or self._num_unasked_stores >= self._tuning.stores_per_report
+        )
         if is_due:
-            self._num_unasked = 0
+            self._num_unasked = self._num_unasked_stores = 0
         return is_due
 
     def record_ended(self, seqs: Iterable[int]) -> None:
         """All ranks have ended these plans, and so all before them."""
-        last = max(seqs)
-        for seq in [seq for seq in self._unended if seq <= last]:
-            self._to_publish += zip(repeat(seq), self._unended.pop(seq))
+        self._last_ended = max(self._last_ended, *seqs)
 
     def share(self, settled: int) -> None:
         """Publish what is complete, and take back what is no longer read.
@@ -182,12 +192,21 @@ class SharedSlotTable(SlotTable):
             settled: Nothing that plans up to this one have stored turns out to be void.
 
         """
+        self._num_refused = self._num_spared = 0
         if self._is_leaving:
             self._leave()
-        self._publish(settled)
-        if self._fetched:
-            self._publish_fetched()
-        self._end_reads()
+        stored, complete = self._stored, self._complete
+        last = min(settled, self._last_ended)
+        while stored and (seq := next(iter(stored))) <= last:
+            complete.update(dict.fromkeys(stored.pop(seq), seq))
+        # All that the last report covers is published together.
+        if complete and (
+            settled >= self._last_ended
+            or len(complete) >= self._tuning.stores_per_report
+        ):
+            self._publish()
+        if self._read:
+            self._end_reads()
 
     def fill(
         self, index: int, key: BlockHashWithGroupId, num_tokens: int | None
@@ -195,51 +214,32 @@ class SharedSlotTable(SlotTable):
         """As `SlotTable.fill`: all ranks have the block, so others may find it."""
         super().fill(index, key, num_tokens)
         if not self.has_left:
-            self._fetched[index] = key
+            self._complete[index] = 0
 
-    def _publish(self, settled: int) -> None:
-        num_settled = bisect_left(self._to_publish, (settled + 1,))
-        due = self._to_publish[: min(num_settled, _MAX_PUBLISHED)]
-        # Of what a plan has stored, others do not look for blocks with several keys.
-        keys = self.places.keys
+    def _publish(self) -> None:
+        due = [*islice(self._complete.items(), _MAX_PUBLISHED)]
+        of_slots, store_seq = self.places.keys, self._store_seq
+        # What was stored over them since is not complete.
         slots = [
             index
-            for seq, index in due
-            if keys[index] is not None
-            and self._store_seq[index] == seq
-            and index not in self._several
+            for index, seq in due
+            if store_seq[index] == seq and of_slots[index] is not None
         ]
-        if self._publish_all(slots):
-            del self._to_publish[: len(due)]
-
-    def _publish_fetched(self) -> None:
-        some = list(islice(self._fetched.items(), _MAX_PUBLISHED))
-        keys = self.places.keys
-        slots = [
-            index
-            for index, key in some
-            # Else it was stored since, maybe not to its end.
-            if keys[index] == key
-            and self._store_seq[index] == 0
-            and index not in self._several
-            and not self._partition.is_published(index)
-        ]
-        if self._publish_all(slots):
-            for index, _ in some:
-                del self._fetched[index]
-
-    def _publish_all(self, slots: Sequence[int]) -> bool:
-        """Publish slots. False if that must wait."""
-        keys = self.places.keys
-        return not slots or self._partition.publish(
-            slots,
-            [keys[index] for index in slots],
-            [self._num_tokens[index] or None for index in slots],
-        )
+        keys = [of_slots[index] for index in slots]
+        if self._several or not self._claimed.isdisjoint(keys):
+            # Neighbours do not look for blocks with several keys.
+            slots = [
+                index
+                for index, key in zip(slots, keys)
+                if index not in self._several and key not in self._claimed
+            ]
+            keys = [of_slots[index] for index in slots]
+        num_tokens = [*map(self._num_tokens.__getitem__, slots)]
+        if not slots or self._partition.publish(slots, keys, num_tokens):
+            for index, _ in due:
+                del self._complete[index]
 
     def _end_reads(self) -> None:
-        if not self._read:
-            return
         looked = list(self._read)[:_MAX_LOOKS]
         for slot in self._partition.unpinned(looked) or ():
             if (
@@ -258,16 +258,14 @@ class SharedSlotTable(SlotTable):
     @property
     def is_sharing(self) -> bool:
         """Whether further steps publish something."""
-        waiting = self._unended or self._to_publish or self._fetched
-        return bool(waiting or self._is_leaving)
+        return bool(self._stored or self._complete or self._is_leaving)
 
     def leave(self) -> None:
         """Publish nothing from now on, and withdraw everything."""
         if not self.has_left:
             self.has_left = self._is_leaving = True
-            self._unended.clear()
-            self._to_publish.clear()
-            self._fetched.clear()
+            self._stored.clear()
+            self._complete.clear()
             # What is found there when they are open is withdrawn.
             self._to_adopt.clear()
             self._leave()
@@ -300,10 +298,6 @@ class SharedSlotTable(SlotTable):
             return [*slots]
         return [slot for slot in slots if self.is_own(slot)]
 
-    def unpin_all(self) -> None:
-        super().unpin_all()
-        self._num_refused = self._num_spared = 0
-
     def _evict(self, num_slots: int) -> list[int]:
         if not self._released:
             return super()._evict(num_slots)
@@ -330,8 +324,17 @@ class SharedSlotTable(SlotTable):
 
     def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
         victims: list[BlockHashWithGroupId] = []
-        while found := super()._victims(num_keys - len(victims)):
-            indices = [self.places.place(victim) for victim in found]
+        parts, num_parts = self._parts, self._num_parts
+        while (num := num_keys - len(victims)) > 0:
+            if len(self._next) < num:
+                num = max(num, self._num_claimed_at_once)
+            if not (found := super()._victims(num)):
+                break
+            if self._claimed.issuperset(found):
+                # A hot path: mostly all are.
+                victims += found
+                continue
+            indices = [parts[hash(key) % num_parts][key] for key in found]
             spares = self._num_spared < _MAX_SPARED
             claims = self._partition.claim(indices, spares)
             if claims.count(Claim.FREE) == len(claims):
@@ -353,7 +356,24 @@ class SharedSlotTable(SlotTable):
                     self._passed[victim] = None
             if Claim.BUSY in claims or self._num_refused >= _MAX_REFUSED:
                 break
+        if rest := victims[num_keys:]:
+            self._next.update(dict.fromkeys(rest))
+            self._claimed.update(rest)
+        self._claimed.difference_update(victims := victims[:num_keys])
         return victims
+
+    @property
+    def _num_claimed_at_once(self) -> int:
+        return min(_MAX_CLAIMED, int(self._tuning.claim_part * self.num_slots))
+
+    def _forget_passed(self, key: BlockHashWithGroupId) -> bool:
+        if key in self._claimed:
+            self._claimed.remove(key)
+            index = self.places.place(key)
+            seq = self._store_seq[index]
+            if not (self.has_left or seq in self._stored):
+                self._complete[index] = seq
+        return super()._forget_passed(key)
 
     def _forget(self, key: BlockHashWithGroupId) -> None:
         index, partition = self.places.place(key), self._partition

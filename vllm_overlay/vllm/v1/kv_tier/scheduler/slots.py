@@ -3,6 +3,7 @@
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
@@ -229,11 +230,12 @@ class SlotTable:
                 for key in keys:
                     marked.pop(key, None)
 
-    def keep_passed(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+    def keep_passed(self, keys: Collection[BlockHashWithGroupId]) -> None:
         """Record uses of `keys`: their slots are not the next victims any more."""
-        if self._passed or self._next:
-            for key in keys:
-                if self._forget_passed(key):
+        for evicted in (self._passed, self._next):
+            if evicted and not evicted.keys().isdisjoint(keys):
+                for key in filter(evicted.__contains__, keys):
+                    self._forget_passed(key)
                     self._policy.insert(key)
 
     def unpin_all(self) -> None:
@@ -386,11 +388,12 @@ class SlotTable:
         victims: list[BlockHashWithGroupId] = []
         pinned, held = self._pinned, self._held_keys
         while self._next and len(victims) < num_keys:
-            del self._next[victim := next(iter(self._next))]
-            if victim in held:
-                self._passed[victim] = None
-            else:
-                victims.append(victim)
+            for victim in [*islice(self._next, num_keys - len(victims))]:
+                del self._next[victim]
+                if victim in held:
+                    self._passed[victim] = None
+                else:
+                    victims.append(victim)
         while len(victims) < num_keys and self._num_passed < _MAX_PASSED:
             evicted: Any = self._policy.evict_all(num_keys - len(victims))
             if not evicted:
