@@ -118,17 +118,18 @@ def main() -> None:
             order = [*engines] if number % 2 else [*engines][::-1]
             for name in order:
                 gaps = asyncio.run(gaps_ms(args, engines[name], number))
+                median = statistics.median(gaps)
                 line = {
                     "round": number,
                     "config": name,
                     "gaps": len(gaps),
-                    "median_ms": round(statistics.median(gaps), 3),
+                    "median_ms": round(median, 3),
                     "p99_ms": round(statistics.quantiles(gaps, n=100)[-1], 3),
                 }
                 print(json.dumps(line), flush=True)
                 if number >= 0:
                     # Kernels and graphs have run once before.
-                    medians.setdefault(name, []).append(line["median_ms"])
+                    medians.setdefault(name, []).append(median)
     for name, some in medians.items():
         ratio = statistics.median(a / b for a, b in zip(some, medians[NONE]))
         print(f"{name:16} {statistics.median(some):6.2f} ms  {ratio:.3f} of {NONE}")
