@@ -76,7 +76,7 @@ ENDS_S = 15
 """So long after the end of a process the others of its engine have to end."""
 CAPACITY_S = 1.0
 """Within it a partition is to be free."""
-KINDS = {"engine": 0.4, "rank": 0.35, "keeper": 0.1, "upgrade": 0.15}
+KINDS = {"engine": 0.4, "rank": 0.35, "upgrade": 0.15, "keeper": 0.1}
 _PR_SET_PDEATHSIG = 1
 # Then there are no more kills.
 MAX_S = float(os.environ.get("KV_TIER_POOL_SECONDS", "3600"))
@@ -290,6 +290,8 @@ class Crowd:
         self._model = make_llama(folder / "model")
         self._truth = {n: ask_alone(self._model, n) for n in {*num_ranks}}
         self._shared = Shared(len(num_ranks))
+        # Each kind comes once before it is drawn. The next keeper has nothing to adopt.
+        self._due = [*reversed(KINDS)]
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, list[float]] = {}
         self._keeper = self._start_keeper()
@@ -363,7 +365,10 @@ class Crowd:
 
     def kill(self) -> None:
         """Kill a process, or upgrade the keeper, at a random moment."""
-        kind = self._rng.choices([*KINDS], [*KINDS.values()])[0]
+        if self._due:
+            kind = self._due.pop()
+        else:
+            kind = self._rng.choices([*KINDS], [*KINDS.values()])[0]
         if kind == "keeper":
             self._kill_keeper()
             return
