@@ -213,9 +213,9 @@ def _settings(vllm_config: "VllmConfig") -> Iterator[str]:
         # Other settings say how, not whether.
         if value is True:
             yield f"--aux-output-config {name}"
-    for name in releases.changed_fields(vllm_config):
-        if name not in _HARMLESS_CONFIGS and name != "aux_output_config":
-            yield f"{name}, which the tier does not know"
+    known = {*_HARMLESS_CONFIGS, "aux_output_config"}
+    for name in releases.changed_fields(vllm_config, known):
+        yield f"{name}, which the tier does not know"
 
 
 def check_secondary_tiers(vllm_config: "VllmConfig") -> None:

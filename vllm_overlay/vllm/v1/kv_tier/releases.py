@@ -19,7 +19,7 @@ import dataclasses
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -169,10 +169,16 @@ def field_values(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in names}
 
 
-def changed_fields(config: Any) -> Iterator[str]:
-    """Names of fields of a dataclass, set at its construction, without the default."""
+def changed_fields(config: Any, but: Collection[str]) -> Iterator[str]:
+    """Names of fields of a dataclass, set at its construction, without the default.
+
+    Those of `but` are left out, and no default is made for them: those of some
+    configurations log what they would do.
+    """
     for field in dataclasses.fields(config):
-        if field.init and getattr(config, field.name) != _default(field):
+        if not field.init or field.name in but:
+            continue
+        if getattr(config, field.name) != _default(field):
             yield field.name
 
 
