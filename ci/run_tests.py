@@ -170,10 +170,10 @@ SIDE_BY_SIDE = ["-n", str(min(os.cpu_count() or 1, 8)), *BY_FILE]
 LONGEST = {
     "unit": "stores/contract stores/disk_quota stores/file_processes "
     "worker/sharing_ranks memory/buffer worker/rank_slots stores/servers",
-    "sim": "state_machine missed_fences sharing_streams streams pairs planted_bugs "
-    "shared_pool what_ends events reachable hangs",
-    "e2e": "answers pool secondary_end shutdown kinds meeting secondary_ranks "
-    "secondary http secondary_servers hint_doors seen pairs giving_back",
+    "sim": "shared_pool events streams elastic state_machine secondary hangs opening "
+    "meeting pairs what_ends planted_bugs uncomputed overwritten",
+    "e2e": "pool answers shutdown meeting kinds secondary secondary_end parallel "
+    "hint_doors seen secondary_servers http pairs secondary_ranks giving_back",
 }
 """Tests that come first, so that no core waits for the last of them."""
 
