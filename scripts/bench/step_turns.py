@@ -11,6 +11,7 @@ their quartiles.
 """
 
 import argparse
+import gc
 import statistics
 
 from scheduler_load import Load, Setup
@@ -35,6 +36,7 @@ def main() -> None:
             for i in (0, 1) if step % 2 else (1, 0):
                 seconds[i] += loads[i].decode(1)[0].seconds
         ratios.append(seconds[1] / seconds[0])
+    gc.unfreeze()  # Or nanobind reports leaks when the process ends.
     low, median, high = statistics.quantiles(ratios, n=4)
     first, second = args.configs
     print(f"{second} / {first}: {median:.3f} ({low:.3f} to {high:.3f})")
