@@ -21,10 +21,10 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from suite.model import INDEX, SHAPES, family_of, write_model
+from suite.options import parser_of
 
 LATER_S = 1.0
 GAP_MS = 20.0
@@ -32,15 +32,10 @@ STREAMS = 8
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "1b")
     add = parser.add_argument
-    add("--out", type=Path, required=True)
     add("--host-gib", type=float, default=96)
     add("--device-gib", type=float, default=8)
-    add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--size", default="1b", choices=list(SHAPES))
     add("--repeats", type=int, default=2)
     add("--only", choices=["none", "core"])
     add("--watch-s", type=float, default=120, help="seconds of streams, at most")

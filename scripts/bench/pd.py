@@ -33,6 +33,7 @@ from suite.engines import PLANTS, Alone, Asked, Engine, Pair, free_port
 from suite.handovers import COUNTS, FAILURES, GIB, Cell, differing, line, table
 from suite.jobs import UTILIZATION
 from suite.model import SHAPES, write_config
+from suite.options import parser_of
 from suite.workloads import tokens
 
 REFERENCE, RACE = "one", "race"
@@ -46,13 +47,8 @@ CONFIGS: dict[str, tuple[bool, bool, str]] = {
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "1b")
     add = parser.add_argument
-    add("--out", type=Path, required=True)
-    add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--size", default="1b", choices=list(SHAPES))
     add("--configs", help=f"of {','.join(CONFIGS)}; all, on a CPU without race")
     add("--batch-invariant", action="store_true", help="answers must be equal")
     add("--device-gib", type=float, help="device cache; a third of all conversations")

@@ -47,6 +47,7 @@ from suite.engines import PLANTS, Engine
 from suite.jobs import UTILIZATION
 from suite.loader import LOAD_FORMAT
 from suite.model import SHAPES, write_config
+from suite.options import parser_of
 
 GIB = 1 << 30
 POOL, SEPARATE, ONE = "pool", "separate", "one"
@@ -60,13 +61,8 @@ TAIL = 2500
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "8b")
     add = parser.add_argument
-    add("--out", type=Path, required=True)
-    add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--size", default="8b", choices=list(SHAPES))
     add("--configs", nargs="*", default=["pool", f"{SEPARATE},simple-lazy,{ONE}"])
     add("--gpus", type=int, default=2)
     add("--engines", type=int, help="in turns on the GPUs; by default one on each")

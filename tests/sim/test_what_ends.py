@@ -5,7 +5,7 @@ tables of an engine that has nothing to do are compared with those of a new one.
 import gc
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -24,6 +24,7 @@ from .pages import Elastic
 from .remote import Remote
 from .scheduler import TUNING, Setup
 from .scripts import DOCUMENTS
+from .stream_play import collect_fast as collect_fast
 from .tables import put_in, sizes, tables
 
 CACHED = re.compile(
@@ -92,15 +93,6 @@ HINTS = (
     {"retain": [{"priority": 90, "ttl": 3}], "max_offload_tokens": 4},
 )
 NUM_STEPS = 14
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _collects_little() -> Iterator[None]:
-    """Collections of garbage, of which there are many here, leave out modules."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def begun(setup: Setup) -> Engine:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .configs import ALIASES, ON_DISK, Config
+from .model import SHAPES
 from .scales import SCALES, Scale
 
 DEVICES = ("cuda", "cpu")
@@ -23,6 +24,24 @@ EACH_REPLICA = ("sessions", "at_once", "prompts", "clients", "conversations")
 def names(text: str) -> list[str]:
     """The names of a list with commas."""
     return text.split(",") if text else []
+
+
+def parser_of(description: str, size: str) -> argparse.ArgumentParser:
+    """The command line of a program with engines of one shape.
+
+    Args:
+        description: Of the program.
+        size: The shape by default.
+
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--device", default="cuda", choices=DEVICES)
+    add("--size", default=size, choices=list(SHAPES))
+    return parser
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

@@ -292,8 +292,9 @@ class KVTierProm:
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         self._labelvalues = per_engine_labelvalues
-        self._hits_by_source = hits_by_source
         self._metrics: dict[str, Any] = {}
+        if hits_by_source is not None:
+            self._metrics[_SOURCE] = hits_by_source
         self._allocated = dict.fromkeys(per_engine_labelvalues, 0)
         # Values of gauges, by engine and name, and until when they need not be set
         # if they do not change.
@@ -322,22 +323,14 @@ class KVTierProm:
             self._children[key] = self._metrics[name].labels(*values)
         return self._children[key]
 
-    def _source(self, engine: int, source: str) -> Any:
-        key = _SOURCE, engine, source
-        if key not in self._children:
-            assert self._hits_by_source is not None
-            values = *self._labelvalues[engine], source
-            self._children[key] = self._hits_by_source.labels(*values)
-        return self._children[key]
-
     def observe(self, scheduler_stats: SchedulerStats, engine: int) -> None:
         """Publish the stats of `engine`."""
         stats = scheduler_stats.kv_tier_stats
         if stats is None:
             return
-        if self._hits_by_source is not None:
+        if _SOURCE in self._metrics:
             for source, num_tokens in _host_hits(scheduler_stats).items():
-                self._source(engine, source).inc(num_tokens)
+                self._child(_SOURCE, engine, source).inc(num_tokens)
         counts = _counts(stats)
         counts["slots"] = max(0, stats.slots_total - self._allocated[engine])
         self._allocated[engine] += counts["slots"]
@@ -400,8 +393,6 @@ def _counts(stats: KVTierStats) -> dict[str, Any]:
         "stored_bytes": stats.stored_blocks * size,
         "loaded_bytes": stats.loaded_blocks * size,
         "loaded_ahead_bytes": stats.loaded_ahead_blocks * size,
-        # These have labels.
-        **dict.fromkeys(("failures", "hints", "tenant_slots")),
     }
 
 

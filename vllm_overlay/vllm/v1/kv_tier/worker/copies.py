@@ -140,17 +140,15 @@ class InOrder(CopyOrder):
             ("load_ahead", copies.load_ahead, len(plan.ahead_slots)),
             ("clean", copies.clean, len(plan.clean_slots)),
         ):
-            begun = time.perf_counter()
             if num_blocks:
+                begun = time.perf_counter()
                 copy(_nothing)
-            seconds = time.perf_counter() - begun
-            if self._peers is not None:
-                self._peers.publish_end(kind, plan.seq)
-            if num_blocks:
-                time_taken = CopyTime(num_blocks, seconds)
+                time_taken = CopyTime(num_blocks, time.perf_counter() - begun)
                 self._times[kind, plan.seq] = time_taken
                 if kind == "load":
                     self._times["stall", plan.seq] = time_taken
+            if self._peers is not None:
+                self._peers.publish_end(kind, plan.seq)
 
     def end_step(self) -> bool:
         # Without streams, the step has been computed by now.
