@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two configurations of the scheduler in one process, by turns of one decoding step.
+"""Two configurations of the scheduler in one process, by turns of one step.
 
     PYTHONPATH=scripts:scripts/bench python scripts/bench/step_turns.py \\
         write_back "write_back, pool"
@@ -24,22 +24,27 @@ def main() -> None:
     )
     add = parser.add_argument
     add("configs", nargs=2, metavar="CONFIG", choices=[*CONFIGS])
+    add("--workload", choices=["decode", "admit"], default="decode")
     add("--windows", type=int, default=36, help=f"of {WINDOW} steps")
     args = parser.parse_args()
     loads = [Load(Setup(**CONFIGS[config])) for config in args.configs]
     for load in loads:
         load.decode(WARM_UP)
+        if args.workload == "admit":
+            load.admit_dirty()
     ratios = []
     for _ in range(args.windows):
         seconds = [0.0, 0.0]
         for step in range(WINDOW):
             for i in (0, 1) if step % 2 else (1, 0):
-                seconds[i] += loads[i].decode(1)[0].seconds
+                seconds[i] += getattr(loads[i], args.workload)(1)[0].seconds
         ratios.append(seconds[1] / seconds[0])
     gc.unfreeze()  # Or nanobind reports leaks when the process ends.
     low, median, high = statistics.quantiles(ratios, n=4)
     first, second = args.configs
-    print(f"{second} / {first}: {median:.3f} ({low:.3f} to {high:.3f})")
+    print(
+        f"{args.workload}, {second} / {first}: {median:.3f} ({low:.3f} to {high:.3f})"
+    )
 
 
 if __name__ == "__main__":

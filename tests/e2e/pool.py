@@ -101,8 +101,8 @@ def serve(
     return Server(model, [*SERVE, *CORE, *size, *config, *flags], env, log)
 
 
-def ask(server: Server, prompt: list[int]) -> tuple[str, int]:
+def ask(server: Server, prompt: list[int], **params: Any) -> tuple[str, int]:
     """Its answer, and how many tokens of the prompt were cached."""
-    answer = server.complete(prompt, max_tokens=8, ignore_eos=True)
+    answer = server.complete(prompt, max_tokens=8, ignore_eos=True, **params)
     details = answer["usage"]["prompt_tokens_details"] or {}
     return answer["choices"][0]["text"], details.get("cached_tokens") or 0

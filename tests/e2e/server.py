@@ -100,7 +100,8 @@ class Server:
         with urllib.request.urlopen(
             request, timeout=self._client_timeout_s
         ) as response:
-            return json.load(response)
+            is_json = response.headers.get_content_type() == "application/json"
+            return json.load(response) if is_json else response.read().decode()
 
     def complete(
         self, tokens: list[int], replica: int | None = None, **params: Any

@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ..settings import with_debug
-from .jobs import WITH_RANKS
-from .model import make_llama, make_tokenizer
+from .jobs import NGRAM, WITH_RANKS, connector
+from .model import make_llama, make_lora, make_tokenizer
 from .pipeline_cpu import STAGES
 from .pool import KeeperProcess, ask, keeping, serve
 from .secondary import (
@@ -49,48 +50,80 @@ def keeper(tmp_path: Path) -> Iterator[KeeperProcess]:
         yield keeper
 
 
-def answers(server: Server) -> list[tuple[str, int]]:
-    found = [ask(server, prompt) for prompt in PROMPTS]
+def answers(server: Server, **params: Any) -> list[tuple[str, int]]:
+    found = [ask(server, prompt, **params) for prompt in PROMPTS]
     # What idle steps publish.
     time.sleep(1)
     return found
 
 
+def with_features(folder: Path) -> list[str]:
+    """Flags of drafts, an adapter `a` and a connector."""
+    adapter = make_lora(folder / "adapter", seed=1)
+    # It has nothing that the pool lacks.
+    transfer = connector("SlowConnector") | {
+        "kv_connector_extra_config": {"storage": str(folder)}
+    }
+    return [
+        *("--max-num-batched-tokens", "2048"),
+        *("--speculative-config", json.dumps(NGRAM)),
+        *("--kv-transfer-config", json.dumps(transfer)),
+        *("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"a={adapter}"),
+    ]
+
+
+@pytest.mark.pairs("OP", "QU", "LO", "LR", "NG", "PD")
 @pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, TP=2, PP=2")
 def test_neighbours_and_successors_hit_what_an_engine_has_computed(
-    model: Path, keeper: KeeperProcess, tmp_path: Path
+    model: Path,
+    keeper: KeeperProcess,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    flags, quotas = with_features(tmp_path), {"a": 0.5}
     started: list[Server] = []
 
-    def start(name: str, socket: Path | None) -> Server:
-        started.append(serve(model, tmp_path / name, socket))
+    def start(name: str) -> Server:
+        log, socket = tmp_path / name, keeper.socket
+        started.append(serve(model, log, socket, *flags, quotas=quotas))
         return started[-1]
 
+    def ask_all(server: Server) -> list[tuple[str, int]]:
+        return answers(server) + answers(server, model="a")
+
     try:
-        one = start("one", keeper.socket)
-        first = answers(one)
-        assert [cached for _, cached in first] == [0] * len(PROMPTS)
+        one = start("one")
+        first = ask_all(one)
+        assert [cached for _, cached in first] == [0] * len(first)
         texts = [text for text, _ in first]
-        assert len({*texts}) == len(PROMPTS)
-        two = start("two", keeper.socket)
+        assert len({*texts}) == len(first)
+        two = start("two")
         # At once, with the same answers.
-        assert answers(two) == [(text, HIT) for text in texts]
-        assert counted(two, "neighbour_blocks") == NUM_BLOCKS
+        assert ask_all(two) == [(text, HIT) for text in texts]
+        assert counted(two, "neighbour_blocks") == 2 * NUM_BLOCKS
         # Nothing is there twice: what it has taken from the neighbour is not stored.
         stored = counted(two, "stored_blocks")
         assert stored < NUM_BLOCKS
         one.kill()
-        heir = start("heir", keeper.socket)
+        heir = start("heir")
         num_adopted = int(
             heir.log().partition("pool at")[2].split("with ")[1].split()[0]
         )
-        assert num_adopted >= NUM_BLOCKS
-        assert answers(heir) == [(text, HIT) for text in texts]
+        assert num_adopted >= 2 * NUM_BLOCKS
+        assert ask_all(heir) == [(text, HIT) for text in texts]
         assert counted(heir, "neighbour_blocks") == 0
+        # The same adapter by name and path, but other weights.
+        path = str(make_lora(tmp_path / "adapter", seed=2))
+        load = {"lora_name": "a", "lora_path": path, "load_inplace": True}
+        heir.post("/v1/load_lora_adapter", load)
+        others = answers(heir, model="a")
+        assert [cached for _, cached in others] == [0] * len(PROMPTS)
+        assert {*texts}.isdisjoint(text for text, _ in others)
         # The keeper is not needed any more.
         keeper.end()
-        heir.post("/v1/completions", {"model": str(model), "prompt": "a"})
-        assert [text for text, _ in answers(two)] == texts
+        assert [text for text, _ in ask_all(two)] == texts
+        assert [text for text, _ in answers(heir)] == texts[: len(PROMPTS)]
     finally:
         for server in started:
             server.kill()

@@ -579,19 +579,12 @@ def test_pool_takes_the_place_of_the_size(model: str) -> None:
     "remove, settings, args",
     [
         ("share_replicas", {"share_replicas": True}, {}),
-        ("quotas", {"quotas": {"a": 0.5}}, {}),
         ("shrink_after_s", {"shrink_after_s": 1.0}, {}),
         ("debug.verify", {"debug": {"verify": True}}, {}),
         (
             "secondary_tiers with several ranks",
             {"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_gib": 1}]},
             {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
-        ),
-        ("--enable-lora", {}, {"enable_lora": True}),
-        (
-            "--speculative-config",
-            {},
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         ),
         (
             "--kv-events-config",

@@ -311,9 +311,6 @@ def check_pool(vllm_config: "VllmConfig", settings: Mapping[str, bool]) -> None:
         "ranks on several machines": releases.num_machines(parallel) > 1,
         "--distributed-executor-backend ray": parallel.use_ray,
         "--decode-context-parallel-size": releases.decode_context_ranks(parallel) > 1,
-        "--enable-lora": vllm_config.lora_config is not None,
-        "--speculative-config": vllm_config.speculative_config is not None,
-        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
         "--kv-events-config": events is not None and events.enable_kv_cache_events,
         **settings,
     }
@@ -321,8 +318,7 @@ def check_pool(vllm_config: "VllmConfig", settings: Mapping[str, bool]) -> None:
         raise ValueError(
             "--kv-offloading-config: pool has not been run with secondary tiers of "
             "several ranks, ranks on several machines, Ray, decode context "
-            "parallelism, share_replicas, quotas, shrink_after_s, verify, LoRA, "
-            "speculative decoding, KV connectors or KV events. Remove "
+            "parallelism, share_replicas, shrink_after_s, verify or KV events. Remove "
             f"{' and '.join(found)}, or pool."
         )
 

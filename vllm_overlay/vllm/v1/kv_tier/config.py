@@ -251,7 +251,6 @@ class KVTierConfig:
                 "secondary_tiers with several ranks": bool(self.secondary_tiers)
                 and vllm_config.parallel_config.world_size > 1,
                 "share_replicas": self.share_replicas,
-                "quotas": bool(self.quotas),
                 "shrink_after_s": self.shrink_after_s is not None,
                 "debug.verify": self.debug.verify,
             },

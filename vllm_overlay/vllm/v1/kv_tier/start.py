@@ -119,7 +119,8 @@ def start_kv_tier(
         return
     # Upstream may have changed its own settings since they were made.
     config.check_engine(vllm_config)
-    set_adapter_loads(AdapterLoads(by_content=bool(config.secondary_tiers)))
+    shares = bool(config.secondary_tiers) or config.pool is not None
+    set_adapter_loads(AdapterLoads(by_content=shares))
     num_blocks = kv_cache_config.num_blocks
     per_rank = executor.collective_rpc(_block_bytes, args=(num_blocks,))
     groups = group_blocks(vllm_config, kv_cache_config)
