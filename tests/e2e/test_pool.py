@@ -207,6 +207,33 @@ def test_bytes_come_from_the_pool_and_only_from_there(
         alone.kill()
 
 
+@pytest.mark.pairs("OP", "VE")
+def test_blocks_of_a_neighbour_that_have_changed_are_computed(
+    model: Path, keeper: KeeperProcess, tmp_path: Path
+) -> None:
+    started: list[Server] = []
+
+    def start(name: str) -> Server:
+        log, socket = tmp_path / name, keeper.socket
+        started.append(serve(model, log, socket, verify=True))
+        return started[-1]
+
+    try:
+        texts = [text for text, _ in answers(start("one"))]
+        two = start("two")
+        assert ask(two, PROMPTS[0]) == (texts[0], HIT)
+        keeper.spoil(seed=1)
+        found = answers(two)
+        assert [text for text, _ in found] == texts
+        assert [cached for _, cached in found[1:]] == [0] * (len(PROMPTS) - 1)
+        # After some failures it asks for a while only what the device has.
+        assert 1 < counted(two, "failures") < len(PROMPTS)
+        assert [text for text, _ in answers(two)] == texts
+    finally:
+        for server in started:
+            server.kill()
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -106,10 +106,10 @@ _EXCLUDE: list[tuple[set[str], set[str]]] = [
     ({"DC"}, {"SW", "CL"}),
     # Refused as well.
     ({"PD"}, {"DC"}),
-    ({"OP"}, {"EL", "EV", "DC", "VE", "SH"}),
-    # `test_shared_pool` has engines of several ranks, `e2e/test_pool.py` real ones, and
-    # real adapters: here all engines of a process count their loads together.
-    ({"OP"}, {"TP", "LR"}),
+    ({"OP"}, {"EL", "EV", "DC", "SH"}),
+    # `test_shared_pool` has engines of several ranks; `e2e/test_pool.py` has real ones,
+    # checksums, and adapters, whose loads all engines of a process count together.
+    ({"OP"}, {"TP", "LR", "VE"}),
     # Real ranks have no store here: `e2e/test_pairs.py` has them.
     (set(STORES), {"VE", "SH", "TP"}),
 ]

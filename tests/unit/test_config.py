@@ -580,7 +580,6 @@ def test_pool_takes_the_place_of_the_size(model: str) -> None:
     [
         ("share_replicas", {"share_replicas": True}, {}),
         ("shrink_after_s", {"shrink_after_s": 1.0}, {}),
-        ("debug.verify", {"debug": {"verify": True}}, {}),
         (
             "secondary_tiers with several ranks",
             {"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_gib": 1}]},

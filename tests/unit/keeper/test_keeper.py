@@ -79,7 +79,7 @@ def test_engines_number_slots_from_their_own_on(path: str) -> None:
 
 def test_ranks_and_neighbours_map_the_same_bytes(path: str) -> None:
     one, two = Member(path, ONE, [4096]), Member(path, ONE, [4096])
-    (_, first), (_, second) = join(one.place(), 0), join(two.place(), 0)
+    (_, first, _), (_, second, _) = join(one.place(), 0), join(two.place(), 0)
     first[3 * 4096] = 42
     assert second[4 * MiB + 3 * 4096] == 42
     second[5 * 4096] = 43
@@ -134,7 +134,7 @@ def test_a_rank_has_its_part_of_every_partition(
 
 def test_a_rank_sees_no_other_memory_between_parts(path: str) -> None:
     one, two = Member(path, ONE, [5001]).place(), Member(path, ONE, [5001]).place()
-    (_, mine), (_, theirs) = join(one, 0), join(two, 0)
+    (_, mine, _), (_, theirs, _) = join(one, 0), join(two, 0)
     size = 5001
     mine[: one.num_slots * size] = theirs[: one.num_slots * size] = 7
     for memory in (mine, theirs):
@@ -274,7 +274,7 @@ def test_pins_of_a_dead_reader_are_cleared_within_a_second(
 
 def test_partition_is_kept_while_a_rank_lives(keeper: Keeper, path: str) -> None:
     one = Member(path, ONE, [4096])
-    rank, _ = join(one.place(), 0)
+    rank, *_ = join(one.place(), 0)
     one.close()
     time.sleep(0.1)
     assert keeper.num_attached == 1

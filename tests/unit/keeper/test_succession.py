@@ -119,7 +119,7 @@ def test_engines_share_on_while_the_keeper_changes(
     processes: Processes, path: str, first: int
 ) -> None:
     one = Member(path, ONE, [4096])
-    _, memory = join(one.place(), 0)
+    _, memory, _ = join(one.place(), 0)
     assert one.membership.own.publish([3], KEYS[:1], [16])
     memory[3 * 4096] = 42
     second = succeed(processes, path)

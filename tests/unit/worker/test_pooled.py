@@ -2,6 +2,7 @@
 """Slots of a rank in the memory of a pool, which it opens while others use them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ import torch
 from tests.unit.keeper.crowd import ONE, MiB
 from tests.unit.keeper.test_keeper import KeeperThread
 from vllm.v1.kv_tier.keeper.client import Member
+from vllm.v1.kv_tier.memory.checksums import SlotChecksums
 from vllm.v1.kv_tier.memory.opener import SlotOpener
-from vllm.v1.kv_tier.plan import OpenSlots
+from vllm.v1.kv_tier.memory.regions import build_regions
+from vllm.v1.kv_tier.plan import OpenSlots, StepPlan
 from vllm.v1.kv_tier.worker import pooled
+from vllm.v1.kv_tier.worker.host_tier import HostTier
 from vllm.v1.kv_tier.worker.pooled import PooledSlots, join_pool
-from vllm.v1.kv_tier.worker.slots import EMPTY, FILLED
+from vllm.v1.kv_tier.worker.slots import EMPTY, FILLED, RankSlots, SlotChanged
 
 CPU = torch.device("cpu")
 
@@ -75,3 +79,54 @@ def test_small_pool_is_open_from_the_start(tmp_path: Path) -> None:
         is_empty = torch.from_numpy(slots.states == EMPTY)
         assert is_empty.nonzero().flatten().tolist() == [*slots.empty]
         assert set(slots.states.tolist()) == {EMPTY, FILLED}
+
+
+def checked(slots: PooledSlots) -> RankSlots:
+    sums = SlotChecksums(slots.buffer.slots, CPU, slots.checksums)
+    return RankSlots(len(slots.states), sums, slots.states, num_own=slots.num_own)
+
+
+def test_block_of_a_neighbour_that_has_changed_is_noticed(tmp_path: Path) -> None:
+    """On each rank by its own checksum, and only until it is stored again."""
+    owner, _, reader = joined(tmp_path, [4096, 8192])
+    stride = (len(owner[0].states) - owner[0].num_own) // 2
+    slot = owner[0].num_own - 1
+    seen = stride + slot
+    for rank in range(2):
+        mine, theirs = checked(owner[rank]), checked(reader[rank])
+        memory = owner[rank].buffer.slots[slot]
+        for _ in range(2):
+            mine.begin_store([slot])
+            memory[:] = rank + 1
+            mine.mark_stored([slot])
+            theirs.check([seen])
+            memory[-1] += 1
+            with pytest.raises(SlotChanged, match=f"{seen}"):
+                theirs.check([seen])
+
+
+def test_end_of_a_plan_is_reported_when_its_checksums_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neighbours find a block then, and compare them."""
+    ((slots,), *_) = joined(tmp_path, [4096])
+    regions = build_regions([torch.zeros(4, 4096, dtype=torch.uint8)], 4)
+    tier = HostTier.allocate(
+        regions, slots.num_own, CPU, verify=True, pooled=slots, num_mapped=4
+    )
+    output = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})
+
+    def ended(seq: int) -> list[int]:
+        """After a step of plan `seq`, which stores one block."""
+        plan = StepPlan(seq, store_blocks=[1], store_slots=[seq], report_end=True)
+        output.kv_tier_plan = plan
+        tier.begin_step(output)
+        report = tier.report.take()
+        return report.ended if report is not None else []
+
+    assert ended(1) == []
+    assert ended(2) == [1]
+    monkeypatch.setattr(tier.slots, "are_checked", lambda slots: slots != [2])
+    assert ended(3) == ended(4) == []
+    monkeypatch.undo()
+    assert ended(5) == [2, 3, 4]

@@ -318,7 +318,7 @@ def check_pool(vllm_config: "VllmConfig", settings: Mapping[str, bool]) -> None:
         raise ValueError(
             "--kv-offloading-config: pool has not been run with secondary tiers of "
             "several ranks, ranks on several machines, Ray, decode context "
-            "parallelism, share_replicas, shrink_after_s, verify or KV events. Remove "
+            "parallelism, share_replicas, shrink_after_s or KV events. Remove "
             f"{' and '.join(found)}, or pool."
         )
 

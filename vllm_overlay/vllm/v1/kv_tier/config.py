@@ -252,7 +252,6 @@ class KVTierConfig:
                 and vllm_config.parallel_config.world_size > 1,
                 "share_replicas": self.share_replicas,
                 "shrink_after_s": self.shrink_after_s is not None,
-                "debug.verify": self.debug.verify,
             },
         )
 

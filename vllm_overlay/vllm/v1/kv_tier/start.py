@@ -20,7 +20,7 @@ from vllm.v1.kv_tier.block_keys import AdapterLoads, set_adapter_loads
 from vllm.v1.kv_tier.config import GiB, KVTierConfig, is_one_machine, tier_config
 from vllm.v1.kv_tier.copying.engine import slot_bytes
 from vllm.v1.kv_tier.elastic import num_mapped, open_elastic
-from vllm.v1.kv_tier.keeper.client import Member, Place
+from vllm.v1.kv_tier.keeper.client import MIN_SLOT_BYTES, Member, Place
 from vllm.v1.kv_tier.layout import (
     KVTierLayout,
     PoolLayout,
@@ -214,7 +214,15 @@ def _join_pool(
             f"{rank_bytes} bytes for a block. Change the number of ranks, or remove "
             "pool."
         )
-    identity = hashlib.sha256(json.dumps([names, rank_bytes]).encode()).digest()
+    if config.debug.verify and min(rank_bytes) < MIN_SLOT_BYTES:
+        raise ValueError(
+            "--kv-offloading-config: pool has room for the checksums of debug.verify "
+            f"where a block has {MIN_SLOT_BYTES} bytes on each rank, but they have "
+            f"{rank_bytes}. Increase --block-size, or remove debug.verify."
+        )
+    # Who compares checksums reads only what has some.
+    what = [names, rank_bytes, config.debug.verify]
+    identity = hashlib.sha256(json.dumps(what).encode()).digest()
     member = Member(config.pool, identity, rank_bytes, FIRST_BYTES)
     logger.info(
         "KV tier: partition %d of the pool at %s, with %d blocks of an earlier engine.",

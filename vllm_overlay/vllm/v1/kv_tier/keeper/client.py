@@ -23,7 +23,7 @@ from vllm.v1.kv_tier.keeper.partition import (
     partition_bytes,
 )
 
-VERSION = 3
+VERSION = 4
 """Of the messages, and of the layout of the shared memory."""
 
 MAX_MESSAGE_BYTES = 4096
@@ -275,18 +275,26 @@ def end_lease(connection: socket.socket) -> None:
     connection.close()
 
 
-def join(place: Place, rank: int) -> tuple[socket.socket, NDArray[np.uint8]]:
+class Joined(NamedTuple):
+    """What a rank has of the pool."""
+
+    connection: socket.socket
+    """To the keeper. The partition is the engine's until `end_lease`, or the end of the
+    process, on all of its ranks."""
+    memory: NDArray[np.uint8]
+    """`[num_bytes]` up to the last slot: the engine's own part and those of its
+    neighbours, `stride` slots from one to the next. What lies between is no memory of
+    the pool."""
+    checksums: Sequence[NDArray[np.uint8]]
+    """Of the same partitions, see `Partition.checksums`."""
+
+
+def join(place: Place, rank: int) -> Joined:
     """Map what a rank uses of the memory: its part of every partition.
 
     Args:
         place: Where its engine has it.
         rank: Number of the rank.
-
-    Returns:
-        The connection, and `[num_bytes]` up to the last slot: the engine's own part and
-        those of its neighbours, `stride` slots from one to the next. What lies between
-        is no memory of the pool. The partition is the engine's until `end_lease`, or
-        the end of the process, on all of its ranks.
 
     Raises:
         PoolRefused: The keeper cannot be reached.
@@ -298,10 +306,14 @@ def join(place: Place, rank: int) -> tuple[socket.socket, NDArray[np.uint8]]:
         "lease": place.lease,
     }
     connection, reply, fds = _ask(place.path, wanted)
-    memory = _map_ring(fds[0], Geometry(*reply["geometry"]), place, rank)
+    geometry, number = Geometry(*reply["geometry"]), place.number
+    memory = _map_ring(fds[0], geometry, place, rank)
+    partitions = map_partitions(fds[1], geometry)
     for fd in fds:
         os.close(fd)
-    return connection, memory
+    ring = [*partitions[number:], *partitions[:number]]
+    sums = [each.checksums(rank, place.num_slots) for each in ring]
+    return Joined(connection, memory, sums)
 
 
 def _map_ring(

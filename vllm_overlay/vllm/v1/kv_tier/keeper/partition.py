@@ -34,6 +34,9 @@ KEY_BYTES = 40
 MAX_ENGINES = 16
 """Most partitions, and readers of each."""
 
+CHECKSUM_BYTES = 8
+"""Of a block, where engines take checksums."""
+
 _WORDS = KEY_BYTES // 8
 # Slots of a bucket of the index, and buckets for each slot: one bucket in 5,000 is
 # full. What finds no place is not published.
@@ -117,6 +120,7 @@ class _Shape(NamedTuple):
     num_tokens: int
     places: int
     entries: int
+    checksums: int
     end: int
 
     @classmethod
@@ -128,6 +132,7 @@ class _Shape(NamedTuple):
             capacity * 4,
             capacity * 4,
             _num_buckets(capacity) * _WAYS * 8,
+            capacity * CHECKSUM_BYTES,
         )
         at = [_HEADER_BYTES]
         for size in sizes:
@@ -171,7 +176,9 @@ class Partition:
         self._places = memory[shape.places :][: capacity * 4].view(np.int32)
         # A look at one takes less time here.
         self._place_of = self._places.data
-        self._all_entries = memory[shape.entries : shape.end].view(np.uint64)
+        self._all_entries = memory[shape.entries : shape.checksums].view(np.uint64)
+        self._checksums = memory[shape.checksums :][: capacity * CHECKSUM_BYTES]
+        self._checksums = self._checksums.reshape(capacity, CHECKSUM_BYTES)
         self._entries = self._all_entries[:0]
         self._num_slots = 0
 
@@ -445,6 +452,24 @@ class Partition:
         finally:
             self.lock.release()
         return True
+
+    def key_of(self, slot: int) -> bytes:
+        """The key of a slot that the caller has pinned, padded."""
+        return self._keys[slot].tobytes()
+
+    def checksums(self, rank: int, num_slots: int) -> NDArray[np.uint8]:
+        """Checksums of a rank's parts of blocks, which it writes before its engine
+        publishes them.
+
+        Args:
+            rank: Number of the rank.
+            num_slots: Slots of the partition.
+
+        Returns:
+            `[num_slots, 8]`; fewer where blocks are smaller than a page on each rank.
+
+        """
+        return self._checksums[rank * num_slots :][:num_slots]
 
     def seems_to_hold(self, slot: int, row: Rows) -> bool:
         """Whether `slot` seems to hold a key still, without the lock."""

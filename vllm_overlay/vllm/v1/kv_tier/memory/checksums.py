@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ _MEASURED_SLOTS = 64
 _T = TypeVar("_T")
 
 
+class SharedChecksums(Protocol):
+    """8 bytes for each slot, in memory that other processes read."""
+
+    def __getitem__(self, slot: int, /) -> NDArray[np.uint8]: ...
+
+    def __setitem__(self, slot: int, checksum: NDArray[np.uint8], /) -> None: ...
+
+
 class SlotChecksums:
     """Checksums of the slots of one rank. `RankSlots` decides when they are taken.
 
@@ -33,8 +41,8 @@ class SlotChecksums:
         slots: `[num_slots, slot_bytes]`, uint8, host memory.
         device: Device of the rank. On a GPU, stores end after their launch, so threads
             take the checksums.
-        shared: `[num_slots, 8]`, uint8: checksums in shared memory, written by the rank
-            that stores and read by the ranks that share its slots.
+        shared: Checksums in shared memory, written by the rank that stores and read by
+            those that load what it has stored.
 
     """
 
@@ -42,7 +50,7 @@ class SlotChecksums:
         self,
         slots: torch.Tensor,
         device: torch.device,
-        shared: NDArray[np.uint8] | None = None,
+        shared: SharedChecksums | None = None,
     ) -> None:
         self._memory = slots.numpy()
         self.slot_bytes = slots.shape[1]

@@ -8,12 +8,14 @@ loads it.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.keeper.client import Membership
-from vllm.v1.kv_tier.keeper.partition import Partition, mix, rows_of
+from vllm.v1.kv_tier.keeper.partition import Partition, Rows, Slots, mix, rows_of
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.scheduler.host_writer import HostWriter
 from vllm.v1.kv_tier.scheduler.secondary.lookup import LoadFilter, PromptLookup
@@ -27,6 +29,8 @@ _MAX_BUSY = 3
 _PART = 512
 # Device blocks that a step looks at, if some were loaded from neighbours.
 _MAX_FORGOTTEN = 64
+# Slots whose loads have failed and that are remembered, 8 MiB or so.
+_MAX_FAILED = 1 << 16
 
 
 class Neighbours:
@@ -58,6 +62,8 @@ class Neighbours:
         self._over: dict[Partition, set[int]] = {}
         # By plan, what it reads.
         self._reads: dict[int, list[int]] = {}
+        # Slots that could not be read, with the keys that they had then.
+        self._failed: dict[int, bytes] = {}
         self._num_busy = 0
         self._has_left = False
 
@@ -111,8 +117,10 @@ class Neighbours:
                 continue
             partition.open()
             candidates, slots = partition.find(rows[missing], mixed[missing])
-            are_open = slots < self.num_open - first
-            candidates, slots = candidates[are_open], slots[are_open]
+            are_good = slots < self.num_open - first
+            if self._failed:
+                are_good &= ~self._have_failed(slots + first, rows[missing[candidates]])
+            candidates, slots = candidates[are_good], slots[are_good]
             if not len(slots):
                 continue
             # A block may be there twice for a while.
@@ -128,6 +136,22 @@ class Neighbours:
             self._add(found, (slots + first).tolist())
             missing = np.setdiff1d(missing, places, assume_unique=True)
         return len(wanted) - len(missing), is_busy
+
+    def _have_failed(self, indices: Slots, rows: Rows) -> NDArray[np.bool_]:
+        had = map(self._failed.get, indices.tolist())
+        return np.array([key == row.tobytes() for key, row in zip(had, rows)], np.bool_)
+
+    def void_since(self, seq: int) -> None:
+        """Plan `seq` or a later one has failed to load something: what these read is
+        found no more."""
+        for since, indices in self._reads.items():
+            if since < seq:
+                continue
+            for index in indices:
+                partition, number = self.place_of(index)
+                self._failed[index] = partition.key_of(number)
+        for index in [*islice(self._failed, max(len(self._failed) - _MAX_FAILED, 0))]:
+            del self._failed[index]
 
     def _add(
         self,

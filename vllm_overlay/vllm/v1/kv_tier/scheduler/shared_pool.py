@@ -122,6 +122,11 @@ class SharedBlockPool(TieredBlockPool):
             self.neighbours.record_ended(ended)
         return void_plan
 
+    def void_since(self, seq: int) -> None:
+        """As `TieredBlockPool.void_since`."""
+        super().void_since(seq)
+        self.neighbours.void_since(seq)
+
     @property
     def has_more(self) -> bool:
         """Whether an engine without requests should step on, to publish or unpin."""

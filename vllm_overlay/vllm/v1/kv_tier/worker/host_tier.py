@@ -121,8 +121,10 @@ class HostTier:
         self.secondary: SecondaryIO | None = None
         """The secondary tiers, if any."""
         self._join = JoinTimer(tuning)
-        # Plans whose end is to be reported.
+        # Plans whose end is to be reported, and what plans store whose checksums are
+        # not taken yet, with which neighbours compare it.
         self._to_report: list[int] = []
+        self._unchecked: dict[int, list[int]] = {}
         self._seq = 0
         self._is_off = False
 
@@ -252,8 +254,16 @@ class HostTier:
             self.secondary.set_launching(
                 scheduler_output.total_num_scheduled_tokens > 0
             )
+        if self._unchecked:
+            self._forget_checked()
         if plan.report_end or self._to_report:
             self._report_ends(plan)
+        if (
+            self._pooled is not None
+            and self.slots.checksums is not None
+            and (stores := [*plan.store_slots, *plan.clean_slots])
+        ):
+            self._unchecked[plan.seq] = stores
         if plan.host_aim is not None and self.opener is not None:
             self.opener.aim(*plan.host_aim)
         if self.opener is not None and (state := self.opener.take()) is not None:
@@ -270,16 +280,23 @@ class HostTier:
         The output with this report follows the forward pass before this step, so
         earlier forward passes have ended too.
         """
+        end = next(iter(self._unchecked), plan.seq)
         ended = [
             seq
             for seq in self._to_report
-            if seq < plan.seq and self._order.have_ended(seq, seq)
+            if seq < end and self._order.have_ended(seq, seq)
         ]
         if ended:
             self.report.record_ended(ended)
             self._to_report = [seq for seq in self._to_report if seq not in ended]
         if plan.report_end:
             self._to_report.append(plan.seq)
+
+    def _forget_checked(self) -> None:
+        for seq, slots in [*self._unchecked.items()]:
+            if not (self._order.have_ended(seq, 0) and self.slots.are_checked(slots)):
+                break
+            del self._unchecked[seq]
 
     def end_step(self, output: Any) -> Any:
         """Note that the forward pass is queued.
@@ -426,7 +443,8 @@ def _slots(
 ) -> RankSlots:
     """The slots of this rank, or those that it shares with others."""
     if pooled is not None:
-        return RankSlots(len(memory), states=pooled.states)
+        checked = SlotChecksums(memory, device, pooled.checksums) if verify else None
+        return RankSlots(len(memory), checked, pooled.states, num_own=pooled.num_own)
     if not memory.shape[1]:
         # Without KV memory, every fetch counts as complete.
         return RankSlots(len(memory), states=np.full(len(memory), FILLED, np.uint8))

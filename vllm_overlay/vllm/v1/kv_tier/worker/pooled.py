@@ -2,6 +2,7 @@
 """The host slots of a rank in the memory of a pool, which all engines of it map."""
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,26 @@ class PoolMemory:
     """`[num_bytes]`, uint8."""
 
 
+class RingChecksums:
+    """Checksums of slots of all engines, in memory that these share.
+
+    Args:
+        of_partitions: `[num_slots, 8]` of each, in the order of a rank's memory.
+        stride: Slots from the first one of a partition to that of the next.
+
+    """
+
+    def __init__(self, of_partitions: Sequence[NDArray[np.uint8]], stride: int) -> None:
+        self._of_partitions, self._stride = of_partitions, stride
+
+    def __getitem__(self, slot: int) -> NDArray[np.uint8]:
+        partition, number = divmod(slot, self._stride)
+        return self._of_partitions[partition][number]
+
+    def __setitem__(self, slot: int, checksum: NDArray[np.uint8]) -> None:
+        self[slot][:] = checksum
+
+
 @dataclass(frozen=True)
 class PooledSlots:
     """Slots of all engines of the pool, as a rank of one of them numbers them: those of
@@ -31,6 +52,9 @@ class PooledSlots:
     states: NDArray[np.uint8]
     """As of `RankSlots`. What others have stored counts as filled: their schedulers let
     find only what is complete."""
+    num_own: int
+    """The first ones are of its own engine, so many."""
+    checksums: RingChecksums
     empty: tuple[int, ...]
     """Slots that copy engines may be tested on."""
     connection: socket.socket
@@ -52,7 +76,7 @@ def join_pool(place: Place, rank: int, device: torch.device) -> PooledSlots:
         NotShared: The driver refused to register it.
 
     """
-    connection, memory = join(place, rank)
+    connection, memory, checksums = join(place, rank)
     slot_bytes = place.rank_bytes[rank]
     num_slots = len(memory) // slot_bytes
     on_gpu = device.type == "cuda"
@@ -67,4 +91,11 @@ def join_pool(place: Place, rank: int, device: torch.device) -> PooledSlots:
     )
     states = np.full(num_slots, FILLED, np.uint8)
     states[list(place.empty)] = EMPTY
-    return PooledSlots(buffer, states, place.empty, connection)
+    return PooledSlots(
+        buffer,
+        states,
+        place.num_slots,
+        RingChecksums(checksums, place.stride),
+        place.empty,
+        connection,
+    )

@@ -51,6 +51,8 @@ class RankSlots:
             rank that stores fills slots.
         group_bytes: By KV cache group, how many of the first bytes of a slot count;
             empty if all do for all groups.
+        num_own: Slots from this one on are of other engines, whose states are not
+            known; None if there are none.
 
     """
 
@@ -60,8 +62,10 @@ class RankSlots:
         checksums: SlotChecksums | None = None,
         states: NDArray[np.uint8] | None = None,
         group_bytes: Sequence[int] = (),
+        num_own: int | None = None,
     ) -> None:
         self.checksums = checksums
+        self._num_own = num_slots if num_own is None else num_own
         self.group_bytes = group_bytes
         self._states = np.zeros(num_slots, np.uint8) if states is None else states
         self._lock = threading.Lock()
@@ -225,7 +229,7 @@ class RankSlots:
             return []
         are_right = self.checksums.are_right(slots)
         changed = [slot for slot, is_right in zip(slots, are_right) if not is_right]
-        if changed:
+        if own := [slot for slot in changed if slot < self._num_own]:
             with self._lock:
-                self._states[changed] = BAD
+                self._states[own] = BAD
         return changed
