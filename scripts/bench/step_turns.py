@@ -20,6 +20,7 @@ import gc
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -74,13 +75,20 @@ def main() -> None:
     add = parser.add_argument
     add("configs", nargs=2, metavar="CONFIG", choices=[*CONFIGS])
     add("--workload", choices=["decode", "admit"], default="decode")
+    add("--slots", nargs=2, type=int, help="of each, filled twice before")
     add("--windows", type=int, default=36, help=f"of {WINDOW} steps")
     add("--seams", action="store_true", help="where the time goes; slower")
     args = parser.parse_args()
-    loads = [Load(Setup(**CONFIGS[config])) for config in args.configs]
+    setups = [Setup(**CONFIGS[config]) for config in args.configs]
+    if args.slots:
+        setups = [
+            replace(setup, num_slots=num, num_prefilled=2 * num)
+            for setup, num in zip(setups, args.slots)
+        ]
+    loads = [*map(Load, setups)]
     for load in loads:
         load.decode(WARM_UP)
-        if args.workload == "admit":
+        if args.workload == "admit" and not args.slots:
             load.admit_dirty()
     seams = Seams() if args.seams else None
     parts = [defaultdict[str, float](float) for _ in loads]
@@ -97,7 +105,7 @@ def main() -> None:
         totals = [a + b for a, b in zip(totals, seconds)]
     gc.unfreeze()  # Or nanobind reports leaks when the process ends.
     low, median, high = statistics.quantiles(ratios, n=4)
-    first, second = args.configs
+    first, second = args.slots or args.configs
     print(
         f"{args.workload}, {second} / {first}: {median:.3f} ({low:.3f} to {high:.3f})"
     )

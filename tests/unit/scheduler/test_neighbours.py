@@ -10,7 +10,7 @@ from tests.unit.keeper.crowd import IDENTITY, KEYS, NUM_SLOTS, Shared, key
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_tier.eviction.policies import make_policy
 from vllm.v1.kv_tier.keeper.client import Membership
-from vllm.v1.kv_tier.keeper.partition import Partition
+from vllm.v1.kv_tier.keeper.partition import Claim, Partition
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.scheduler.neighbours import Neighbours, SharedHostWriter
 from vllm.v1.kv_tier.scheduler.secondary.lookup import PromptLookup
@@ -119,6 +119,27 @@ def test_only_what_all_ranks_have_open_is_found(partition: Partition) -> None:
         assert pinned is not None and len(pinned) == NUM_SLOTS - counts[-1]
         neighbours.end_step()
     assert counts == [0, 0, 1, 2, 3]
+
+
+def test_block_whose_load_failed_is_found_no_more(partition: Partition) -> None:
+    """Until another one is in its slot; what earlier plans read stays."""
+    neighbours = neighbours_of(partition)
+    assert partition.publish([3, 5, 7], KEYS[:3], [None] * 3)
+    for seq, number in ((1, 0), (2, 1)):
+        neighbours.look_up(prompt(KEYS[:3]), None)
+        slots = [slot.index for slot in neighbours.found.values()]
+        plan = StepPlan(seq, load_slots=[slots[number]], load_blocks=[1])
+        assert neighbours.record_plan(plan, NUM_SLOTS) == 1
+        neighbours.end_step()
+    neighbours.void_since(2)
+    neighbours.record_ended([1, 2])
+    neighbours.look_up(prompt(KEYS[:3]), None)
+    assert found(neighbours) == [0, 2]
+    neighbours.end_step()
+    assert partition.withdraw(5) is Claim.FREE
+    assert partition.publish([5, 6], [KEYS[3], KEYS[1]], [None] * 2)
+    neighbours.look_up(prompt(KEYS[:4]), None)
+    assert found(neighbours) == [0, 1, 2, 3]
 
 
 def test_block_of_a_neighbour_is_stored_once_it_is_overwritten(
