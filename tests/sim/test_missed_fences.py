@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is planted in the streams is found: each fence missing, and a deadlock."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -125,6 +126,10 @@ def _find(
                 found = error.with_traceback(None)
                 found.__context__ = found.__cause__ = None
             if isinstance(found, Stuck):
+                # Each gives up in its turn, while their exceptions are still ignored.
+                end = time.monotonic() + 2.0
+                for thread in copy_threads():
+                    thread.join(max(0.0, end - time.monotonic()))
                 # Whatever waits in their queues, nobody will end it.
                 STUCK.update(copy_threads())
             end_threads(cuda)
