@@ -5,7 +5,8 @@
 
 A stage goes on after a failure, so that one run shows all of them. Stages of one
 process run two at a time, and print at their end. Results are in build/test-results/.
-Ends with 0 only if nothing failed.
+At the end up to three failed tests run again, alone. Who passes then is `UNSTABLE` in
+the last lines, and no failure. Ends with 0 only if nothing failed.
 """
 
 from __future__ import annotations
@@ -151,15 +152,31 @@ def junit_counts(path: Path) -> Counts:
     return total
 
 
-def failures(path: Path) -> list[str]:
-    """The tests that failed, each with the first line of the reason."""
-    return [
-        f"FAILED {path.stem} {case.get('classname')}::{case.get('name')} - "
-        f"{(each.get('message') or '').splitlines()[:1]}"
-        for case in ElementTree.parse(path).getroot().iter("testcase")
-        for each in case
-        if each.tag in ("failure", "error")
-    ]
+@dataclass
+class Failure:
+    """A test that failed, and the first line of the reason."""
+
+    stage: str
+    test: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.test} - {self.reason}"
+
+
+def failures(path: Path) -> list[Failure]:
+    """The tests that failed in a stage, by its results."""
+    found: dict[str, Failure] = {}
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        for each in case:
+            if each.tag not in ("failure", "error"):
+                continue
+            test = (
+                f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+            )
+            reason = "".join((each.get("message") or "").splitlines()[:1])
+            found.setdefault(test, Failure(path.stem, test, reason))
+    return [*found.values()]
 
 
 BY_FILE = ["--dist", "loadfile", "--no-loadscope-reorder"]
@@ -189,7 +206,7 @@ def pytest(
 
     A folder that is not there is none: not every checkout has every kind.
     """
-    if not any((run.layout.root / path).exists() for path in paths):
+    if not any((run.layout.root / path.split("::")[0]).exists() for path in paths):
         say(f"{', '.join(paths)} does not exist")
         return Counts()
     xml = run.results / f"{name}-{run.tag}.xml"
@@ -480,6 +497,36 @@ def run_all(
             yield line, counts
 
 
+MAX_AGAIN = 3
+"""More failures than that are no accident."""
+NEVER_AGAIN = ("answer ", "Violation")
+"""Reasons that no slow machine gives: an answer of other tokens, and what the simulator
+found in memory."""
+
+
+def again(layout: Layout, failed: Sequence[Failure]) -> tuple[list[str], Counts]:
+    """Run some failed tests once more, each alone: many have limits of time, and a
+    machine of others stands still at times.
+
+    Returns:
+        A line for each failure, and what is to be added to the counts.
+
+    """
+    lines, counts = [], Counts()
+    for number, failure in enumerate(failed):
+        stage, _, tag = failure.stage.partition("-")
+        final = len(failed) > MAX_AGAIN or any(r in failure.reason for r in NEVER_AGAIN)
+        if not final:
+            say(f"== again {failure.test}")
+            run = Run(layout, tag, first=False)
+            ran = pytest(run, f"again-{number}-{stage}", failure.test)
+            final = ran.failed > 0 or not ran.passed
+        if not final:
+            counts += Counts(passed=1, failed=-1)
+        lines.append(f"{'FAILED' if final else 'UNSTABLE'} {failure}")
+    return lines, counts
+
+
 @contextmanager
 def two_workers() -> Iterator[ThreadPoolExecutor]:
     """Two and no more: tests with limits of time count on a core for each."""
@@ -528,10 +575,12 @@ def main() -> int:
     for line, counts in run_all(work, known):
         lines.append(line)
         total += counts
-    # Once more at the end, which is what is kept of a long log.
-    for path in sorted((layout.build / "test-results").glob("*.xml")):
-        lines += failures(path)
-    print("", *lines, total, sep="\n", flush=True)
+    results = sorted((layout.build / "test-results").glob("*.xml"))
+    failed = [failure for path in results for failure in failures(path)]
+    # At the end, which is what is kept of a long log.
+    of_failures, difference = again(layout, failed)
+    total += difference
+    print("", *lines, *of_failures, total, sep="\n", flush=True)
     return 1 if total.failed or not total.passed else 0
 
 
