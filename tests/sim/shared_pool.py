@@ -99,9 +99,13 @@ class Ring(list[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """With garbage between partitions."""
-        stride, num_slots = self._member.stride, self._member.num_slots
-        for index in range(len(self)):
-            yield self[index] if index % stride < num_slots else [GARBAGE]
+        stride = self._member.stride
+        for distance in range(len(self._slots)):
+            slots = self._slots[(self._member.number + distance) % len(self._slots)]
+            yield from slots
+            begin, end = distance * stride + len(slots), (distance + 1) * stride
+            for _ in range(begin, min(end, len(self))):
+                yield [GARBAGE]
 
 
 class Machine:
