@@ -210,7 +210,7 @@ class Load:
         num_slots = self.setup.num_slots
         if self.setup.num_prefilled:
             # Enough for `admit` in a window of the order of eviction.
-            num_slots = min(num_slots, 24_000)
+            num_slots = min(num_slots, 64_000)
         while number * PREFIX_BLOCKS < num_slots + NUM_BLOCKS + 4096:
             for _ in range(per_step):
                 self._add(_prefix(number) + [0], max_tokens=1)

@@ -76,7 +76,7 @@ def main() -> None:
     add("configs", nargs=2, metavar="CONFIG", choices=[*CONFIGS])
     add("--workload", choices=["decode", "admit"], default="decode")
     add("--slots", nargs=2, type=int, help="of each, filled twice before")
-    add("--windows", type=int, default=36, help=f"of {WINDOW} steps")
+    add("--windows", type=int, default=24, help=f"of {WINDOW} steps")
     add("--seams", action="store_true", help="where the time goes; slower")
     args = parser.parse_args()
     setups = [Setup(**CONFIGS[config]) for config in args.configs]
@@ -88,7 +88,8 @@ def main() -> None:
     loads = [*map(Load, setups)]
     for load in loads:
         load.decode(WARM_UP)
-        if args.workload == "admit" and not args.slots:
+        if args.workload == "admit":
+            # Or one of them still stores what the other has stored already.
             load.admit_dirty()
     seams = Seams() if args.seams else None
     parts = [defaultdict[str, float](float) for _ in loads]

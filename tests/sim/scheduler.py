@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_tier.config import DebugConfig, KVTierConfig
 from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.layout import (
+    AdapterFiles,
     ElasticLayout,
     KVTierLayout,
     PoolLayout,
@@ -110,6 +111,8 @@ class Setup:
     """The engine's part of a pool with others."""
     num_ranks: int = 1
     """Of an engine with such a part, each with memory of its own."""
+    adapter_files: AdapterFiles | None = None
+    """What adapters' files are, where keys name them."""
     pools: bool = False
     """The model pools: requests end with their prompts."""
     opens: int | None = None
@@ -307,6 +310,7 @@ def make_scheduler(
             reachable=reachable_blocks(blocks, bool(setup.speculates)),
             can_jump=setup.model_can_jump,
             pool=_pool(setup),
+            adapter_files=setup.adapter_files,
         ),
     )
     scheduler = upstream.make_scheduler(

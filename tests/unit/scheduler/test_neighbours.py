@@ -131,7 +131,7 @@ def test_block_whose_load_failed_is_found_no_more(partition: Partition) -> None:
         plan = StepPlan(seq, load_slots=[slots[number]], load_blocks=[1])
         assert neighbours.record_plan(plan, NUM_SLOTS) == 1
         neighbours.end_step()
-    neighbours.void_since(2)
+    neighbours.mark_failed(2)
     neighbours.record_ended([1, 2])
     neighbours.look_up(prompt(KEYS[:3]), None)
     assert found(neighbours) == [0, 2]

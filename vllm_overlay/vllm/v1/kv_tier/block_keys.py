@@ -5,8 +5,8 @@ ran, and which positions of a prompt take embeddings.
 Upstream's keys contain an adapter's name and path, which a reload from the same path
 does not change, so blocks computed with the old weights are served (upstream issues
 42125 and 53769). The device soon evicts them; the host would not. With the tier, keys
-contain the number of the load. With a secondary tier, which outlives this process and
-its numbers, they contain a digest of the adapter's files.
+contain the number of the load. With a secondary tier or a pool, which outlive this
+process and its numbers, they contain a digest of the adapter's files.
 
 A prompt may mix token ids and embeddings. Upstream's keys contain the ids of all
 positions (0 where there is none) and the bytes of all embeddings, but not which of them
@@ -155,6 +155,12 @@ class AdapterLoads:
                 load = self._of_request[request] = self._now(lora)
         return load
 
+    def watch(self, number: int) -> None:
+        """Look at the files of this adapter in the next calls of `have_changed`: a
+        request for it may run now."""
+        with self._lock:
+            self._recent[number] = _NUM_CHECKS
+
     def have_changed(self, numbers: Iterable[int]) -> bool:
         """Whether files of adapters are no longer those that keys name.
 
@@ -164,7 +170,7 @@ class AdapterLoads:
 
         Args:
             numbers: Ids of the adapters of requests that run. Those of requests that
-                came lately count, too.
+                came or were watched lately count, too.
 
         """
         with self._lock:
@@ -382,23 +388,6 @@ def loads_of(request: "Request") -> AdapterLoads | None:
     """Loads of the engine that runs `request`; None without a tier."""
     hasher = block_hasher(request)
     return None if hasher is None else _of_hashers.get(hasher)
-
-
-def adapters_have_changed(running: Iterable["Request"]) -> bool:
-    """Whether files of adapters have changed before the ranks ran the last step, so
-    that what it has computed may not be what its keys say. Only where keys name files.
-
-    Args:
-        running: Requests that run.
-
-    """
-    of_engine: AdapterLoads | None = None
-    numbers = set()
-    for request in running:
-        if (lora := request.lora_request) is not None:
-            numbers.add(lora.lora_int_id)
-            of_engine = of_engine or loads_of(request)
-    return of_engine is not None and of_engine.have_changed(numbers)
 
 
 def salt_key(request: "Request", salt: str) -> str | tuple[str, str]:

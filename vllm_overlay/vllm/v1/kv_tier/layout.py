@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tier as it was allocated: values that the scheduler gets, and nothing else."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -34,6 +34,17 @@ class Lookup(Protocol):
 
     def mark_present(self, keys: Sequence[bytes]) -> None:
         """Note that the store has `keys` from now on, whatever it answered before."""
+
+
+class AdapterFiles(Protocol):
+    """Files of the LoRA adapters that keys of blocks name."""
+
+    def watch(self, number: int) -> None:
+        """Note that a request for the adapter with this id may run."""
+
+    def have_changed(self, numbers: Collection[int]) -> bool:
+        """Whether files of these adapters, or of those watched lately, are no longer
+        those that keys name."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +283,8 @@ class KVTierLayout:
     together. Empty if all need all of it."""
     pool: PoolLayout | None = None
     """The engine's part of a pool, if it has one. Its neighbours' slots follow."""
+    adapter_files: AdapterFiles | None = None
+    """None if keys name none."""
     can_jump: bool = False
     """Whether a prefill can skip blocks that others have computed or fetched since."""
 

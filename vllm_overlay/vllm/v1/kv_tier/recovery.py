@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_tier import releases
-from vllm.v1.kv_tier.block_keys import adapters_have_changed
 from vllm.v1.kv_tier.pool import ElasticBlockPool, SharedBlockPool, TieredBlockPool
 from vllm.v1.request import RequestStatus
 
@@ -85,19 +84,38 @@ def take_report(
         start_over(scheduler)
     if not scheduler.requests:
         _pause_between_steps(tier)
+    plan = scheduler_output.kv_tier_plan
+    if tier.adapter_files is not None and tier.adapter_files.have_changed(
+        _adapters_of(scheduler, scheduler_output)
+    ):
+        tier.void_since(_settled(tier) + 1)
+    if plan is not None and releases.connector_has_failed(model_runner_output):
+        # Upstream drops blocks of running requests only; one that was aborted during
+        # the step had its own.
+        tier.void_since(plan.seq)
+    # Each output of a step comes here. From now on it may be settled.
     if isinstance(tier, SharedBlockPool):
         tier.record_output()
     if tier.secondary is not None:
-        # Each output of a step comes here, its report before it.
         tier.secondary.record_output()
-        if scheduler.lora_config is not None and adapters_have_changed(
-            scheduler.running
-        ):
-            tier.void_since(tier.secondary.settled + 1)
     if tier.num_lost_blocks:
         _end_what_cannot_fit(scheduler, tier, outputs)
-    plan = scheduler_output.kv_tier_plan
     return plan is not None and plan.seq <= tier.void_plan
+
+
+def _adapters_of(scheduler: "Scheduler", output: "SchedulerOutput") -> set[int]:
+    """Ids of the LoRA adapters of requests that run, and of those that began in a step,
+    which may have been aborted since."""
+    loras = [request.lora_request for request in scheduler.running]
+    loras += [request.lora_request for request in output.scheduled_new_reqs]
+    return {lora.lora_int_id for lora in loras if lora is not None}
+
+
+def _settled(tier: TieredBlockPool) -> int:
+    """The last plan of which others may find what it has stored."""
+    if isinstance(tier, SharedBlockPool):
+        return tier.settled
+    return 0 if tier.secondary is None else tier.secondary.settled
 
 
 def has_work(scheduler: "Scheduler") -> bool:

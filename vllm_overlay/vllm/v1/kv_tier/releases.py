@@ -244,6 +244,13 @@ def status_between_inputs() -> Any | None:
     return getattr(RequestStatus, "WAITING_FOR_STREAMING_REQ", None)
 
 
+def connector_has_failed(model_runner_output: Any) -> bool:
+    """Whether a KV connector left blocks of a step without their content. False where
+    a release does not report that."""
+    output = getattr(model_runner_output, "kv_connector_output", None)
+    return bool(getattr(output, "invalid_block_ids", None))
+
+
 def failed_status() -> Any:
     """Status of a request that ends with an error of the engine. Since v0.16.0; before,
     it ends as if its client had aborted it."""

@@ -5,7 +5,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import finalize, ref
@@ -92,7 +93,19 @@ def states_of_files(vllm_config: "VllmConfig") -> FileStates | None:
     config = tier_config(vllm_config)
     if config is None or not (config.secondary_tiers or config.pool):
         return None
-    return states_before_loading(vllm_config)
+    with _for_setting("secondary_tiers" if config.secondary_tiers else "pool"):
+        return states_before_loading(vllm_config)
+
+
+@contextmanager
+def _for_setting(name: str) -> Iterator[None]:
+    """Let messages about the identity of KV, which are written for `secondary_tiers`,
+    name the setting that needs it."""
+    try:
+        yield
+    except ValueError as e:
+        e.args = (str(e).replace("secondary_tiers", name),)
+        raise
 
 
 def start_kv_tier(
@@ -120,7 +133,7 @@ def start_kv_tier(
     # Upstream may have changed its own settings since they were made.
     config.check_engine(vllm_config)
     shares = bool(config.secondary_tiers) or config.pool is not None
-    set_adapter_loads(AdapterLoads(by_content=shares))
+    set_adapter_loads(loads := AdapterLoads(by_content=shares))
     num_blocks = kv_cache_config.num_blocks
     per_rank = executor.collective_rpc(_block_bytes, args=(num_blocks,))
     groups = group_blocks(vllm_config, kv_cache_config)
@@ -152,6 +165,7 @@ def start_kv_tier(
             [needs for *_, needs, _ in ranks], [size for _, size in per_rank], replicas
         ),
         pool=pool,
+        adapter_files=loads if shares and vllm_config.lora_config else None,
         can_jump=_requests_meet(config, vllm_config, kv_cache_config),
     )
     _log_start(config, kv_cache_config, replicas)
@@ -198,12 +212,8 @@ def _join_pool(
     """
     if config.pool is None:
         return None, None
-    try:
+    with _for_setting("pool"):
         space = _namespace(vllm_config, executor, kv_cache_config, states)
-    except ValueError as e:
-        # It is written for the other setting that needs a name of the KV.
-        e.args = (str(e).replace("secondary_tiers", "pool"),)
-        raise
     names = executor.collective_rpc(
         name_of_rank, args=(space, 0, kv_cache_config.num_blocks)
     )

@@ -79,8 +79,8 @@ class OwnPlaces(Places):
 class Queues:
     """Places in queues: doubly linked lists in two arrays.
 
-    A queue has a number of its own behind those of the places, which stands for its
-    two ends: `after[queue]` is the first place, or `queue` if there is none.
+    Queues are numbered after the places: `after[queue]` is the first place, or `queue`
+    if the queue is empty, and `before[queue]` is the last one.
 
     Args:
         num_places: Number of places. Each is in one queue at most.

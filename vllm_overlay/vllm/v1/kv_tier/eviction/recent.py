@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remembers keys that were used or evicted last, in a few bytes for each.
 
-A key is in the row of its hash, with 32 more bits of it as a tag, oldest first: of a
-hundred million keys, one is taken for another. A row keeps its own last keys: these are
-the last ones exactly where one row is enough, and about the last ones in more rows.
+A key is in the row of its hash, with 32 more bits of it as a tag, oldest first: about
+one key in a hundred million is mistaken for another. Each row keeps its own last keys,
+so with several rows these are about the last ones of all.
 """
 
 from collections.abc import Iterable

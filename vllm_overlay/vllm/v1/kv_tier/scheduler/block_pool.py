@@ -122,6 +122,7 @@ class TieredBlockPool(BlockPool):
         self.superseded = make_superseded(layout, self, self.secondary, stats)
         self._promotion.listeners += _hit_listeners(self)
         self._jumps = self._make_jumps(loader)
+        self.adapter_files = layout.adapter_files
         self._can_jump, self._copies_groups = layout.can_jump, layout.copies_groups
         self._breaker = LoadBreaker(tuning)
         self.lost = LostBlocks()
@@ -258,6 +259,8 @@ class TieredBlockPool(BlockPool):
         Saves the lookup of its prefix.
         """
         self._load_filter, self._capped, self._is_deferred = None, None, False
+        if self.adapter_files is not None and request.lora_request is not None:
+            self.adapter_files.watch(request.lora_request.lora_int_id)
         speaks = self.conversations.has_hints(request)
         if speaks:
             self.conversations.follow(request)

@@ -141,9 +141,9 @@ class Neighbours:
         had = map(self._failed.get, indices.tolist())
         return np.array([key == row.tobytes() for key, row in zip(had, rows)], np.bool_)
 
-    def void_since(self, seq: int) -> None:
-        """Plan `seq` or a later one has failed to load something: what these read is
-        found no more."""
+    def mark_failed(self, seq: int) -> None:
+        """A load of plan `seq` or of a later one failed: stop finding the neighbours'
+        blocks that these plans read."""
         for since, indices in self._reads.items():
             if since < seq:
                 continue

@@ -102,12 +102,16 @@ class SharedBlockPool(TieredBlockPool):
         plan.report_end |= is_due or num_read > 0
         self.neighbours.end_step()
         self.host_writer.forget_overwritten()
-        self.host.share(self._settled(plan.seq))
+        self.host.share(self.settled)
         return plan
 
-    def _settled(self, seq: int) -> int:
+    @property
+    def settled(self) -> int:
         """Nothing that plans up to this one have stored turns out to be void."""
-        return max(self._num_outputs - self._settled_outputs, seq - self._settled_steps)
+        last_plan = self._builder.seq - 1
+        return max(
+            self._num_outputs - self._settled_outputs, last_plan - self._settled_steps
+        )
 
     def record_output(self) -> None:
         """Note that the scheduler has taken the output of a step, with its report."""
@@ -116,16 +120,14 @@ class SharedBlockPool(TieredBlockPool):
     def apply_report(self, report: StepReport) -> int | None:
         """As `TieredBlockPool.apply_report`."""
         void_plan = super().apply_report(report)
+        if (failed := report.failed_load_seq) is not None:
+            self.neighbours.mark_failed(failed)
+            self.host_writer.forget_elsewhere()
         self.neighbours.num_open = self.host_size.num_open
         if ended := self._ends.take(report.ended):
             self.host.record_ended(ended)
             self.neighbours.record_ended(ended)
         return void_plan
-
-    def void_since(self, seq: int) -> None:
-        """As `TieredBlockPool.void_since`."""
-        super().void_since(seq)
-        self.neighbours.void_since(seq)
 
     @property
     def has_more(self) -> bool:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm.v1.kv_tier.keeper.client import Place, join
+from vllm.v1.kv_tier.keeper.client import Place, PoolRefused, join
 from vllm.v1.kv_tier.memory.buffer import HostBuffer, Parts
 from vllm.v1.kv_tier.memory.opener import FIRST_BYTES
+from vllm.v1.kv_tier.memory.shared import NotShared
 from vllm.v1.kv_tier.worker.slots import EMPTY, FILLED
 
 
@@ -72,23 +73,29 @@ def join_pool(place: Place, rank: int, device: torch.device) -> PooledSlots:
         device: Device of the rank.
 
     Raises:
-        PoolRefused: The keeper cannot be reached.
-        NotShared: The driver refused to register it.
+        PoolRefused: The keeper cannot be reached, or the driver refused to register
+            the memory. The message has the setting and the fix.
 
     """
     connection, memory, checksums = join(place, rank)
     slot_bytes = place.rank_bytes[rank]
     num_slots = len(memory) // slot_bytes
     on_gpu = device.type == "cuda"
-    buffer = HostBuffer(
-        num_slots,
-        slot_bytes,
-        pin=on_gpu,
-        device=device if on_gpu else None,
-        shared=PoolMemory(torch.from_numpy(memory)),
-        first_bytes=FIRST_BYTES,
-        parts=Parts(place.num_slots, place.stride),
-    )
+    try:
+        buffer = HostBuffer(
+            num_slots,
+            slot_bytes,
+            pin=on_gpu,
+            device=device if on_gpu else None,
+            shared=PoolMemory(torch.from_numpy(memory)),
+            first_bytes=FIRST_BYTES,
+            parts=Parts(place.num_slots, place.stride),
+        )
+    except NotShared as e:
+        raise PoolRefused(
+            f"--kv-offloading-config: pool: {e}. Let the engine lock memory (ulimit -l "
+            "unlimited), or remove pool."
+        ) from e
     states = np.full(num_slots, FILLED, np.uint8)
     states[list(place.empty)] = EMPTY
     return PooledSlots(

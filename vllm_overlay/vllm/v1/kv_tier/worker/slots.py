@@ -35,9 +35,9 @@ class SlotChanged(RuntimeError):
     def __init__(self, slots: Sequence[int]) -> None:
         super().__init__(
             f"Host slots {list(slots)} do not hold what was stored in them. Bad "
-            "memory, or a stray write of another part of the program, has changed "
-            "them. If this happens again, check the machine's memory (EDAC or MCE "
-            "messages of the kernel)."
+            "memory, or a stray write of another part of the program, or of an engine "
+            "of the same pool, has changed them. If this happens again, check the "
+            "machine's memory (EDAC or MCE messages of the kernel)."
         )
 
 
