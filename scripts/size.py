@@ -259,7 +259,7 @@ def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} must be above 0, got {getattr(args, name)}")
     parts = {
-        "--release-told": [args.release_told],
+        "--releasing": [args.releasing],
         "--release-wrong": [args.release_wrong],
         "--quota": args.quota,
     }
@@ -302,9 +302,7 @@ def arguments() -> argparse.Namespace:
     stores = list(get_args(StorePolicy))
     add("--store-policy", nargs="+", choices=stores, default=stores)
     add("--store-from-use", type=_from_use, nargs="+", default=["auto"], metavar="N")
-    add(
-        "--release-told", type=float, default=0.0, metavar="PART", help="of the clients"
-    )
+    add("--releasing", type=float, default=0.0, metavar="PART", help="of the clients")
     add(
         "--release-wrong",
         type=float,
@@ -370,7 +368,7 @@ def main() -> None:
         args.eviction_policy,
         args.store_policy,
         args.store_from_use,
-        Senders(args.release_told, args.release_wrong),
+        Senders(args.releasing, args.release_wrong),
         args.quota,
         stores_below(args),
     )

@@ -57,8 +57,8 @@ class Loads(AdapterLoads):
 
     engine: Engine | None = None
 
-    def have_changed(self, numbers: Iterable[int]) -> bool:
-        changed = super().have_changed(numbers)
+    def check_files(self, numbers: Iterable[int]) -> bool:
+        changed = super().check_files(numbers)
         assert self.engine is not None
         for conversation in self.engine._live.values():
             conversation.num_hashes = 0

@@ -18,7 +18,7 @@ from vllm.v1.kv_tier.copying.calibrate import (
     EngineKind,
     LoadChoice,
     WrongBytes,
-    choose_beside_compute,
+    choose_during_compute,
     choose_engines,
     choose_loads,
 )
@@ -85,7 +85,7 @@ from ..copy_machine import CPU, CUDA, NUM_SLOTS, ROWS, Machine, Memmove, make_re
 def test_the_choice_follows_the_rates(
     rates: dict[str, float], beside: str, loads: LoadChoice
 ) -> None:
-    assert choose_beside_compute(rates) == beside
+    assert choose_during_compute(rates) == beside
     assert choose_loads(rates) == loads
 
 

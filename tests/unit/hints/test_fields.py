@@ -202,7 +202,7 @@ def test_off_means_off() -> None:
     frontend.add_hint_routes(None, SimpleNamespace(kv_offloading_backend="native"))
     with pytest.raises(ValueError, match="Hints need --kv-offloading-backend core"):
         engine = SimpleNamespace(vllm_config=config("native"))
-        frontend.tell(SimpleNamespace(llm_engine=engine), {})
+        frontend.send_hints(SimpleNamespace(llm_engine=engine), {})
 
 
 def test_requests_that_say_nothing_are_left_alone() -> None:

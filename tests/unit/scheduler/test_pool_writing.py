@@ -190,7 +190,7 @@ def test_the_cleaner_begins_anew_when_the_block_where_it_stopped_was_taken(
 
 def test_the_cleaner_begins_anew_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may have dropped a slot since."""
-    tier, blocks = dirty(31, look_anew_steps=3)
+    tier, blocks = dirty(31, recheck_steps=3)
     tier.idle()
     tier.drop("C")
     seen = looked_at(tier, monkeypatch)
@@ -272,7 +272,7 @@ def step_with_a_load(tier: Tier) -> StepPlan:
 
 def test_the_cleaner_does_not_hold_up_loads() -> None:
     # Else loads pass over the blocks that were freed just now.
-    tier, blocks = dirty(31, looks_beside_loads=3, num_recent=0)
+    tier, blocks = dirty(31, looks_during_loads=3, num_recent=0)
     # The two victims, and three more.
     assert cleaned(step_with_a_load(tier)) == ids(blocks[:5])
     assert cleaned(tier.idle()[0]) == ids(blocks[5:26])
@@ -283,7 +283,7 @@ def test_the_cleaner_does_not_hold_up_loads() -> None:
 
 
 def test_the_cleaner_stores_fewer_blocks_beside_loads() -> None:
-    tier, blocks = dirty(31, stores_beside_loads=2, num_recent=0)
+    tier, blocks = dirty(31, stores_during_loads=2, num_recent=0)
     # The two victims, and two more.
     assert cleaned(step_with_a_load(tier)) == ids(blocks[:4])
 
@@ -293,7 +293,7 @@ def test_the_cleaner_leaves_the_way_to_what_is_read(
     num_clean: int, num_stores: int
 ) -> None:
     # If enough victims are clean for what will be loaded into them.
-    tuning = {"min_stores": 0, "idle_stores": num_clean, "stores_beside_loads": 2}
+    tuning = {"min_stores": 0, "idle_stores": num_clean, "stores_during_loads": 2}
     tier, blocks = dirty(31, **tuning)
     tier.begin()
     assert cleaned(tier.pool.take_plan(is_idle=True)) == ids(blocks[:num_clean])

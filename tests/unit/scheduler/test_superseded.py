@@ -145,7 +145,7 @@ def test_what_is_used_again_is_superseded_once() -> None:
 
 def test_one_turn_of_eight_is_a_sample_that_stays() -> None:
     branches = Branches(num_keys=100)
-    samples = [branches.is_sample() for _ in range(16)]
+    samples = [branches.next_is_sample() for _ in range(16)]
     assert samples.count(True) == 2
 
 

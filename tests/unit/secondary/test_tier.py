@@ -86,9 +86,9 @@ def test_a_slow_tier_is_avoided_for_a_while_by_those_who_wait() -> None:
     tier.fetch(FAST_S, 5)
     tier.fetch(SLOW_S, 3)
     assert tier.rate.is_avoided(False) and not tier.is_waited_for
-    assert not tier.rate.may_ask(1000, False)
+    assert not tier.rate.begin_ask(1000, False)
     # Who computes meanwhile gains by it.
-    assert not tier.rate.is_avoided(True) and tier.rate.may_ask(1000, True)
+    assert not tier.rate.is_avoided(True) and tier.rate.begin_ask(1000, True)
     # A little later it is not tried again, whatever its rate; then a few blocks tell.
     tier.now += tier.tuning.remeasure_s - 1
     assert not tier.is_waited_for
@@ -115,9 +115,9 @@ def test_few_blocks_are_not_worth_an_answer() -> None:
         each_s = PREFILL_S if meets else PREFILL_S - FAST_S - tier.costs.load_s
         tier.lookup.ask_s = (BLOCKS + 2) * each_s
         tier.now += tier.tuning.retry_store_s
-        assert tier.rate.may_ask(BLOCKS, meets), "now and then"
-        assert not tier.rate.may_ask(BLOCKS, meets)
-        assert tier.rate.may_ask(2 * BLOCKS, meets)
+        assert tier.rate.begin_ask(BLOCKS, meets), "now and then"
+        assert not tier.rate.begin_ask(BLOCKS, meets)
+        assert tier.rate.begin_ask(2 * BLOCKS, meets)
 
 
 def test_few_blocks_are_not_worth_a_step() -> None:
@@ -184,7 +184,7 @@ def test_always_is_waited_for_however_slow_it_is() -> None:
     tier = Fetches(always=True)
     tier.fetch(SLOW_S, 5)
     tier.lookup.ask_s = 1e3
-    assert tier.is_waited_for and tier.rate.may_ask(1, False)
+    assert tier.is_waited_for and tier.rate.begin_ask(1, False)
     tier.rate.begin_fetch(BLOCKS)
     tier.now += 1e3
     for _ in range(9):
@@ -230,7 +230,7 @@ def test_the_log_says_why_a_tier_is_left_alone() -> None:
         tier.fetch(FAST_S, 5)
         tier.fetch(SLOW_S, 5)
         assert len(lines) == 1
-        tier.now += tier.tuning.tell_again_s
+        tier.now += tier.tuning.log_again_s
         tier.fetch(FAST_S, 5)
         tier.fetch(SLOW_S, 5)
         assert len(lines) == 2

@@ -27,7 +27,7 @@ def breaker(clock: Clock) -> Breaker:
 
 def test_closed_it_lets_everything_through(breaker: Breaker) -> None:
     for _ in range(3):
-        assert breaker.allows() and not breaker.is_open
+        assert breaker.begin_try() and not breaker.is_open
         breaker.record_success()
 
 
@@ -36,20 +36,20 @@ def test_open_it_lets_one_trial_through_at_a_time(
 ) -> None:
     breaker.record_failure("no answer")
     for _ in range(3):
-        assert breaker.is_open and not breaker.allows()
+        assert breaker.is_open and not breaker.begin_try()
         clock.now += 4.9
-        assert not breaker.allows()
+        assert not breaker.begin_try()
         clock.now += 0.2
-        assert breaker.allows() and not breaker.allows()
+        assert breaker.begin_try() and not breaker.begin_try()
         breaker.record_failure("no answer")
 
 
 def test_a_trial_that_goes_well_closes_it(breaker: Breaker, clock: Clock) -> None:
     breaker.record_failure("no answer")
     clock.now += 5
-    assert breaker.allows()
+    assert breaker.begin_try()
     breaker.record_success()
-    assert not breaker.is_open and breaker.allows() and breaker.allows()
+    assert not breaker.is_open and breaker.begin_try() and breaker.begin_try()
 
 
 def test_a_trial_that_never_ends_is_not_the_last(
@@ -57,9 +57,9 @@ def test_a_trial_that_never_ends_is_not_the_last(
 ) -> None:
     breaker.record_failure("no answer")
     clock.now += 5
-    assert breaker.allows() and not breaker.allows()
+    assert breaker.begin_try() and not breaker.begin_try()
     clock.now += 5
-    assert breaker.allows() and not breaker.allows()
+    assert breaker.begin_try() and not breaker.begin_try()
 
 
 def test_each_change_of_state_is_one_line(
@@ -70,7 +70,7 @@ def test_each_change_of_state_is_one_line(
             for _ in range(3):
                 breaker.record_failure("no answer")
             clock.now += 5
-            assert breaker.allows()
+            assert breaker.begin_try()
             breaker.record_failure("no answer")
             breaker.record_success()
             breaker.record_success()

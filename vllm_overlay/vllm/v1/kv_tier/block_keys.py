@@ -156,12 +156,12 @@ class AdapterLoads:
         return load
 
     def watch(self, number: int) -> None:
-        """Look at the files of this adapter in the next calls of `have_changed`: a
+        """Look at the files of this adapter in the next calls of `check_files`: a
         request for it may run now."""
         with self._lock:
             self._recent[number] = _NUM_CHECKS
 
-    def have_changed(self, numbers: Iterable[int]) -> bool:
+    def check_files(self, numbers: Iterable[int]) -> bool:
         """Whether files of adapters are no longer those that keys name.
 
         Ranks may have read them since the keys were made: for their first step, or

@@ -142,7 +142,7 @@ def add_hint_routes(app: Any, args: Any) -> None:
         app.add_api_route(api.PATH, api.serve_host_size, methods=["POST"])
 
 
-def tell(llm: Any, hints: Mapping[str, Any]) -> dict[str, int]:
+def send_hints(llm: Any, hints: Mapping[str, Any]) -> dict[str, int]:
     """Give an `LLM` a hint about a conversation after its requests.
 
     Args:
@@ -161,8 +161,8 @@ def tell(llm: Any, hints: Mapping[str, Any]) -> dict[str, int]:
     return tell_one(llm.llm_engine, check(hints))
 
 
-async def tell_async(llm: Any, hints: Mapping[str, Any]) -> dict[str, int]:
-    """As `tell`, for all engines of an `AsyncLLM`."""
+async def send_hints_async(llm: Any, hints: Mapping[str, Any]) -> dict[str, int]:
+    """As `send_hints`, for all engines of an `AsyncLLM`."""
     _check_tier(llm.vllm_config)
     return await tell_all(llm, check(hints))
 

@@ -42,7 +42,7 @@ class AdapterFiles(Protocol):
     def watch(self, number: int) -> None:
         """Note that a request for the adapter with this id may run."""
 
-    def have_changed(self, numbers: Collection[int]) -> bool:
+    def check_files(self, numbers: Collection[int]) -> bool:
         """Whether files of these adapters, or of those watched lately, are no longer
         those that keys name."""
 

@@ -85,7 +85,7 @@ def take_report(
     if not scheduler.requests:
         _pause_between_steps(tier)
     plan = scheduler_output.kv_tier_plan
-    if tier.adapter_files is not None and tier.adapter_files.have_changed(
+    if tier.adapter_files is not None and tier.adapter_files.check_files(
         _adapters_of(scheduler, scheduler_output)
     ):
         tier.void_since(_settled(tier) + 1)

@@ -52,7 +52,7 @@ class SchedulingTuning:
     """Seconds between steps of an engine that runs nothing until device memory is
     released. A request that arrives waits for it."""
 
-    stores_beside_loads: int = 32
+    stores_during_loads: int = 32
     """The same in a step that waits for loads, or for reads from secondary tiers.
     Copies use the host's memory bandwidth, and take the GIL from the launch of the
     step. (16,384 tokens from files: with 512 blocks stored meanwhile, in 45 ms instead
@@ -61,7 +61,7 @@ class SchedulingTuning:
     min_looks: int = 512
     """Free blocks that the cleaner may look at in a step even if steps allocate few."""
 
-    looks_beside_loads: int = 128
+    looks_during_loads: int = 128
     """The same in a step that waits for loads, whose planning took long enough."""
 
     clean_part: float = 3 / 4
@@ -85,7 +85,7 @@ class SchedulingTuning:
     load_rate_decay: float = 0.999
     """Decay per step of the maximum of blocks that steps take for loads."""
 
-    look_anew_steps: int = 1000
+    recheck_steps: int = 1000
     """Steps with enough clean blocks after which the cleaner counts them again, since
     hits take some, and the host may drop some."""
 
@@ -209,7 +209,7 @@ class SchedulingTuning:
     retry_store_s: float = 30.0
     """The interval at which prefixes too short to gain by an answer are tried."""
 
-    tell_again_s: float = 300.0
+    log_again_s: float = 300.0
     """Least seconds between log messages that a tier is slower than computing."""
 
     max_failed_loads: int = 3

@@ -162,7 +162,7 @@ class LoadChoice:
     """For loads that no step waits for."""
 
 
-def choose_beside_compute(rates: Mapping[str, float]) -> str:
+def choose_during_compute(rates: Mapping[str, float]) -> str:
     """Choose the engine for copies that run during compute.
 
     Args:
@@ -184,7 +184,7 @@ def choose_loads(rates: Mapping[str, float]) -> LoadChoice:
         rates: Bytes per second by engine name; at least one engine.
 
     """
-    beside = choose_beside_compute(rates)
+    beside = choose_during_compute(rates)
     kernel = rates.get("kernel", 0.0) >= _WORTH * rates[beside]
     if beside == "dma" and kernel:
         # Launching every piece costs steps more than 16 multiprocessors do, and leaves
@@ -253,7 +253,7 @@ def choose_engines(
     load_rates = {name: measured.load for name, measured in found.items()}
     store_rates = {name: measured.store for name, measured in found.items()}
     loads = choose_loads(load_rates)
-    stores = choose_beside_compute(store_rates)
+    stores = choose_during_compute(store_rates)
     logger.info(
         "KV tier: copy engines for pieces of %s bytes: load %s; store %s GB/s. Loads "
         "that a step waits for: %s; prefetches: %s; stores: %s.",

@@ -401,7 +401,7 @@ class Cleaner:
         self._num_allocated = self._num_allocated_for_loads = 0
         last = self._free.cursor
         is_gone = last is None or last.next_free_block is None
-        if is_gone or self._clean_steps > tuning.look_anew_steps:
+        if is_gone or self._clean_steps > tuning.recheck_steps:
             self._num_clean = self._clean_steps = 0
             last = None
         if self._num_clean < window or is_idle:
@@ -433,8 +433,8 @@ class Cleaner:
         min_stores = tuning.idle_stores if is_idle else tuning.min_stores
         max_looks = max(2 * self._num_allocated, tuning.min_looks)
         if self._builder.loads or leaves_way:
-            min_stores = tuning.stores_beside_loads
-            max_looks = min(max_looks, tuning.looks_beside_loads)
+            min_stores = tuning.stores_during_loads
+            max_looks = min(max_looks, tuning.looks_during_loads)
         return max(2 * self._num_allocated, min_stores), max_looks
 
     def _clean(

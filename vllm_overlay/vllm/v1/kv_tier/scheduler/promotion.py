@@ -285,7 +285,7 @@ class Promotion:
             num_local_tokens + num_external_tokens,
             self._pool.null_block,
         )
-        if not self._is_admitted_now(request, hit, num_new_tokens, has_scheduled_reqs):
+        if not self._admit(request, hit, num_new_tokens, has_scheduled_reqs):
             return None
         num_host_tokens = self._num_host_tokens(managers, hit)
         self._load_admission.end_wait(request)
@@ -299,7 +299,7 @@ class Promotion:
         self._stats.record_hit(request, num_local_tokens, num_host_tokens)
         return tuple(hit.groups)
 
-    def _is_admitted_now(
+    def _admit(
         self, request: Request, hit: Hit, num_new_tokens: int, among_others: bool
     ) -> bool:
         """Whether `request` joins the step. If not, its loads may begin."""

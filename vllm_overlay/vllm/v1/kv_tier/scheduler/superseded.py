@@ -51,7 +51,7 @@ class Branches:
     def are_rare(self) -> bool:
         return self._num_used <= self._PART * self._num_superseded
 
-    def is_sample(self) -> bool:
+    def next_is_sample(self) -> bool:
         """Whether the ends that the next request hits are a sample."""
         self._num_requests += 1
         return self._num_requests % self._EACH == 0
@@ -136,7 +136,7 @@ class SupersededEnds:
                 self._use_again(key, state)
         turn = self._turns.get(request.request_id)
         if turn is None:
-            turn = _Turn(weakref.ref(request), {}, self._branches.is_sample())
+            turn = _Turn(weakref.ref(request), {}, self._branches.next_is_sample())
             self._turns[request.request_id] = turn
         self._num_used += len(keys) - len(turn.ends.get(group, ()))
         turn.ends[group] = keys

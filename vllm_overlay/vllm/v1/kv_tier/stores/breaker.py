@@ -43,7 +43,7 @@ class Breaker:
     def is_open(self) -> bool:
         return self._next_try_s is not None
 
-    def allows(self) -> bool:
+    def begin_try(self) -> bool:
         """Whether an operation may run. It then reports `record_failure` or
         `record_success`."""
         if self._next_try_s is None:

@@ -90,7 +90,7 @@ class FileProcesses:
             for _ in range(num_processes):
                 self._processes.append(_Process(self._told))
             for process in self._processes:
-                if not process.has_started(_START_S):
+                if not process.await_start(_START_S):
                     raise OSError("one did not start")
         except OSError as e:
             self.close()
@@ -187,7 +187,7 @@ class FileProcesses:
                     if process.has_ended and process.lived_s >= self._least_life_s:
                         with suppress(OSError):
                             self._processes[i] = _Process(self._told)
-                started = [each for each in self._processes if each.has_started()]
+                started = [each for each in self._processes if each.await_start()]
                 if all(each.has_ended for each in self._processes):
                     raise NoProcesses("all have ended")
             if started or time.monotonic() >= until:
@@ -228,7 +228,7 @@ class _Process:
             end.close()
         self.ask("put", told)
 
-    def has_started(self, wait_s: float = 0.0) -> bool:
+    def await_start(self, wait_s: float = 0.0) -> bool:
         """Whether the process is ready for requests. Not thread-safe.
 
         Args:

@@ -253,7 +253,7 @@ class FsStore(BlockStore):
         self._wait = wait
 
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        written = self._put(keys, rows, self._writing.allows())
+        written = self._put(keys, rows, self._writing.begin_try())
         if written.error is not None:
             reason = _trouble(self._config.root_dir, written.error)
             self._writing.record_failure(reason)

@@ -412,7 +412,7 @@ class MooncakeStore(BlockStore):
             self._giver = Client(self._config, segment_bytes=num_bytes)
 
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        if not self._writing.allows():
+        if not self._writing.begin_try():
             return [False] * len(keys)
         done = self.exists(keys)
         missing = [i for i, is_there in enumerate(done) if not is_there]
@@ -562,7 +562,7 @@ class MooncakeStore(BlockStore):
         After negative codes other than the harmless ones, the client is closed before
         this returns.
         """
-        if self._client.is_closed or not self._breaker.allows():
+        if self._client.is_closed or not self._breaker.begin_try():
             return None
         try:
             with self._client.use() as client:

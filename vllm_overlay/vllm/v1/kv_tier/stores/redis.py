@@ -373,7 +373,7 @@ class RedisStore(BlockStore):
         )
 
     def put(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> list[bool]:
-        if not self._writing.allows():
+        if not self._writing.begin_try():
             return [False] * len(keys)
         return self._in_windows(self._writers, self._put, keys, rows)
 
@@ -418,7 +418,7 @@ class RedisStore(BlockStore):
 
     def _ask(self, operation: _Operation, num_keys: int) -> list[bool]:
         """Answers of an operation; all False if the server fails."""
-        if not num_keys or not self._breaker.allows():
+        if not num_keys or not self._breaker.begin_try():
             return [False] * num_keys
         try:
             with self._wire() as wire:

@@ -224,7 +224,7 @@ class SecondaryReader:
             wait.inquiries = [
                 Inquiry(tier, wait.wanted)
                 for tier in self._tiers
-                if tier.may_ask(num, wait.meets)
+                if tier.begin_ask(num, wait.meets)
             ]
         if wait.inquiries:
             self.num_asked += 1

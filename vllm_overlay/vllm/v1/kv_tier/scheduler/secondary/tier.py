@@ -219,7 +219,7 @@ class Tier:
         is_silent = self._num_silent >= self._tuning.settled_outputs
         return is_recent or (is_silent and self._is_behind)
 
-    def may_ask(self, num_blocks: int, meets: bool) -> bool:
+    def begin_ask(self, num_blocks: int, meets: bool) -> bool:
         """Whether reading `num_blocks` may save more time than an answer takes.
 
         True from time to time in any case, since answers may have become faster.
@@ -315,7 +315,7 @@ class Tier:
 
     def _log_once(self, now: float) -> None:
         """Say why it is avoided, unless that was said a while ago."""
-        if now < self._told_at + self._tuning.tell_again_s:
+        if now < self._told_at + self._tuning.log_again_s:
             return
         self._told_at = now
         logger.warning(
