@@ -267,12 +267,14 @@ def field(run: Run) -> Counts:
 
 
 OF_RANKS = {
-    "unit": "memory/buffer stores/disk_quota stores/file_processes stores/contract "
-    "worker/rank_slots worker/sharing_ranks",
+    "unit": "copying/dma_engines eviction/adaptive_slru keeper/keeper keeper/partition "
+    "keeper/succession memory/buffer memory/opener memory/pages stores/contract "
+    "stores/disk_quota stores/file_processes stores/servers worker/rank_slots "
+    "worker/sharing_ranks",
     "sim": "missed_fences sharing_streams streams",
 }
-"""Tests of a rank's and a store's own code, which take minutes and find the same on any
-release: they call nothing of upstream. Run on the first release."""
+"""Tests of the own code of ranks, stores and the keeper, which take minutes and find
+the same on any release: they call nothing of upstream. Run on the first release."""
 
 
 def files_of(run: Run, name: str) -> list[str]:
@@ -326,7 +328,7 @@ def sim(run: Run) -> Counts:
     bugs those of `test_planted_bugs` only: the checks are the same on each."""
     fewer, flags = {}, SIDE_BY_SIDE
     if not run.first:
-        fewer["KV_TIER_SIM_EXAMPLES"] = os.environ.get("KV_TIER_SIM_EXAMPLES", "150")
+        fewer["KV_TIER_SIM_EXAMPLES"] = os.environ.get("KV_TIER_SIM_EXAMPLES", "75")
         flags = [*flags, "-m", "not plants"]
     return pytest(run, "sim", *files_of(run, "sim"), more_flags=flags, **fewer)
 

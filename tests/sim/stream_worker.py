@@ -178,7 +178,7 @@ class StreamWorker(Worker):
         self._order = WatchedOrder(
             self, CudaStreams(torch.device("cpu"), waits, tuning)
         )
-        engines = CopyEngines(engine, engine, engine, 1.0, 1.0)
+        engines = CopyEngines(engine, engine, engine, 1.0)
         sums = FakeChecksums(self, setup.num_slots) if luck.verify else None
         held = RankSlots(setup.num_slots, sums)
         self._tier = HostTier(regions, engines, self._order, held, waits, tuning)

@@ -93,7 +93,7 @@ class Rank:
         held = RankSlots(NUM_SLOTS, states=memory.states)
         peers = Peers(memory, index, held, tuning=TUNING)
         order = CudaStreams(torch.device("cpu"), None, TUNING, peers)
-        engines = CopyEngines(engine, engine, engine, 1.0, 1.0)
+        engines = CopyEngines(engine, engine, engine, 1.0)
         self.tier = HostTier(regions, engines, order, held, tuning=TUNING, peers=peers)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)

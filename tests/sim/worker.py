@@ -138,7 +138,7 @@ class Worker(ForwardPasses):
         self._last_seq = 0
         self._recorders = [_Recorder(kind) for kind in ("loads", "ahead", "stores")]
         step_loads, loads, stores = self._recorders
-        engines = CopyEngines(step_loads, loads, stores, 1.0, 1.0)
+        engines = CopyEngines(step_loads, loads, stores, 1.0)
         slots = RankSlots(num_slots)
         self._tier = HostTier([], engines, _Simulated(self), slots)
         self._below = below

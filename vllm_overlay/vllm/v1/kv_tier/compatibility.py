@@ -432,10 +432,10 @@ def check_platform() -> None:
 def check_stages(vllm_config: "VllmConfig") -> None:
     """Refuse the one case in which a step writes blocks after the next has begun.
 
-    The first stages of a pipeline hear of accepted tokens as many steps later as
-    there are stages, and only then move Mamba states to the blocks that have been
-    hashed since. They do so as a part of the later step, behind the tier's back: a
-    store would read too early, and a load could be overwritten.
+    The first stages of a pipeline learn of accepted tokens as many steps late as there
+    are stages, and then move Mamba states into blocks that have been hashed meanwhile,
+    without a fence of the tier: a store would read too early, and a load could be
+    overwritten.
     """
     if (
         vllm_config.parallel_config.pipeline_parallel_size > 1

@@ -222,6 +222,17 @@ class SchedulingTuning:
     max_retry_loads_s: float = 960.0
     """Upper limit of that time."""
 
+    def last_settled(self, num_outputs: int, last_plan: int) -> int:
+        """The last plan whose stores are final: no failed load of an earlier step can
+        make them void any more.
+
+        Args:
+            num_outputs: Outputs of steps that the scheduler has taken.
+            last_plan: The last plan that was sent.
+
+        """
+        return max(num_outputs - self.settled_outputs, last_plan - self.settled_steps)
+
 
 @dataclass(frozen=True)
 class RankTuning:

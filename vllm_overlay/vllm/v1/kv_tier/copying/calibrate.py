@@ -239,7 +239,7 @@ def choose_engines(
     if not regions:
         # A pipeline stage without KV memory has nothing to copy.
         none = TorchCopyEngine(regions, slots)
-        return CopyEngines(none, none, none, math.inf, math.inf)
+        return CopyEngines(none, none, none, math.inf)
     blocks = num_blocks or regions[0].blocks.shape[0]
     names = CANDIDATES[requested]
     memory = regions, blocks, slots, range(len(slots)) if empty is None else empty
@@ -274,7 +274,6 @@ def choose_engines(
         loads=engines[loads.beside],
         stores=engines[stores],
         load_bytes_per_s=min(load_rates[loads.many], load_rates[loads.beside]),
-        store_bytes_per_s=store_rates[stores],
     )
 
 

@@ -255,4 +255,3 @@ class CopyEngines:
     stores: CopyEngine
     load_bytes_per_s: float
     """Of the slower of the two load engines, in bytes per second."""
-    store_bytes_per_s: float

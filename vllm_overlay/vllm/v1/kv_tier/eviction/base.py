@@ -100,10 +100,9 @@ class EvictionPolicy(ABC):
 
 
 class Table(dict[Key, Value]):
-    """A dict that Python's garbage collector knows from the start, and not from the
-    first value on that it tracks: so it is among what an engine has when it starts,
-    which upstream excepts from collections. All of 400,000 entries would be looked at
-    in each of them, in 30 ms."""
+    """A dict that Python's garbage collector tracks from its creation. Upstream
+    excludes objects that exist when an engine starts from collections; a plain dict
+    would be tracked only later, and 400,000 entries add 30 ms to each collection."""
 
     __slots__ = ()
 

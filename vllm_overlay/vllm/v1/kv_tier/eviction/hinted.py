@@ -185,9 +185,8 @@ class ExpiryQueue:
     of two heaps, the older one is emptied, a few entries for each. So there are no more
     than a few entries for each key, and nothing ever goes through all of them.
 
-    An entry is an integer, of its time and a number of its own. Tuples would be looked
-    at by Python's garbage collector: it gathers them while as many others are freed,
-    and goes through 100,000 of them at once.
+    An entry is an integer, of its time and a number of its own. Python's garbage
+    collector would track tuples, and scan 100,000 of them at once.
     """
 
     _MOVED = 4

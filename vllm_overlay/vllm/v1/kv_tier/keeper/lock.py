@@ -69,8 +69,8 @@ class RobustLock:
     def acquire(self, spin_s: float = 0.0) -> bool:
         """Take the lock if it is free, or comes free within `spin_s` seconds.
 
-        A dead holder has left what it guarded as it was at some instruction, so every
-        order of writes under this lock must be valid at each of them.
+        A holder may die between any two writes, so the data that the lock guards must
+        be valid after each of them.
         """
         code = self._try(self._address)
         return code == 0 or self._wait(code, spin_s)

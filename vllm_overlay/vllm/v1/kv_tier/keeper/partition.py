@@ -226,8 +226,8 @@ class Partition:
         """What the last owner has left, for the next one with the same identity.
 
         Args:
-            num_empty: Withdraw as much as it takes for so many slots to be empty.
-            num_first: These are among the first ones, so many.
+            num_empty: Withdraw slots until so many of the first `num_first` are empty.
+            num_first: Among how many of the first slots.
 
         Returns:
             Ends of prefixes come before their beginnings. None if the lock is busy.
@@ -312,7 +312,7 @@ class Partition:
         return (np.flatnonzero(self._places[first:end]) + first).tolist()
 
     def claim(self, slots: Sequence[int], spares: bool = True) -> list[Claim]:
-        """Make slots ones that can be reused, where no neighbour finds or uses them.
+        """Withdraw slots that no neighbour reads, so that they can be reused.
 
         Args:
             slots: Published or not.

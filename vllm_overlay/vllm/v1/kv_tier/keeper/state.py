@@ -4,8 +4,8 @@
 It is made once, and can go from one keeper to the next while engines run. All of it is
 open files, which the kernel passes on over the socket: memory, the socket itself, so
 that engines which ask meanwhile wait in its queue, and of each process of an engine its
-connection and a file that tells its end. The old keeper has it until it has sent its
-last word, the new one from then on, so that there is one at any time.
+connection and a file that shows its end. The old keeper owns all of it until it has
+sent its last message, and the new one from then on.
 """
 
 import fcntl

@@ -210,8 +210,6 @@ class HostBuffer:
 
     pinned = False
     """Whether the GPU driver has pinned the memory."""
-    is_whole = False
-    """Whether the memory can only be open as a whole, since the driver made it."""
 
     @property
     def num_open(self) -> int:
@@ -250,7 +248,8 @@ class HostBuffer:
         except OSError as e:
             reason = str(e)
         if self.pinned:
-            self.is_whole, self._open_bytes = True, num_bytes
+            # What the driver has made can only be open as a whole.
+            self._open_bytes = num_bytes
             logger.info(
                 "KV tier: the driver refused to register host memory (error %d, at %d "
                 "of %d bytes), as it does in guests of confidential computing. It "

@@ -159,7 +159,7 @@ class SharedMemory:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold a lock that only one process can hold at a time. Ends with `close`."""
+        """Hold a lock that only one process can hold at a time; not after `close`."""
         # The kernel releases it when a process ends.
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:

@@ -240,8 +240,8 @@ class SharedHostWriter(HostWriter):
                     self._elsewhere[block_id] = key, *neighbours.place_of(index)
 
     def forget_overwritten(self) -> None:
-        """Forget where blocks came from that have other content by now, some in each
-        step. That they are not forgotten yet costs time only."""
+        """Forget the origin of blocks that have been overwritten, some in each step. A
+        late removal only costs time."""
         if not self._elsewhere:
             return
         blocks = self._pool.blocks

@@ -33,8 +33,7 @@ class SharedBlockPool(TieredBlockPool):
     def __init__(self, layout: KVTierLayout, **kwargs: Any) -> None:
         super().__init__(layout, **kwargs)
         assert layout.pool is not None
-        self._settled_outputs = layout.tuning.settled_outputs
-        self._settled_steps = layout.tuning.settled_steps
+        self._tuning = layout.tuning
         sizes = layout.pool.block_sizes
         lookup = PromptLookup(
             sizes,
@@ -108,10 +107,7 @@ class SharedBlockPool(TieredBlockPool):
     @property
     def settled(self) -> int:
         """Nothing that plans up to this one have stored turns out to be void."""
-        last_plan = self._builder.seq - 1
-        return max(
-            self._num_outputs - self._settled_outputs, last_plan - self._settled_steps
-        )
+        return self._tuning.last_settled(self._num_outputs, self._builder.seq - 1)
 
     def record_output(self) -> None:
         """Note that the scheduler has taken the output of a step, with its report."""

@@ -160,11 +160,7 @@ class SecondaryTierManager:
     @property
     def settled(self) -> int:
         """Nothing that plans up to this one have stored turns out to be void."""
-        # A load of an earlier step may fail, which voids what was computed since.
-        return max(
-            self._num_outputs - self._pool.tuning.settled_outputs,
-            self._seq - self._pool.tuning.settled_steps,
-        )
+        return self._pool.tuning.last_settled(self._num_outputs, self._seq)
 
     # --------------------------------------------------------- what others ask
 
