@@ -202,6 +202,17 @@ def test_the_cleaner_begins_anew_now_and_then(monkeypatch: pytest.MonkeyPatch) -
     assert seen == blocks[:24]
 
 
+def test_the_cleaner_does_not_begin_anew_while_nothing_runs() -> None:
+    """Else an engine that steps until its stores are published might never rest."""
+    tier, blocks = dirty(31, recheck_steps=3)
+    tier.idle()
+    tier.drop("C")
+    for _ in range(8):
+        tier.begin()
+        assert not cleaned(tier.pool.take_plan(is_idle=True)) & ids(blocks[:3])
+    assert ids([blocks[2]]) in map(cleaned, tier.idle(6))
+
+
 def test_the_cleaner_looks_as_far_as_two_steps_take() -> None:
     tier, blocks = dirty(63)
     tier.begin()

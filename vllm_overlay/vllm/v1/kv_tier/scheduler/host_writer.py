@@ -401,7 +401,9 @@ class Cleaner:
         self._num_allocated = self._num_allocated_for_loads = 0
         last = self._free.cursor
         is_gone = last is None or last.next_free_block is None
-        if is_gone or self._clean_steps > tuning.recheck_steps:
+        # Not while nothing runs: an engine that steps to publish its stores in a pool
+        # would never rest if each look found a block that the one before has evicted.
+        if is_gone or (self._clean_steps > tuning.recheck_steps and not is_idle):
             self._num_clean = self._clean_steps = 0
             last = None
         if self._num_clean < window or is_idle:
