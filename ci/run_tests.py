@@ -5,8 +5,9 @@
 
 A stage goes on after a failure, so that one run shows all of them. Stages of one
 process run two at a time, and print at their end. Results are in build/test-results/.
-At the end up to three failed tests run again, alone. Who passes then is `UNSTABLE` in
-the last lines, and no failure. Ends with 0 only if nothing failed.
+At the end up to three failed tests that are marked `timed` run again, alone. Those that
+pass then are `UNSTABLE` in the last lines, and no failures. Ends with 0 only if nothing
+failed.
 """
 
 from __future__ import annotations
@@ -502,13 +503,13 @@ def run_all(
 MAX_AGAIN = 3
 """More failures than that are no accident."""
 NEVER_AGAIN = ("answer ", "Violation")
-"""Reasons that no slow machine gives: an answer of other tokens, and what the simulator
-found in memory."""
+"""Reasons that no slow machine gives, in a test that is marked as well: an answer of
+other tokens, and what the simulator found in memory."""
 
 
 def again(layout: Layout, failed: Sequence[Failure]) -> tuple[list[str], Counts]:
-    """Run some failed tests once more, each alone: many have limits of time, and a
-    machine of others stands still at times.
+    """Run failed tests that are marked `timed` once more, each alone: a machine that
+    others share stands still at times. All others have failed, whatever the reason.
 
     Returns:
         A line for each failure, and what is to be added to the counts.
@@ -521,7 +522,8 @@ def again(layout: Layout, failed: Sequence[Failure]) -> tuple[list[str], Counts]
         if not final:
             say(f"== again {failure.test}")
             run = Run(layout, tag, first=False)
-            ran = pytest(run, f"again-{number}-{stage}", failure.test)
+            name, flags = f"again-{number}-{stage}", ["-m", "timed"]
+            ran = pytest(run, name, failure.test, more_flags=flags)
             final = ran.failed > 0 or not ran.passed
         if not final:
             counts += Counts(passed=1, failed=-1)

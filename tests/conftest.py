@@ -34,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "pairs(*codes or pairs): features that are on together in this test"
     )
+    config.addinivalue_line(
+        "markers", "timed: what it asserts depends on the speed of the machine"
+    )
 
 
 def rows_of(item: pytest.Item) -> list[dict[str, str]]:

@@ -61,6 +61,7 @@ def meeting_job(folder: Path, is_on: bool, **llm: Any) -> Job:
     )
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "name",
     [
@@ -83,6 +84,7 @@ def test_answers_are_equal_at_every_rate(
     assert jumped_at_full_rate(result) >= NUM_BLOCKS * 32
 
 
+@pytest.mark.timed
 @pytest.mark.skipif(not runner_v2.HAS_TRITON, reason="runner V2 needs Triton")
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_model_runner_v2_jumps(
@@ -95,9 +97,8 @@ def test_model_runner_v2_jumps(
     result = run_engine("V2", job, model, tmp_path, "runner_v2", timeout_s=120)
     assert result["facts"]["runner_v2"]
     assert result["facts"]["async_scheduling"] == async_scheduling
-    # The interpreter of its kernels takes time from the threads of the store: how much
-    # time is a matter of the machine.
-    assert jumped_at_full_rate(result) >= NUM_BLOCKS * 4
+    # The interpreter of its kernels takes time from the threads of the store.
+    assert jumped_at_full_rate(result) >= NUM_BLOCKS * 16
 
 
 def jumped_at_full_rate(result: dict[str, Any]) -> float:

@@ -226,6 +226,7 @@ def _both(seen: Seen) -> list[Seen]:
     return [seen, seen.after_reset]
 
 
+@pytest.mark.timed
 def test_the_host_was_needed(seen: Seen) -> None:
     """What follows says something of both tiers, of preemptions and loads ahead."""
     assert seen.value("device_hit_tokens_total") > 0

@@ -91,6 +91,13 @@ def found(engine: Engine, hashes: list[BlockHash]) -> int:
     return len(on_device) + sum(any(h in key for key in below) for h in hashes)
 
 
+def is_found(engine: Engine, hashes: list[BlockHash]) -> bool:
+    """Whether any of them is on some tier when all has come to an end."""
+    for _ in range(40):
+        engine.step()
+    return bool(found(engine, hashes))
+
+
 MAKERS = pytest.mark.parametrize("make", [above_a_store, in_a_pool])
 
 
@@ -153,9 +160,7 @@ def test_nothing_of_an_aborted_request_is_found_under_the_old_name(
 
         monkeypatch.setattr(engine._scheduler, "schedule", schedule_late)
     change_and_abort(engine, request, adapter if changes else None)
-    for _ in range(40):
-        engine.step()
-    assert bool(found(engine, old)) == (not changes)
+    assert is_found(engine, old) == (not changes)
 
 
 @MAKERS
@@ -177,9 +182,7 @@ def test_nothing_of_an_aborted_request_that_was_preempted_is_found_under_the_old
         engine.step()
     assert request.num_computed_tokens == 0
     change_and_abort(engine, request, adapter if changes else None)
-    for _ in range(40):
-        engine.step()
-    assert bool(found(engine, old)) == (not changes)
+    assert is_found(engine, old) == (not changes)
 
 
 @MAKERS
@@ -199,6 +202,4 @@ def test_blocks_that_a_connector_left_empty_are_not_found(
         failed = KVConnectorOutput(invalid_block_ids={ids[0][0]})
         engine._in_flight[-1].result.kv_connector_output = failed
     engine.abort(0)
-    for _ in range(40):
-        engine.step()
-    assert bool(found(engine, hashes)) == (not fails)
+    assert is_found(engine, hashes) == (not fails)

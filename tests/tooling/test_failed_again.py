@@ -24,15 +24,21 @@ def is_first(name):
     path.write_text(path.read_text() + "x" if path.exists() else "x")
     return path.read_text() == "x"
 
+@pytest.mark.timed
 @pytest.mark.parametrize("how", ["[x] y", "b"])
 def test_slow(how):
     assert not is_first("slow" + how)
 
+@pytest.mark.timed
 def test_wrong():
     assert False
 
+@pytest.mark.timed
 def test_other_tokens():
     assert not is_first("tokens"), "answer 0: other tokens"
+
+def test_not_marked():
+    assert not is_first("marked")
 
 def test_right():
     is_first("right")
@@ -82,6 +88,13 @@ def test_a_wrong_answer_does_not_run_again(layout: Layout) -> None:
     assert len(lines) == 1 and lines[0].startswith("FAILED")
     assert counts == Counts(failed=1)
     assert (layout.root / "tests" / "ran-tokens").read_text() == "x"
+
+
+def test_who_is_not_marked_does_not_pass_the_second_time(layout: Layout) -> None:
+    lines, counts = ran(layout, "marked")
+    assert len(lines) == 1 and lines[0].startswith("FAILED")
+    assert counts == Counts(failed=1)
+    assert (layout.root / "tests" / "ran-marked").read_text() == "x"
 
 
 def test_many_failures_are_no_accident(layout: Layout) -> None:
