@@ -11,6 +11,8 @@ random; when a conversation has had all its turns, another one begins. Every tur
 repeats all tokens before it. All configurations have the same host memory in sum and
 are asked the same turns in the same order for as long. `one` is a single engine with
 all the host memory: its rate is that of one GPU, its hits are what the pool could have.
+Hits fall while conversations end and others begin, so those of a fast configuration are
+compared with others by `same_turns`: the first turns, which all have been asked.
 
 `--configs` has groups: engines of a group start at once, and take turns. With
 `--restarts`, engines of the pool are killed under load and started anew, with an engine
@@ -287,6 +289,8 @@ class Bench:
             "kv_cache_memory_bytes": int(args.device_gib * GIB),
         }
         self.wrong: list[str] = []
+        # By configuration, in the order of turns.
+        self._asked: dict[str, list[Asked]] = {}
 
     @property
     def left_s(self) -> float:
@@ -301,6 +305,20 @@ class Bench:
     def fail(self, why: str) -> None:
         self.wrong.append(why)
         print(f"WRONG: {why}", flush=True)
+
+    def compare_hits(self) -> None:
+        """Print which part of the same turns was cached, by configuration."""
+        num = min(map(len, self._asked.values()), default=0)
+        cached = {
+            name: round(
+                sum(each.answer.cached_tokens for each in asked[:num])
+                / sum(len(each.turn.prompt) for each in asked[:num]),
+                4,
+            )
+            for name, asked in self._asked.items()
+            if num
+        }
+        self.tell(same_turns=num, cached=cached)
 
     # ------------------------------------------------------------------ starts
 
@@ -456,6 +474,7 @@ class Bench:
             counts=[grown(*each) for each in zip(before, after)],
         )
         self._write(name, asked, begun)
+        self._asked[name] = sorted(asked, key=lambda each: each.answer.sent)
         if failed := [each.error for each in asked if each.error]:
             self.fail(f"{name}: {len(failed)} requests failed, the first: {failed[0]}")
         if name.startswith(POOL):
@@ -652,6 +671,7 @@ def main() -> int:
             bench.fail(f"{group}: not reached: time limit")
             continue
         bench.run(group.split(","))
+    bench.compare_hits()
     print("\n".join(bench.wrong) or "All is as it must be.")
     return int(bool(bench.wrong))
 

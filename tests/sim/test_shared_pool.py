@@ -251,7 +251,7 @@ class _ForgetsEntries(Partition):
     def is_published(self, slot: int) -> bool:
         return False
 
-    def claim(self, slots: Sequence[int], spares: bool = True) -> list[Claim]:
+    def claim(self, slots: Sequence[int]) -> list[Claim]:
         return [Claim.FREE] * len(slots)
 
 
@@ -268,7 +268,7 @@ class _StaleAfterDeath(Partition):
     def published(self, first: int, end: int) -> list[int]:
         return []
 
-    def claim(self, slots: Sequence[int], spares: bool = True) -> list[Claim]:
+    def claim(self, slots: Sequence[int]) -> list[Claim]:
         return [Claim.FREE] * len(slots)
 
 

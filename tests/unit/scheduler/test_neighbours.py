@@ -169,6 +169,53 @@ def test_block_of_a_neighbour_is_stored_once_it_is_overwritten(
     assert writer.admits_all
 
 
+def test_copies_are_what_can_be_loaded(partition: Partition) -> None:
+    neighbours = neighbours_of(partition)
+    keys = [BlockHashWithGroupId(each) for each in KEYS[:4]]
+    assert neighbours.find_copies(keys) == []
+    twice = [KEYS[0], KEYS[0], KEYS[1], KEYS[2]]
+    assert partition.publish([3, 5, 7, 9], twice, [None] * 4)
+    copies = neighbours.find_copies(keys)
+    assert [copy.key for copy in copies] == keys[:3]
+    assert all(copy.partition is partition for copy in copies)
+    assert [copy.slot for copy in copies[1:]] == [7, 9]
+    # Nothing is pinned.
+    assert partition.unpinned(ALL) == ALL
+    # One is not open, and a load of another one has failed.
+    neighbours.num_open = NUM_SLOTS + 9
+    neighbours.look_up(prompt(KEYS[1:2]), None)
+    plan = StepPlan(1, load_slots=[NUM_SLOTS + 7], load_blocks=[1])
+    neighbours.record_plan(plan, NUM_SLOTS)
+    neighbours.mark_failed(1)
+    assert [copy.key for copy in neighbours.find_copies(keys)] == keys[:1]
+    assert partition.assign(b"j" * 32, NUM_SLOTS) is False
+    neighbours.end_step()
+    neighbours.record_ended([1])
+    neighbours.end_step()
+    assert partition.assign(b"j" * 32, NUM_SLOTS)
+    assert neighbours.find_copies(keys) == []
+
+
+def test_block_of_which_a_neighbour_has_a_copy_is_not_stored_again(
+    partition: Partition,
+) -> None:
+    neighbours = neighbours_of(partition)
+    keys = [BlockHashWithGroupId(each) for each in KEYS[:2]]
+    blocks = [KVCacheBlock(i) for i in range(2)]
+    for block, each in zip(blocks, keys):
+        block._block_hash = each
+    cached = SimpleNamespace(get_one_block=dict(zip(keys, blocks)).get)
+    pool = SimpleNamespace(blocks=blocks, cached_block_hash_to_block=cached)
+    table = SimpleNamespace(num_slots=NUM_SLOTS)
+    writer = SharedHostWriter(pool, table, None, None, None)
+    # One of them is not on the device.
+    assert partition.publish([3, 4], [KEYS[0], KEYS[2]], [None] * 2)
+    writer.record_copies(neighbours.find_copies([keys[0], KEYS[2]]))  # type: ignore[list-item]
+    assert [*map(writer.is_admitted, blocks)] == [False, True]
+    assert partition.withdraw(3) is Claim.FREE
+    assert [*map(writer.is_admitted, blocks)] == [True, True]
+
+
 def test_slots_of_neighbours_are_numbered_in_a_ring() -> None:
     partitions = [Shared().partition for _ in range(4)]
     member = Membership.take(partitions, 2, IDENTITY, NUM_SLOTS + 5)

@@ -14,7 +14,7 @@ from vllm.v1.kv_tier.eviction.policies import make_policy
 from vllm.v1.kv_tier.keeper.client import Membership
 from vllm.v1.kv_tier.keeper.partition import Claim, Partition, rows_of
 from vllm.v1.kv_tier.plan import StepPlan
-from vllm.v1.kv_tier.scheduler.shared_slots import SharedSlotTable
+from vllm.v1.kv_tier.scheduler.shared_slots import Copy, SharedSlotTable
 from vllm.v1.kv_tier.tuning import SchedulingTuning
 
 READER = 1
@@ -109,11 +109,14 @@ def test_report_comes_after_many_stores_or_many_plans(partition: Partition) -> N
     few, many = StepPlan(1, store_slots=[0]), StepPlan(2, clean_slots=[1, 2, 3, 4, 5])
     assert not table.record_stores(few, is_idle=False)
     assert table.record_stores(many, is_idle=False)
-    plans = [StepPlan(seq, store_slots=[seq]) for seq in range(6, 22)]
-    table = table_of(partition)
-    assert [table.record_stores(p, is_idle=False) for p in plans] == [False] * 15 + [
-        True
-    ]
+    # Also if only the first one of them stores something.
+    for each in ({"store_slots": [1]}, {}):
+        plans = [StepPlan(6, store_slots=[0])]
+        plans += [StepPlan(seq, **each) for seq in range(7, 22)]
+        table = table_of(partition)
+        are_due = [table.record_stores(plan, is_idle=False) for plan in plans]
+        assert are_due == [False] * 15 + [True]
+        assert not table.record_stores(StepPlan(22), is_idle=True)
 
 
 def test_stores_of_a_report_are_published_together(partition: Partition) -> None:
@@ -142,9 +145,9 @@ def test_next_victims_are_withdrawn_together(
     claimed: list[Sequence[int]] = []
     claim = partition.claim
 
-    def watched(slots: Sequence[int], spares: bool = True) -> list[Claim]:
+    def watched(slots: Sequence[int]) -> list[Claim]:
         claimed.append(slots)
-        return claim(slots, spares)
+        return claim(slots)
 
     monkeypatch.setattr(partition, "claim", watched)
     stored = [*fill(table, 30, 1, seq=2), *fill(table, 31, 3, seq=3)]
@@ -190,6 +193,58 @@ def test_next_victim_that_is_not_complete_is_published_later(
     table.share(settled=1)
     assert pin(partition, 2) == [slots[2]]
     assert [pin(partition, n) for n in (0, 1, 3)] == [[], [], []]
+
+
+def test_blocks_that_neighbours_have_used_are_evicted_later(
+    partition: Partition,
+) -> None:
+    table = table_of(partition)
+    slots = fill(table, 0, NUM_SLOTS, seq=1)
+    for number in (0, 1):
+        partition.unpin(pin(partition, number), READER)
+    assert fill(table, 30, 2, seq=2) == slots[2:4]
+    assert fill(table, 32, 16, seq=3) == slots[4:20]
+
+
+def test_next_victim_that_a_neighbour_has_used_is_published_again(
+    partition: Partition,
+) -> None:
+    table = table_of(partition, tuning=CLAIMS_4)
+    slots = fill(table, 0, NUM_SLOTS, seq=1)
+    keys = [BlockHashWithGroupId(each) for each in KEYS]
+    assert table.insert((keys[30],), 16, 2) == slots[0]
+    # After this step has looked at uses, and before it withdraws the next four.
+    partition.unpin(pin(partition, 5), READER)
+    assert [table.insert((key,), 16, 2) for key in keys[31:35]] == slots[1:5]
+    table.unpin_all()
+    table.share(settled=1)
+    assert pin(partition, 5) == []
+    assert fill(table, 35, 2, seq=3) == slots[6:8]
+    assert pin(partition, 5) == [slots[5]]
+
+
+def test_second_copy_of_a_block_is_not_published_and_evicted_first(
+    partition: Partition,
+) -> None:
+    table, other = table_of(partition), Shared().partition
+    keys = [BlockHashWithGroupId(each) for each in KEYS[:NUM_SLOTS]]
+    copy = Copy(keys[2], other, 7)
+    slots = table.insert_all(keys, [16] * NUM_SLOTS, 1)
+    table.record_stores(StepPlan(1, store_slots=slots), is_idle=False)
+    table.unpin_all()
+    table.record_ended([1])
+    asked = []
+
+    def find_copies(keys: Sequence[BlockHashWithGroupId]) -> list[Copy]:
+        asked.append([*keys])
+        return [copy]
+
+    assert table.share(1, find_copies) == [copy]
+    assert asked == [keys]
+    assert [pin(partition, n) for n in (1, 2, 3)] == [[slots[1]], [], [slots[3]]]
+    # Its own engine finds it until then.
+    assert table.has(keys[2])
+    assert fill(table, 30, 1, seq=2) == [slots[2]]
 
 
 def test_slot_that_is_read_is_passed_over(partition: Partition) -> None:
@@ -389,7 +444,7 @@ def test_victims_behind_a_busy_partition_keep_their_turn(
     slots = fill(table, 0, NUM_SLOTS, seq=1)
     new = [BlockHashWithGroupId(KEYS[NUM_SLOTS + i]) for i in range(4)]
     with monkeypatch.context() as patch:
-        patch.setattr(partition, "claim", lambda s, _: [Claim.BUSY] * len(s))
+        patch.setattr(partition, "claim", lambda s: [Claim.BUSY] * len(s))
         assert table.insert_all(new, [16] * 4, 2) == []
     assert table.insert_all(new, [16] * 4, 2) == slots[:4]
     table.unpin_all()

@@ -77,6 +77,15 @@ def test_eviction_follows_use() -> None:
     assert insert(host, "c").index == b.index
 
 
+@pytest.mark.parametrize("policy", ["lru", "proven"])
+def test_end_of_a_used_prefix_is_evicted_before_its_beginning(policy: str) -> None:
+    host = SlotTable(3, make_policy(policy, 3))
+    prefix = [inserted(host, name) for name in "abc"]
+    host.pin(prefix)
+    host.unpin_all()
+    assert [insert(host, name).index for name in "de"] == [2, 1]
+
+
 def test_a_pinned_slot_makes_no_room() -> None:
     host = table(2)
     a, b = inserted(host, "a"), inserted(host, "b")

@@ -23,7 +23,7 @@ from vllm.v1.kv_tier.keeper.partition import (
     partition_bytes,
 )
 
-VERSION = 4
+VERSION = 5
 """Of the messages, and of the layout of the shared memory."""
 
 MAX_MESSAGE_BYTES = 4096

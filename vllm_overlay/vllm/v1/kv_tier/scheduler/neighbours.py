@@ -7,7 +7,7 @@ end of the step, if it is not loaded, else until all ranks have ended the plan t
 loads it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -20,6 +20,7 @@ from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.scheduler.host_writer import HostWriter
 from vllm.v1.kv_tier.scheduler.secondary.lookup import LoadFilter, PromptLookup
 from vllm.v1.kv_tier.scheduler.secondary.tier import Wanted
+from vllm.v1.kv_tier.scheduler.shared_slots import Copy
 from vllm.v1.kv_tier.scheduler.slots import HostSlot
 from vllm.v1.request import Request
 
@@ -110,17 +111,10 @@ class Neighbours:
         one was busy."""
         rows, is_busy = rows_of([key for key, _ in wanted]), False
         missing, mixed = np.arange(len(wanted)), mix(rows)
-        for first, partition in self._partitions:
-            if first >= self.num_open:
-                break
-            if partition.identity != self._identity:
-                continue
-            partition.open()
-            candidates, slots = partition.find(rows[missing], mixed[missing])
-            are_good = slots < self.num_open - first
-            if self._failed:
-                are_good &= ~self._have_failed(slots + first, rows[missing[candidates]])
-            candidates, slots = candidates[are_good], slots[are_good]
+        for first, partition in self._shared():
+            candidates, slots = self._seen(
+                first, partition, rows[missing], mixed[missing]
+            )
             if not len(slots):
                 continue
             # A block may be there twice for a while.
@@ -136,6 +130,37 @@ class Neighbours:
             self._add(found, (slots + first).tolist())
             missing = np.setdiff1d(missing, places, assume_unique=True)
         return len(wanted) - len(missing), is_busy
+
+    def _shared(self) -> Iterator[tuple[int, Partition]]:
+        """Neighbours of the same identity that all ranks have open, at least in part,
+        and their first slots."""
+        for first, partition in self._partitions:
+            if first >= self.num_open:
+                break
+            if partition.identity == self._identity:
+                partition.open()
+                yield first, partition
+
+    def _seen(
+        self, first: int, partition: Partition, rows: Rows, mixed: NDArray[np.uint64]
+    ) -> tuple[NDArray[np.int64], Slots]:
+        """What a neighbour seems to have that can be loaded: indices of `rows`, and
+        slots."""
+        found, slots = partition.find(rows, mixed)
+        are_good = slots < self.num_open - first
+        if self._failed:
+            are_good &= ~self._have_failed(slots + first, rows[found])
+        return found[are_good], slots[are_good]
+
+    def find_copies(self, keys: Sequence[BlockHashWithGroupId]) -> list[Copy]:
+        """Which blocks neighbours seem to have, each once. Pins nothing."""
+        rows = rows_of(keys)
+        mixed, copies = mix(rows), dict[int, Copy]()
+        for first, partition in self._shared():
+            found, slots = self._seen(first, partition, rows, mixed)
+            for i, slot in zip(found.tolist(), slots.tolist()):
+                copies[i] = Copy(keys[i], partition, slot)
+        return [*copies.values()]
 
     def _have_failed(self, indices: Slots, rows: Rows) -> NDArray[np.bool_]:
         had = map(self._failed.get, indices.tolist())
@@ -226,8 +251,8 @@ class SharedHostWriter(HostWriter):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        # By device block that was loaded from a neighbour: its key, and the place.
-        self._elsewhere: dict[int, tuple[BlockHashWithGroupId, Partition, int]] = {}
+        # By device block, that of a neighbour.
+        self._elsewhere: dict[int, Copy] = {}
         self._num_looked = 0
 
     def record_loads(self, plan: StepPlan, neighbours: Neighbours) -> None:
@@ -237,10 +262,18 @@ class SharedHostWriter(HostWriter):
             if index >= self._table.num_slots:
                 key = self._pool.blocks[block_id].block_hash
                 if key is not None:
-                    self._elsewhere[block_id] = key, *neighbours.place_of(index)
+                    self._elsewhere[block_id] = Copy(key, *neighbours.place_of(index))
+
+    def record_copies(self, copies: Iterable[Copy]) -> None:
+        """Note that neighbours have these blocks, so that the device's are not stored
+        again."""
+        for copy in copies:
+            block = self._pool.cached_block_hash_to_block.get_one_block(copy.key)
+            if block is not None:
+                self._elsewhere[block.block_id] = copy
 
     def forget_overwritten(self) -> None:
-        """Forget the origin of blocks that have been overwritten, some in each step. A
+        """Forget the copies of blocks that have been overwritten, some in each step. A
         late removal only costs time."""
         if not self._elsewhere:
             return
@@ -248,11 +281,11 @@ class SharedHostWriter(HostWriter):
         first = self._num_looked % len(blocks)
         self._num_looked = first + _MAX_FORGOTTEN
         for block_id in self._elsewhere.keys() & range(first, self._num_looked):
-            if blocks[block_id].block_hash != self._elsewhere[block_id][0]:
+            if blocks[block_id].block_hash != self._elsewhere[block_id].key:
                 del self._elsewhere[block_id]
 
     def forget_elsewhere(self) -> None:
-        """Forget where all blocks came from."""
+        """Forget all copies."""
         self._elsewhere.clear()
 
     @property
@@ -260,11 +293,10 @@ class SharedHostWriter(HostWriter):
         return not self._elsewhere and super().admits_all
 
     def is_admitted(self, block: KVCacheBlock) -> bool:
-        place = self._elsewhere.get(block.block_id)
-        if place is not None:
-            key, partition, number = place
-            if block.block_hash == key and partition.seems_to_hold(
-                number, rows_of([key])
+        copy = self._elsewhere.get(block.block_id)
+        if copy is not None:
+            if block.block_hash == copy.key and copy.partition.seems_to_hold(
+                copy.slot, rows_of([copy.key])
             ):
                 return False
             del self._elsewhere[block.block_id]

@@ -23,6 +23,9 @@ from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
+# Plans after one that reads from neighbours.
+_COMPARES_FOR = 1000
+
 
 class SharedBlockPool(TieredBlockPool):
     """A `TieredBlockPool` that finds blocks of neighbours, and is found by them."""
@@ -55,6 +58,8 @@ class SharedBlockPool(TieredBlockPool):
         self._ends = PlanEnds(layout.pool.num_ranks)
         self._is_off = False
         self._num_outputs = 0
+        # The last plan that reads from neighbours.
+        self._last_read = -_COMPARES_FOR
         layout.pool.rank_calls.may_change = self._weights_may_change
 
     def _make_table(
@@ -95,14 +100,28 @@ class SharedBlockPool(TieredBlockPool):
         is_due = self.host.record_stores(plan, is_idle)
         num_read = self.neighbours.record_plan(plan, self.host.num_own)
         if num_read:
+            self._last_read = plan.seq
             self._stats.neighbour_blocks += num_read
             self.host_writer.record_loads(plan, self.neighbours)
         # What is read is unpinned, and what is stored is published, when it has ended.
         plan.report_end |= is_due or num_read > 0
         self.neighbours.end_step()
         self.host_writer.forget_overwritten()
-        self.host.share(self.settled)
+        find_copies = self.neighbours.find_copies if self._compares else None
+        if copies := self.host.share(self.settled, find_copies):
+            self.host_writer.record_copies(copies)
         return plan
+
+    @property
+    def _compares(self) -> bool:
+        """Whether to look for second copies of what is published.
+
+        Not where neighbours lately had nothing that this engine could use: for 256
+        blocks and seven neighbours that takes 0.2 ms. Nor where hints or quotas say
+        what this engine keeps.
+        """
+        num_plans = self._builder.seq - self._last_read
+        return num_plans < _COMPARES_FOR and self.retention.hinted is None
 
     @property
     def settled(self) -> int:

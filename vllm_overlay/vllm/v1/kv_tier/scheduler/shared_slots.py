@@ -14,13 +14,14 @@ for one slot and for hundreds, so few steps do them, for many slots.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.keeper.client import Membership
-from vllm.v1.kv_tier.keeper.partition import Claim
+from vllm.v1.kv_tier.keeper.partition import Claim, Partition
 from vllm.v1.kv_tier.plan import StepPlan
 from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable, index_of
 from vllm.v1.kv_tier.tuning import SchedulingTuning
@@ -35,11 +36,25 @@ _MAX_CLAIMED = 256
 # Most slots that a step opens, as long as some may hold what it adopts. That takes some
 # microseconds for each.
 _MAX_ADOPTED = 512
-# Most victims of a plan that neighbours have used and that are spared for it, and most
-# that they read. Each takes some microseconds. Beyond, what was used is evicted too: a
-# plan may need a slot for each block of a long prompt.
-_MAX_SPARED = 512
+# Most victims of a plan that neighbours read. Each takes some microseconds.
 _MAX_REFUSED = 1024
+# Most slots that a step looks at for uses by neighbours, and most of these uses, each
+# of which takes a microsecond.
+_MAX_USE_LOOKS = 1 << 16
+_MAX_USES = 512
+
+
+class Copy(NamedTuple):
+    """A block that a neighbour has, too."""
+
+    key: BlockHashWithGroupId
+    partition: Partition
+    slot: int
+    """Its number there."""
+
+
+FindCopies = Callable[[Sequence[BlockHashWithGroupId]], list[Copy]]
+"""Says which blocks neighbours have as well, each once."""
 
 
 class PlanEnds:
@@ -91,7 +106,9 @@ class SharedSlotTable(SlotTable):
         self.has_left = False
         """Whether nothing is published any more."""
         self._is_leaving = False
-        self._num_refused = self._num_spared = 0
+        self._num_refused = 0
+        # The next slot to look at for uses, and whether this step has looked.
+        self._use_cursor, self._has_looked = 0, False
         # Keys that the policy evicted, with slots that are not published until they
         # are used again or evicted.
         self._claimed: set[BlockHashWithGroupId] = set()
@@ -171,8 +188,8 @@ class SharedSlotTable(SlotTable):
             return False
         if stores := [*plan.store_slots, *plan.clean_slots]:
             self._stored[plan.seq] = stores
-            self._num_unasked += 1
             self._num_unasked_stores += len(stores)
+        self._num_unasked += self._num_unasked_stores > 0
         is_due = (
             self._num_unasked >= (1 if is_idle else self._tuning.plans_per_report)
             or self._num_unasked_stores >= self._tuning.stores_per_report
@@ -185,14 +202,23 @@ class SharedSlotTable(SlotTable):
         """All ranks have ended these plans, and so all before them."""
         self._last_ended = max(self._last_ended, *seqs)
 
-    def share(self, settled: int) -> None:
+    def share(
+        self, settled: int, find_copies: FindCopies | None = None
+    ) -> Sequence[Copy]:
         """Publish what is complete, and take back what is no longer read.
 
         Args:
             settled: Nothing that plans up to this one have stored turns out to be void.
+            find_copies: Says which blocks neighbours have published meanwhile. Their
+                own slots are evicted first, and not published. None: they are.
+
+        Returns:
+            These blocks.
 
         """
-        self._num_refused = self._num_spared = 0
+        copies: Sequence[Copy] = ()
+        self._num_refused = 0
+        self._has_looked = False
         if self._is_leaving:
             self._leave()
         stored, complete = self._stored, self._complete
@@ -204,9 +230,10 @@ class SharedSlotTable(SlotTable):
             settled >= self._last_ended
             or len(complete) >= self._tuning.stores_per_report
         ):
-            self._publish()
+            copies = self._publish(find_copies)
         if self._read:
             self._end_reads()
+        return copies
 
     def fill(
         self, index: int, key: BlockHashWithGroupId, num_tokens: int | None
@@ -216,7 +243,7 @@ class SharedSlotTable(SlotTable):
         if not self.has_left:
             self._complete[index] = 0
 
-    def _publish(self) -> None:
+    def _publish(self, find_copies: FindCopies | None) -> list[Copy]:
         due = [*islice(self._complete.items(), _MAX_PUBLISHED)]
         of_slots, store_seq = self.places.keys, self._store_seq
         # What was stored over them since is not complete.
@@ -234,10 +261,19 @@ class SharedSlotTable(SlotTable):
                 if index not in self._several and key not in self._claimed
             ]
             keys = [of_slots[index] for index in slots]
+        copies = find_copies(keys) if keys and find_copies is not None else []
+        if copies:
+            spare = {copy.key for copy in copies}
+            for slot in map(self.get, spare):
+                assert slot is not None
+                self.release(slot)
+            slots = [index for index, key in zip(slots, keys) if key not in spare]
+            keys = [of_slots[index] for index in slots]
         num_tokens = [*map(self._num_tokens.__getitem__, slots)]
         if not slots or self._partition.publish(slots, keys, num_tokens):
             for index, _ in due:
                 del self._complete[index]
+        return copies
 
     def _end_reads(self) -> None:
         looked = list(self._read)[:_MAX_LOOKS]
@@ -282,7 +318,7 @@ class SharedSlotTable(SlotTable):
 
     # ------------------------------------------------------------------ of neighbours
 
-    def pin(self, slots: Collection[HostSlot]) -> None:
+    def pin(self, slots: Sequence[HostSlot]) -> None:
         """As `SlotTable.pin`; slots of neighbours are pinned since they were found."""
         super().pin(self._own(slots))
 
@@ -322,7 +358,23 @@ class SharedSlotTable(SlotTable):
                 self._hold_read(index, [key])
         return True
 
+    def _record_uses(self) -> None:
+        """Let the policy know what neighbours have used: before it chooses victims,
+        once in a step."""
+        self._has_looked = True
+        first = self._use_cursor if self._use_cursor < self.num_slots else 0
+        self._use_cursor = end = min(first + _MAX_USE_LOOKS, self.num_slots)
+        slots = self._partition.take_uses(first, end, _MAX_USES)
+        if len(slots) == _MAX_USES:
+            self._use_cursor = first
+        keys = [key for slot in slots if (key := self.places.keys[slot]) is not None]
+        if keys:
+            self.keep_passed(keys)
+            self._policy.hits([key for key in keys if key not in self._aside])
+
     def _victims(self, num_keys: int) -> list[BlockHashWithGroupId]:
+        if not self._has_looked:
+            self._record_uses()
         victims: list[BlockHashWithGroupId] = []
         parts, num_parts = self._parts, self._num_parts
         while (num := num_keys - len(victims)) > 0:
@@ -335,8 +387,7 @@ class SharedSlotTable(SlotTable):
                 victims += found
                 continue
             indices = [parts[hash(key) % num_parts][key] for key in found]
-            spares = self._num_spared < _MAX_SPARED
-            claims = self._partition.claim(indices, spares)
+            claims = self._partition.claim(indices)
             if claims.count(Claim.FREE) == len(claims):
                 victims += found
                 continue
@@ -346,10 +397,6 @@ class SharedSlotTable(SlotTable):
                 elif claim is Claim.BUSY:
                     # Still the next ones: they were not used.
                     self._next[victim] = None
-                elif claim is Claim.USED:
-                    self._num_spared += 1
-                    self._policy.insert(victim)
-                    self._policy.hit(victim)
                 else:
                     self._num_refused += 1
                     self._hold_read(index, [victim])

@@ -211,10 +211,9 @@ class SlotTable:
     def filled_slots(self) -> list[HostSlot]:
         return [self.get(key) for key in self.places.keys if key is not None]  # type: ignore[misc]
 
-    def pin(self, slots: Collection[HostSlot]) -> None:
-        """Keep `slots` until `unpin_all`, since the current plan reads them.
-
-        Also counts as a use for the policy.
+    def pin(self, slots: Sequence[HostSlot]) -> None:
+        """Keep `slots` until `unpin_all`, since the current plan reads them. For the
+        policy the last one is used first: a prefix is of no use without its beginning.
         """
         # A hot path: each loaded block.
         keys = [slot.keys[0] for slot in slots]
@@ -222,9 +221,9 @@ class SlotTable:
         self.keep_passed(keys)
         aside, released = self._aside, self._released
         if self._placed is not None and not aside:
-            self._placed.hit_places([*map(index_of, slots)])
+            self._placed.hit_places([*map(index_of, reversed(slots))])
         else:
-            self._policy.hits([key for key in keys if key not in aside])
+            self._policy.hits([key for key in reversed(keys) if key not in aside])
         for marked in (released, self._released_later):
             if marked:
                 for key in keys:
