@@ -28,6 +28,21 @@ def test_a_load_waits_for_a_store_from_the_block_it_overwrites() -> None:
     assert plan.load_after_stores >= stored_by
 
 
+def test_a_load_waits_for_a_store_from_a_block_that_lost_its_key_before() -> None:
+    """Between steps, so that the next plan got the fence, but did not use the block."""
+    tier = Tier(1)
+    tier.demoted("a")
+    blocks = tier.computed("x")
+    (stored, *_) = [plan for plan in tier.idle(2) if cleaned(plan)]
+    assert cleaned(stored) == ids(blocks)
+    tier.pool.evict_blocks(ids(blocks))
+    tier.begin()
+    assert tier.end().compute_after_stores == stored.seq
+    tier.begin()
+    assert tier.promote(tier.find("a")) == (blocks,)
+    assert tier.end().load_after_stores == stored.seq
+
+
 def test_a_forward_pass_does_not_wait_for_a_store_that_its_load_waits_for() -> None:
     tier = Tier(1)
     tier.demoted("a")

@@ -137,7 +137,11 @@ class StepPlanBuilder:
                 self._stored_by[block_id] = 0
 
     def overwrite(self, block: KVCacheBlock) -> None:
-        """Add the fences needed before `block` is overwritten."""
+        """Add the fences needed before `block` is overwritten.
+
+        Marks remain if there is no step: the fences are then of a plan that may not
+        use the block, and whose forward pass its next user does not wait for.
+        """
         plan, block_id = self._plan, block.block_id
         if stored_by := self._stored_by[block_id]:
             if stored_by > plan.load_after_stores:
@@ -147,12 +151,14 @@ class StepPlanBuilder:
             if not self.takes_for_loads:
                 if stored_by > plan.compute_after_stores:
                     plan.compute_after_stores = stored_by
-                self._stored_by[block_id] = 0
+                if self.in_step:
+                    self._stored_by[block_id] = 0
         if prefetched_by := self._prefetched_by[block_id]:
             # That fence is for forward passes, and loads may run next to them.
             plan.load_after_loads = max(plan.load_after_loads, prefetched_by)
             self.wait_for_prefetches(prefetched_by)
-            self._prefetched_by[block_id] = 0
+            if self.in_step:
+                self._prefetched_by[block_id] = 0
 
     def wait_for_prefetches(self, seq: int) -> None:
         """Fence the forward pass on prefetches of plans up to `seq`, which it uses."""
