@@ -6,12 +6,17 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.kv_tier.releases import describes_hits
+
+from ..follower import Subscriber
 from ..settings import with_debug
 from .jobs import NGRAM, WITH_RANKS, connector
 from .model import make_llama, make_lora, make_tokenizer
@@ -57,6 +62,21 @@ def answers(server: Server, **params: Any) -> list[tuple[str, int]]:
     return found
 
 
+def ever_stored(subscriber: Subscriber, stored: set[tuple[str, Any]]) -> Counter[str]:
+    """Blocks that were on each medium, by all events that have come.
+
+    Args:
+        subscriber: Receives them.
+        stored: Those of earlier calls; takes the others.
+
+    """
+    while (events := subscriber.receive(timeout_s=1)) is not None:
+        for event in events:
+            if isinstance(event, BlockStored):
+                stored.update((str(event.medium), each) for each in event.block_hashes)
+    return Counter(medium for medium, _ in stored)
+
+
 def with_features(folder: Path) -> list[str]:
     """Flags of drafts, an adapter `a` and a connector."""
     adapter = make_lora(folder / "adapter", seed=1)
@@ -72,7 +92,7 @@ def with_features(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.pairs("OP", "QU", "LO", "LR", "NG", "PD")
+@pytest.mark.pairs("OP", "QU", "LO", "LR", "NG", "PD", "EV")
 @pytest.mark.compat("engine modes", "engines that share a pool", "DP=2, TP=2, PP=2")
 def test_neighbours_and_successors_hit_what_an_engine_has_computed(
     model: Path,
@@ -83,11 +103,23 @@ def test_neighbours_and_successors_hit_what_an_engine_has_computed(
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     flags, quotas = with_features(tmp_path), {"a": 0.5}
     started: list[Server] = []
+    streams: dict[str, tuple[Subscriber, set[tuple[str, Any]]]] = {}
 
     def start(name: str) -> Server:
         log, socket = tmp_path / name, keeper.socket
-        started.append(serve(model, log, socket, *flags, quotas=quotas))
+        more = list(flags)
+        if describes_hits():
+            endpoint = f"ipc://{tmp_path}/{name}.events"
+            events = {"enable_kv_cache_events": True, "endpoint": endpoint}
+            more += ["--kv-events-config", json.dumps(events | {"publisher": "zmq"})]
+            streams[name] = Subscriber(endpoint), set()
+        started.append(serve(model, log, socket, *more, quotas=quotas))
         return started[-1]
+
+    def are_known(name: str, *media: str) -> bool:
+        """Whether events have told of all blocks of the prompts."""
+        known = ever_stored(*streams[name]) if name in streams else None
+        return known is None or all(known[each] >= 2 * NUM_BLOCKS for each in media)
 
     def ask_all(server: Server) -> list[tuple[str, int]]:
         return answers(server) + answers(server, model="a")
@@ -102,9 +134,9 @@ def test_neighbours_and_successors_hit_what_an_engine_has_computed(
         # At once, with the same answers.
         assert ask_all(two) == [(text, HIT) for text in texts]
         assert counted(two, "neighbour_blocks") == 2 * NUM_BLOCKS
+        assert are_known("one", "GPU", "CPU") and are_known("two", "GPU")
         # Nothing is there twice: what it has taken from the neighbour is not stored.
-        stored = counted(two, "stored_blocks")
-        assert stored < NUM_BLOCKS
+        assert counted(two, "stored_blocks") < NUM_BLOCKS
         one.kill()
         heir = start("heir")
         num_adopted = int(
@@ -113,6 +145,7 @@ def test_neighbours_and_successors_hit_what_an_engine_has_computed(
         assert num_adopted >= 2 * NUM_BLOCKS
         assert ask_all(heir) == [(text, HIT) for text in texts]
         assert counted(heir, "neighbour_blocks") == 0
+        assert are_known("heir", "GPU", "CPU")
         # The same adapter by name and path, but other weights.
         path = str(make_lora(tmp_path / "adapter", seed=2))
         load = {"lora_name": "a", "lora_path": path, "load_inplace": True}
@@ -127,6 +160,8 @@ def test_neighbours_and_successors_hit_what_an_engine_has_computed(
     finally:
         for server in started:
             server.kill()
+        for subscriber, _ in streams.values():
+            subscriber.close()
 
 
 @pytest.mark.pairs("DP", "OP")

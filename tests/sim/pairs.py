@@ -106,10 +106,11 @@ _EXCLUDE: list[tuple[set[str], set[str]]] = [
     ({"DC"}, {"SW", "CL"}),
     # Refused as well.
     ({"PD"}, {"DC"}),
-    ({"OP"}, {"EL", "EV", "DC", "SH"}),
-    # `test_shared_pool` has engines of several ranks; `e2e/test_pool.py` has real ones,
-    # checksums, and adapters, whose loads all engines of a process count together.
-    ({"OP"}, {"TP", "LR", "VE"}),
+    ({"OP"}, {"EL", "DC", "SH"}),
+    # `test_pool_events` follows engines of a pool, `test_shared_pool` has engines of
+    # several ranks, and `e2e/test_pool.py` real ones, checksums, and adapters, whose
+    # loads all engines of a process count together.
+    ({"OP"}, {"EV", "TP", "LR", "VE"}),
     # Real ranks have no store here: `e2e/test_pairs.py` has them.
     (set(STORES), {"VE", "SH", "TP"}),
 ]

@@ -120,6 +120,8 @@ class Machine:
 
     """
 
+    make_engine: type[Engine] = Engine
+
     def __init__(
         self,
         setup: Setup,
@@ -176,7 +178,7 @@ class Machine:
             num_first=None if opens is None else 1,
         )
         self.events["adopted"] += len(member.adopted.slots)
-        engine = Engine(replace(setup, member=member, opens=opens))
+        engine = self.make_engine(replace(setup, member=member, opens=opens))
         engine._invariants.know(self._prefixes)
         first, *others = [
             engine._worker,

@@ -18,6 +18,7 @@ import vllm
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.config import (
     DebugConfig,
     GiB,
@@ -585,11 +586,6 @@ def test_pool_takes_the_place_of_the_size(model: str) -> None:
             {"secondary_tiers": [{"type": "fs", "root_dir": "/x", "max_gib": 1}]},
             {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         ),
-        (
-            "--kv-events-config",
-            {},
-            {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)},
-        ),
     ],
 )
 def test_pool_refuses_what_was_not_run_with_it(
@@ -598,3 +594,17 @@ def test_pool_refuses_what_was_not_run_with_it(
     config = POOL["kv_offloading_config"] | settings  # type: ignore[operator]
     text = message(model, **POOL | args | {"kv_offloading_config": config})
     names_all(text, "pool has not been run with", f"Remove {remove}, or pool.")
+
+
+@pytest.mark.skipif(not keys_are_bytes(), reason="keys are not the same everywhere")
+@pytest.mark.parametrize("describes", [True, False])
+def test_pool_needs_events_that_describe_hits(
+    model: str, describes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(releases, "describes_hits", lambda: describes)
+    events = KVEventsConfig(enable_kv_cache_events=True)
+    if describes:
+        assert engine_config(model, **POOL, kv_events_config=events)
+        return
+    text = message(model, **POOL, kv_events_config=events)
+    names_all(text, "pool is not supported with KV events", "Remove one of the two.")

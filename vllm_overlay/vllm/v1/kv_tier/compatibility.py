@@ -230,12 +230,17 @@ def check_secondary_tiers(vllm_config: "VllmConfig") -> None:
             f"{_FLAG} is not supported with this release of vLLM, whose block hashes "
             "are valid in one process only. Remove secondary_tiers."
         )
+    _check_events(vllm_config, _FLAG)
+
+
+def _check_events(vllm_config: "VllmConfig", feature: str) -> None:
+    """Refuse KV events where other engines' blocks cannot be described."""
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return
     if not releases.describes_hits():
         raise ValueError(
-            f"{_FLAG} is not supported with KV events (--kv-events-config) in this "
+            f"{feature} is not supported with KV events (--kv-events-config) in this "
             "release of vLLM, which describes only blocks that it has computed. Remove "
             "one of the two."
         )
@@ -305,20 +310,19 @@ def check_pool(vllm_config: "VllmConfig", settings: Mapping[str, bool]) -> None:
             "--kv-offloading-config: pool is not supported with this release of vLLM, "
             "whose block hashes are valid in one process only. Remove pool."
         )
-    events = vllm_config.kv_events_config
+    _check_events(vllm_config, "--kv-offloading-config: pool")
     parallel = vllm_config.parallel_config
     on = {
         "ranks on several machines": releases.num_machines(parallel) > 1,
         "--distributed-executor-backend ray": parallel.use_ray,
         "--decode-context-parallel-size": releases.decode_context_ranks(parallel) > 1,
-        "--kv-events-config": events is not None and events.enable_kv_cache_events,
         **settings,
     }
     if found := [name for name, is_on in on.items() if is_on]:
         raise ValueError(
             "--kv-offloading-config: pool has not been run with secondary tiers of "
             "several ranks, ranks on several machines, Ray, decode context "
-            "parallelism, share_replicas, shrink_after_s or KV events. Remove "
+            "parallelism, share_replicas or shrink_after_s. Remove "
             f"{' and '.join(found)}, or pool."
         )
 

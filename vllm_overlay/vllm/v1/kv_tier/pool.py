@@ -9,7 +9,10 @@ from vllm.v1.kv_tier.elastic import ElasticBlockPool, ElasticPublishingBlockPool
 from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.scheduler.block_pool import TieredBlockPool
 from vllm.v1.kv_tier.scheduler.events import PublishingBlockPool
-from vllm.v1.kv_tier.scheduler.shared_pool import SharedBlockPool
+from vllm.v1.kv_tier.scheduler.shared_pool import (
+    PublishingSharedBlockPool,
+    SharedBlockPool,
+)
 
 __all__ = [
     "ElasticBlockPool",
@@ -40,7 +43,8 @@ def make_block_pool(kv_cache_config: Any, *args: Any, **kwargs: Any) -> BlockPoo
         elastic = ElasticPublishingBlockPool if publishes else ElasticBlockPool
         pool: TieredBlockPool = elastic(layout, **kwargs)
     elif layout.pool is not None:
-        pool = SharedBlockPool(layout, **kwargs)
+        shared = PublishingSharedBlockPool if publishes else SharedBlockPool
+        pool = shared(layout, **kwargs)
     else:
         pool = (PublishingBlockPool if publishes else TieredBlockPool)(layout, **kwargs)
     if layout.secondary is not None:

@@ -34,7 +34,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_tier import releases
 from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.scheduler.block_pool import TieredBlockPool
-from vllm.v1.kv_tier.scheduler.kv_groups import hashes_of_blocks
+from vllm.v1.kv_tier.scheduler.kv_groups import UsedBlocks, hashes_of_blocks
 from vllm.v1.kv_tier.scheduler.secondary.manager import SecondaryTierManager
 from vllm.v1.kv_tier.scheduler.slots import HostSlot, SlotTable
 from vllm.v1.request import Request
@@ -160,6 +160,10 @@ class TierEvents:
         pool: The pool whose queue is used.
         table: The slot table, which is observed.
         secondary: The secondary tiers, which are observed.
+        block_sizes: Tokens of a block, for each group; needed where blocks are found
+            that other engines have computed.
+        adopts: Slots may have blocks that the engine has not computed, and which it
+            publishes once it can describe them.
 
     """
 
@@ -168,6 +172,8 @@ class TierEvents:
         pool: BlockPool,
         table: SlotTable,
         secondary: SecondaryTierManager | None = None,
+        block_sizes: Sequence[int] = (),
+        adopts: bool = False,
     ) -> None:
         self._pool = pool
         self._table = table
@@ -175,8 +181,8 @@ class TierEvents:
         # The event that stores each key alone, encoded.
         self._descriptions: dict[BlockHashWithGroupId, bytes] = {}
         self._device: Place = (self._device_medium, None)
-        # Tokens of a block, for each group; needed for secondary tiers only.
-        self._block_sizes: Sequence[int] = ()
+        self._block_sizes = block_sizes
+        self._adopts = adopts
         # Whether a key that is on no tier may be on one soon.
         self._is_moving: Callable[[BlockHashWithGroupId], bool] = lambda key: False
         # Finds a key on each tier.
@@ -191,8 +197,7 @@ class TierEvents:
                 locality = tier.settings.locality
                 self._finds[MEDIUM_STORAGE, locality] = secondary.finder(locality)
                 tier.presence.listeners.append(self.on_secondary_change)
-            self._block_sizes = secondary.block_sizes
-            secondary.reader.on_found = self.on_secondary_found
+            secondary.reader.on_found = self.on_found
             secondary.on_detached = self.on_secondary_detached
             self._is_moving = secondary.is_moving
         self._published: dict[Place, set[BlockHashWithGroupId]] = {
@@ -266,6 +271,8 @@ class TierEvents:
             key = make_block_hash_with_group_id(hashes[i], group_id)
             keys.append(key)
             if key not in self._descriptions:
+                if self._adopts:
+                    self._touched[key] = None
                 start = place * block_size
                 self._descriptions[key] = _encode(
                     msgspec.structs.replace(
@@ -285,13 +292,13 @@ class TierEvents:
         """Note that a secondary tier has `key` now, or no longer."""
         self._touched[key] = None
 
-    def on_secondary_found(
+    def on_found(
         self,
         request: Request,
         keys: Iterable[BlockHashWithGroupId],
         num_tokens: int,
     ) -> None:
-        """Describe `keys`, which were found in a secondary tier.
+        """Describe `keys`, which other engines may have computed.
 
         They are blocks of the first `num_tokens` tokens of `request`. If one of a group
         is unknown here, upstream describes all blocks of the group up to there.
@@ -312,6 +319,22 @@ class TierEvents:
                 self._touched.update(dict.fromkeys(told))
             del queue[num_events:]
 
+    def on_hit(self, request: Request, used: UsedBlocks) -> None:
+        """Publish what a request uses of a pool. `on_loaded` hears nothing of blocks of
+        neighbours, and what other engines have computed has no description."""
+        told = self._published[self._device]
+        keys = [key for key in used.keys if key not in told]
+        if not keys:
+            return
+        self.on_found(request, keys, len(used.blocks) * used.block_size)
+        if self._num_behind:
+            self._touched.update(dict.fromkeys(keys))
+            return
+        # At once, as in `on_loaded`. A part of a block has no description.
+        keys = [key for key in keys if key in self._descriptions]
+        self._publish_stored(keys, self._device)
+        told.update(keys)
+
     def on_secondary_detached(self) -> None:
         """Note that secondary tiers are not used any more.
 
@@ -326,6 +349,8 @@ class TierEvents:
         """Keep the event that `cache_partial_block` has emitted."""
         event = self._pool.kv_event_queue[-1]
         if isinstance(event, BlockStored):
+            if self._adopts:
+                self._touched[key] = None
             self._descriptions.setdefault(key, _encode(event))
             self._record_upstream([key])
 
@@ -544,7 +569,14 @@ class PublishingBlockPool(TieredBlockPool):
 
     def __init__(self, layout: KVTierLayout, **kwargs: Any) -> None:
         super().__init__(layout, **kwargs)
-        self.events = TierEvents(self, self.host, self.secondary)
+        others = layout.pool or layout.secondary
+        self.events = TierEvents(
+            self,
+            self.host,
+            self.secondary,
+            () if others is None else others.block_sizes,
+            adopts=layout.pool is not None,
+        )
 
     def cache_full_blocks(
         self,

@@ -16,6 +16,7 @@ from vllm.v1.kv_tier.eviction.base import EvictionPolicy
 from vllm.v1.kv_tier.layout import KVTierLayout
 from vllm.v1.kv_tier.plan import StepPlan, StepReport
 from vllm.v1.kv_tier.scheduler.block_pool import TieredBlockPool
+from vllm.v1.kv_tier.scheduler.events import PublishingBlockPool
 from vllm.v1.kv_tier.scheduler.neighbours import Neighbours, SharedHostWriter
 from vllm.v1.kv_tier.scheduler.secondary.lookup import PromptLookup
 from vllm.v1.kv_tier.scheduler.shared_slots import PlanEnds, SharedSlotTable
@@ -178,3 +179,12 @@ class SharedBlockPool(TieredBlockPool):
         # No plan ends any more.
         self._is_off = True
         super()._switch_off(lost_blocks)
+
+
+class PublishingSharedBlockPool(PublishingBlockPool, SharedBlockPool):
+    """A `SharedBlockPool` that publishes KV cache events of its own device and slots,
+    and of what neighbours have once a request uses it."""
+
+    def __init__(self, layout: KVTierLayout, **kwargs: Any) -> None:
+        super().__init__(layout, **kwargs)
+        self._promotion.listeners.append(self.events)
