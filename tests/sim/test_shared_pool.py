@@ -225,6 +225,38 @@ def test_no_slot_is_reused_while_a_neighbour_reads_it() -> None:
     assert events["from neighbours"] > 100
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_two_engines_compute_is_kept_once_if_they_share_anything(
+    reads: bool,
+) -> None:
+    rng = Random(0)
+    drawn = press(random_setup(rng), rng)
+    tuning = replace(
+        drawn.tuning, plans_per_report=1, settled_outputs=0, claim_part=0.0
+    )
+    setup = replace(drawn, layout=LAYOUTS[0], quotas=(), num_slots=40, tuning=tuning)
+    machine = Machine(setup, 2, Partition, 0, rng)
+
+    def ask(document: int, *numbers: int) -> None:
+        for number in numbers:
+            machine.act(number, Add(document, length=24, suffix=0, max_tokens=1))
+        for _ in range(16):
+            for number in (0, 1):
+                machine.act(number, Steps(1, rush=True))
+
+    if reads:
+        ask(0, 0)
+        ask(0, 1)
+    ask(1, 0, 1)
+    published = [len(each.published(0, 40)) for each in machine.partitions]
+    num_keys = len(
+        {key for each in machine.engines for key, _ in each._pool.host.places.items()}
+    )
+    assert sum(published) == num_keys * (1 if reads else 2)
+    machine.drain()
+    assert bool(machine.events["from neighbours"]) == reads
+
+
 # ----------------------------------------------------------------- planted bugs
 
 
