@@ -64,8 +64,7 @@ class KeeperProcess:
 
     def spoil(self, seed: int, part: slice = slice(None)) -> None:
         """Overwrite all slots, or a part of each of two partitions."""
-        files = Path(f"/proc/{self.process.pid}/fd").iterdir()
-        (path,) = (p for p in files if "kv-tier-pool" in os.readlink(p))
+        (path,) = filter(_is_pool, Path(f"/proc/{self.process.pid}/fd").iterdir())
         with path.open("r+b") as file:
             each = os.fstat(file.fileno()).st_size // 2
             start, end, _ = part.indices(each)
@@ -77,6 +76,15 @@ class KeeperProcess:
     def end(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)
         self.process.wait(30)
+
+
+def _is_pool(descriptor: Path) -> bool:
+    """Whether a file of a process is the pool's memory."""
+    try:
+        return "kv-tier-pool" in os.readlink(descriptor)
+    except FileNotFoundError:
+        # The keeper has closed it by now: the connection of an engine that has ended.
+        return False
 
 
 @contextmanager
