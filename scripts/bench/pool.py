@@ -62,20 +62,26 @@ OPENED_S = 60.0
 TAIL = 2500
 
 
-def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, "8b")
+def add_turns(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `Turns`, and of those that ask them."""
     add = parser.add_argument
-    add("--configs", nargs="*", default=["pool", f"{SEPARATE},simple-lazy,{ONE}"])
-    add("--gpus", type=int, default=2)
-    add("--engines", type=int, help="in turns on the GPUs; by default one on each")
-    add("--host-gib", type=float, default=64, help="of all engines together")
-    add("--device-gib", type=float, default=16, help="KV cache of each engine")
     add("--conversations", type=int, default=64, help="under way")
     add("--turns", type=int, default=8)
     add("--first", type=int, nargs=2, default=[4096, 8192], help="tokens, at random")
     add("--turn", type=int, default=512, help="tokens that each turn adds")
     add("--answer", type=int, default=32, help="tokens of an answer")
     add("--clients", type=int, default=20)
+
+
+def arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, "8b")
+    add_turns(parser)
+    add = parser.add_argument
+    add("--configs", nargs="*", default=["pool", f"{SEPARATE},simple-lazy,{ONE}"])
+    add("--gpus", type=int, default=2)
+    add("--engines", type=int, help="in turns on the GPUs; by default one on each")
+    add("--host-gib", type=float, default=64, help="of all engines together")
+    add("--device-gib", type=float, default=16, help="KV cache of each engine")
     add("--seconds", type=float, default=60)
     add("--restarts", type=int, default=0)
     add("--lead", type=float, default=2, help="seconds until devices evict probes")

@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Iterator
 
 import numpy as np
-from pool import Turn, Turns
+from pool import Turn, Turns, add_turns
 from scheduler_setup import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -182,17 +182,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_turns(parser)
     add = parser.add_argument
     add("--configs", nargs="*", default=KINDS, choices=KINDS)
     add("--engines", type=int, default=2)
     add("--slots", type=int, default=32_768, help="of all engines together")
     add("--blocks", type=int, default=8192, help="on each device")
-    add("--conversations", type=int, default=64, help="under way")
-    add("--turns", type=int, default=8)
-    add("--first", type=int, nargs=2, default=[4096, 8192], help="tokens, at random")
-    add("--turn", type=int, default=512, help="tokens that each turn adds")
-    add("--answer", type=int, default=32, help="tokens of an answer")
-    add("--clients", type=int, default=20)
     add("--num", type=int, default=600, help="turns that count")
     add("--size", default="8b", help=argparse.SUPPRESS)
     add("--seeds", type=int, nargs="*", default=[0])

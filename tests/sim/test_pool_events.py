@@ -44,12 +44,12 @@ class FollowedNeighbour(FollowedEngine):
 
     num_hits = 0
     """Blocks of hits that subscribers must know."""
+    all_engines: list["FollowedNeighbour"] = []
+    """Those of a script."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.all_engines.append(self)
-
-    all_engines: list["FollowedNeighbour"] = []
 
     def compare(self) -> None:
         self.take_batches()

@@ -40,8 +40,8 @@ CHECKSUM_BYTES = 8
 _WORDS = KEY_BYTES // 8
 # Slots of a bucket of the index, and buckets for each slot. A block whose bucket is
 # full is not published, and neighbours can use nothing of a prompt behind it. With half
-# as many buckets as slots, one prompt of 500 blocks in 14 had such a block; now one in
-# a million has.
+# as many buckets as slots, one prompt of 500 blocks in 14 had such a block; now at most
+# one in 270,000 has.
 _WAYS = 8
 _BUCKETS_PER_SLOT = 2
 _HEADER_BYTES = 4096

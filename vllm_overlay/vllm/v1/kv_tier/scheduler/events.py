@@ -323,17 +323,9 @@ class TierEvents:
         """Publish what a request uses of a pool. `on_loaded` hears nothing of blocks of
         neighbours, and what other engines have computed has no description."""
         told = self._published[self._device]
-        keys = [key for key in used.keys if key not in told]
-        if not keys:
-            return
-        self.on_found(request, keys, len(used.blocks) * used.block_size)
-        if self._num_behind:
-            self._touched.update(dict.fromkeys(keys))
-            return
-        # At once, as in `on_loaded`. A part of a block has no description.
-        keys = [key for key in keys if key in self._descriptions]
-        self._publish_stored(keys, self._device)
-        told.update(keys)
+        if keys := [key for key in used.keys if key not in told]:
+            self.on_found(request, keys, len(used.blocks) * used.block_size)
+            self._publish_on_device(keys)
 
     def on_secondary_detached(self) -> None:
         """Note that secondary tiers are not used any more.
@@ -418,7 +410,11 @@ class TierEvents:
         self._touched.update(dict.fromkeys(slot.keys))
 
     def on_loaded(self, slots: Sequence[HostSlot]) -> None:
-        keys = [key for slot in slots for key in slot.keys]
+        self._publish_on_device([key for slot in slots for key in slot.keys])
+
+    def _publish_on_device(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """Publish those of `keys` that have a description, before the blocks that are
+        computed after them."""
         if self._num_behind:
             self._touched.update(dict.fromkeys(keys))
             return

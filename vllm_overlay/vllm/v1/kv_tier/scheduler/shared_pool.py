@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
-# Plans after one that reads from neighbours.
+# Plans after one that reads from neighbours in which second copies are looked for.
 _COMPARES_FOR = 1000
 
 

@@ -209,8 +209,9 @@ class SharedSlotTable(SlotTable):
 
         Args:
             settled: Nothing that plans up to this one have stored turns out to be void.
-            find_copies: Says which blocks neighbours have published meanwhile. Their
-                own slots are evicted first, and not published. None: they are.
+            find_copies: Says which blocks neighbours have published meanwhile. This
+                engine's slots of these are evicted first, and not published. None: all
+                are published.
 
         Returns:
             These blocks.
